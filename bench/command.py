@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine import EngineConfig, EngineError, codecs
-from engine.encoding import WHOLE, Encoding
-from engine.flags import Check, FlagError, in_flags
-from engine.kv.cache_types import PRESETS
-from model_loaders import LoadError
+from polarlm.engine import EngineConfig, EngineError, codecs
+from polarlm.engine.encoding import WHOLE, Encoding
+from polarlm.engine.flags import Check, FlagError, in_flags
+from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.model_loaders import LoadError
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 _PLAIN = ":plain"

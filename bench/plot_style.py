@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine import EngineError
+from polarlm.engine import EngineError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

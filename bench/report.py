@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info
 
-from engine import EngineError
-from engine.backends.native.target import VARIABLE as LEVEL_VARIABLE
-from engine.config import setting
-from engine.flags import FlagError
+from polarlm.engine import EngineError
+from polarlm.engine.backends.native.target import VARIABLE as LEVEL_VARIABLE
+from polarlm.engine.config import setting
+from polarlm.engine.flags import FlagError
 
 RESULTS = Path(__file__).resolve().parent / "results"  # in a checkout; an installed package has none
 LOCAL = RESULTS / "local"  # ignored by git

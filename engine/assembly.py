@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
-import model_loaders
-from engine import codecs
-from engine.backends.ops import Load, Ops, Rehearsal
-from engine.backends.select import select, without_kernels
-from engine.calibration import load_or_calibrate
-from engine.config import EngineConfig
-from engine.encoding import WHOLE, Encoding, stored
-from engine.errors import EngineError, KernelError
-from engine.kv import cache_types
-from engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens, format_bytes, parse_size
-from engine.kv.store import KVStore, Metrics
-from engine.model.forward import ModelWeights, Transformer
-from engine.model.magnitudes import Variances, variances
-from engine.model.rehearsal import least_plan, rehearse, rehearse_rows
-from engine.model.weights import left_out, load_weights, weight_bytes, weight_count
-from engine.progress import progress_bar
-from engine.quantization.conditioning import Conditioning
-from engine.quantization.statistics import LayerStatistics, neutral
-from engine.sampling.sample import NOT_FINITE
-from engine.sizes import cache_shape, fits_beside, store_plan, weight_format
-from model_loaders.config import ModelConfig
+from polarlm import model_loaders
+from polarlm.engine import codecs
+from polarlm.engine.backends.ops import Load, Ops, Rehearsal
+from polarlm.engine.backends.select import select, without_kernels
+from polarlm.engine.calibration import load_or_calibrate
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.encoding import WHOLE, Encoding, stored
+from polarlm.engine.errors import EngineError, KernelError
+from polarlm.engine.kv import cache_types
+from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens, format_bytes, parse_size
+from polarlm.engine.kv.store import KVStore, Metrics
+from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.magnitudes import Variances, variances
+from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_rows
+from polarlm.engine.model.weights import left_out, load_weights, weight_bytes, weight_count
+from polarlm.engine.progress import progress_bar
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.statistics import LayerStatistics, neutral
+from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.sizes import cache_shape, fits_beside, store_plan, weight_format
+from polarlm.model_loaders.config import ModelConfig
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
-from engine import checked_file, codecs
-from engine.backends.ops import Array, Ops
-from engine.errors import EngineError
-from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from engine.kv.store import KVStore
-from engine.model.forward import ModelWeights, Transformer
-from engine.model.magnitudes import scale, variances
-from engine.model.weights import fingerprint
-from engine.quantization.conditioning import Conditioning
-from engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
-from engine.sampling.sample import NOT_FINITE
-from model_loaders.config import ModelConfig
-from model_loaders.errors import LoadError
-from model_loaders.tokenizers import Tokenizer
-from model_loaders.user_dirs import cache_folder
+from polarlm.engine import checked_file, codecs
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.magnitudes import scale, variances
+from polarlm.engine.model.weights import fingerprint
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
+from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.model_loaders.user_dirs import cache_folder
 
 __all__ = ["LayerStatistics", "calibrate", "load_or_calibrate", "smoothing"]
 

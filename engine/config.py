@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-from engine import limits
+from polarlm.engine import limits
 
 DEFAULT_CACHE_TYPE = "balanced"
 AS_STORED = "as-stored"

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.kv.plan import CacheShape, LayerShape
-from engine.kv.store import Metrics
-from engine.model.magnitudes import Variances, scale
-from engine.quantization.conditioning import Conditioning
-from engine.quantization.metric import key_metric, value_metric, without_feedback, without_tilt
-from engine.quantization.statistics import LayerStatistics, smoothing
+from polarlm.engine.kv.plan import CacheShape, LayerShape
+from polarlm.engine.kv.store import Metrics
+from polarlm.engine.model.magnitudes import Variances, scale
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.metric import key_metric, value_metric, without_feedback, without_tilt
+from polarlm.engine.quantization.statistics import LayerStatistics, smoothing
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,22 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from engine import assembly, sessions
-from engine.config import EngineConfig, PromptOptions, SamplingParams
-from engine.errors import EngineError
-from engine.kv.prefix import PrefixCache
-from engine.model import score
-from engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
-from engine.requests.answers import Answers
-from engine.requests.fair_lock import FairLock
-from engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
-from engine.requests.request import Outbox, Request, Ticket
-from engine.requests.runner import Runner
-from engine.requests.scheduler import Scheduler, TokenSequence
-from engine.sampling.constraints import Constraint
-from engine.sampling.detokenizer import text_of
-from engine.sampling.grammars import Grammars
-from engine.sessions import Place, Progress, Session
+from polarlm.engine import assembly, sessions
+from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.model import score
+from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
+from polarlm.engine.requests.answers import Answers
+from polarlm.engine.requests.fair_lock import FairLock
+from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
+from polarlm.engine.requests.request import Outbox, Request, Ticket
+from polarlm.engine.requests.runner import Runner
+from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
+from polarlm.engine.sampling.constraints import Constraint
+from polarlm.engine.sampling.detokenizer import text_of
+from polarlm.engine.sampling.grammars import Grammars
+from polarlm.engine.sessions import Place, Progress, Session
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine import codecs, weight_formats
-from engine.backends.ops import Ops
-from engine.backends.select import select
-from engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
-from engine.encoding import WHOLE
-from engine.errors import EngineError
-from engine.kv.cache_types import PRESETS
-from engine.kv.plan import CacheShape, StorePlan, format_bytes, plan_for_tokens
-from engine.model.weights import weight_bytes
-from engine.sizes import cache_shape, store_plan, weight_format, work_bytes
-from model_loaders.config import ModelConfig
-from model_loaders.weights import WeightSource
+from polarlm.engine import codecs, weight_formats
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import select
+from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
+from polarlm.engine.encoding import WHOLE
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.engine.kv.plan import CacheShape, StorePlan, format_bytes, plan_for_tokens
+from polarlm.engine.model.weights import weight_bytes
+from polarlm.engine.sizes import cache_shape, store_plan, weight_format, work_bytes
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.weights import WeightSource
 
 CACHE_TYPES = ("f16", "q8_0", *PRESETS)
 

@@ -21,8 +21,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
 
 Check = Callable[[Any], "str | None"]
 """From a value to what is wrong with it, as a sentence for the user; None if it is valid."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from engine.errors import EngineError, shown
+from polarlm.engine.errors import EngineError, shown
 
 PENALTY_WINDOW = 64  # most last tokens, prompt included, that the penalties look at
 MOST_LOGPROBS = 20  # most tokens that log-probabilities can be requested for at each position

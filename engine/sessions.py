@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from engine import checked_file
-from engine.backends import transfer
-from engine.checked_file import DamagedFile
-from engine.errors import EngineError
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.plan import CacheShape
-from engine.kv.prefix import PrefixCache
-from engine.kv.snapshot import Snapshot, export, restore
-from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import Transformer
-from engine.model.weights import fingerprint
-from engine.requests.answers import KEY_BYTES, Known
+from polarlm.engine import checked_file
+from polarlm.engine.backends import transfer
+from polarlm.engine.checked_file import DamagedFile
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.plan import CacheShape
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.snapshot import Snapshot, export, restore
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.weights import fingerprint
+from polarlm.engine.requests.answers import KEY_BYTES, Known
 
 _FORMAT = "polarlm session"
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")

@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine import codecs, weight_formats
-from engine.backends.ops import Load, Ops
-from engine.config import AS_STORED, EngineConfig
-from engine.encoding import Encoding
-from engine.errors import EngineError
-from engine.kv import cache_types
-from engine.kv.plan import CacheShape, LayerShape, StorePlan, parse_size, plan_for_memory, plan_for_tokens
-from engine.weight_formats import WeightFormat
-from model_loaders import families
-from model_loaders.config import ModelConfig
-from model_loaders.tensors import READABLE
+from polarlm.engine import codecs, weight_formats
+from polarlm.engine.backends.ops import Load, Ops
+from polarlm.engine.config import AS_STORED, EngineConfig
+from polarlm.engine.encoding import Encoding
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv import cache_types
+from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, parse_size, plan_for_memory, plan_for_tokens
+from polarlm.engine.weight_formats import WeightFormat
+from polarlm.model_loaders import families
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.tensors import READABLE
 
 _CONTEXT_TO_CHOOSE_BY = 16_384  # tokens, of models with more
 

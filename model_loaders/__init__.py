@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
-from model_loaders.errors import LoadError
-from model_loaders.fields import read_json
-from model_loaders.folder import generation_defaults, open_folder
-from model_loaders.gguf_file import GgufFile
-from model_loaders.gguf_source import open_gguf
-from model_loaders.hub import PREFIX as HUB_PREFIX
-from model_loaders.hub import Fits, HubName, fetch, parse
-from model_loaders.rope import rope_frequencies
-from model_loaders.weights import WeightSource, main_dtype
+from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import read_json
+from polarlm.model_loaders.folder import generation_defaults, open_folder
+from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.gguf_source import open_gguf
+from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
+from polarlm.model_loaders.hub import Fits, HubName, fetch, parse
+from polarlm.model_loaders.rope import rope_frequencies
+from polarlm.model_loaders.weights import WeightSource, main_dtype
 
 if TYPE_CHECKING:
-    from model_loaders.templates import ChatTemplate
-    from model_loaders.tokenizers import Tokenizer
+    from polarlm.model_loaders.templates import ChatTemplate
+    from polarlm.model_loaders.tokenizers import Tokenizer
 
 __all__ = [
     "GenerationDefaults",
@@ -73,7 +73,7 @@ def load(
     otherwise it reads them piece by piece. `verbose` receives lines of progress. `fits` chooses among GGUF files on the
     hub. Raises LoadError.
     """
-    from model_loaders.demo import DEMO_GENERATION, demo_model
+    from polarlm.model_loaders.demo import DEMO_GENERATION, demo_model
 
     name = _hub_name(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
@@ -104,7 +104,7 @@ def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, Weig
 
 
 def _load_folder(folder: Path, mmap: bool) -> Model:
-    from model_loaders import templates, tokenizers
+    from polarlm.model_loaders import templates, tokenizers
 
     config, weights = open_folder(folder, mmap)
     try:
@@ -128,7 +128,7 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
 
 
 def _load_gguf(file: Path, mmap: bool) -> Model:
-    from model_loaders import templates, tokenizers
+    from polarlm.model_loaders import templates, tokenizers
 
     gguf = GgufFile(file, mmap)
     try:

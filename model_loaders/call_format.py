@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model_loaders.errors import LoadError
-from model_loaders.renders import Renders
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.renders import Renders
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]

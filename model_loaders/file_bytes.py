@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError
 
 
 class FileBytes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_loaders.config import GenerationDefaults, ModelConfig
-from model_loaders.errors import LoadError
-from model_loaders.families import configure, table_name
-from model_loaders.fields import Fields, read_json
-from model_loaders.safetensors_source import INDEX, SINGLE, open_safetensors
-from model_loaders.tensors import StoredWeights
-from model_loaders.weights import fit
+from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.families import configure, table_name
+from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.safetensors_source import INDEX, SINGLE, open_safetensors
+from polarlm.model_loaders.tensors import StoredWeights
+from polarlm.model_loaders.weights import fit
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 

@@ -18,10 +18,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from model_loaders.errors import LoadError
-from model_loaders.file_bytes import FileBytes
-from model_loaders.ggml_types import TYPES
-from model_loaders.strings import Strings
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.file_bytes import FileBytes
+from polarlm.model_loaders.ggml_types import TYPES
+from polarlm.model_loaders.strings import Strings
 
 _READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
 _MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key

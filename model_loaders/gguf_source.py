@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from model_loaders.config import ModelConfig
-from model_loaders.errors import LoadError
-from model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
-from model_loaders.families._unsupported import why_not
-from model_loaders.fields import Fields
-from model_loaders.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
-from model_loaders.tensors import StoredTensor, StoredWeights
-from model_loaders.weights import fit
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
+from polarlm.model_loaders.families._unsupported import why_not
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
+from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.weights import fit
 
 _KEYS = {  # Hugging Face's key → the file's, without the architecture and the dot
     "hidden_size": "embedding_length",

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from model_loaders.forks import renew_in_children
+from polarlm.model_loaders.forks import renew_in_children
 
 OUT_OF_MEMORY = 3  # exit code of a worker
 # The worker has this process's path, without the folder of its own script.

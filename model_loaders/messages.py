@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_loaders.tokenizers import Tokenizer
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 _FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # that templates see
 

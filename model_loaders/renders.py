@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError
 
 
 class Renders(Protocol):

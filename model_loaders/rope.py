@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from model_loaders.config import RopeConfig
-from model_loaders.fields import Fields
+from polarlm.model_loaders.config import RopeConfig
+from polarlm.model_loaders.fields import Fields
 
 _DEFAULT_THETA = 10_000.0
 _MIN_THETA = 2.0  # with 1 all channels would have the same frequency, and yarn would divide by zero

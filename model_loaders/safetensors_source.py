@@ -13,10 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
-from model_loaders.errors import LoadError
-from model_loaders.fields import Fields, read_json
-from model_loaders.file_bytes import FileBytes
-from model_loaders.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.file_bytes import FileBytes
+from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from model_loaders.limited_process import LimitedProcess, ProcessFailed
+from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 

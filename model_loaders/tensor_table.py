@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's and llama.cpp's.
 Names = Mapping[str, tuple[tuple[str, str], ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError
 
 CACHE_VARIABLE = "POLARLM_CACHE"
 

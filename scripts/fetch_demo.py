@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from model_loaders import LoadError
-from model_loaders.demo import demo_model
+from polarlm.model_loaders import LoadError
+from polarlm.model_loaders.demo import demo_model
 
 
 def main() -> int:

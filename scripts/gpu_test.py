@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import report
-from engine import EngineError
-from engine.backends.cuda import overlap
-from engine.backends.select import select
+from polarlm.bench import report
+from polarlm.engine import EngineError
+from polarlm.engine.backends.cuda import overlap
+from polarlm.engine.backends.select import select
 from scripts.sanitize import sanitize
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _can_overlap() -> bool:
     """Whether the GPU has overlapped launches, and the environment does not turn them on for all tests."""
-    from engine.backends.cuda.cupy_device import can_overlap  # it needs CuPy
+    from polarlm.engine.backends.cuda.cupy_device import can_overlap  # it needs CuPy
 
     return can_overlap() and not overlap.is_wanted()
 

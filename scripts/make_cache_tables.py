@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from engine import codecs, records
-from engine.config import EngineConfig
-from engine.kv.cache_types import PRESETS
-from engine.kv.plan import CacheShape, LayerShape, format_bytes
-from engine.records.fragments import Geometry
+from polarlm.engine import codecs, records
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.engine.kv.plan import CacheShape, LayerShape, format_bytes
+from polarlm.engine.records.fragments import Geometry
 from scripts.make_quality_table import with_tables
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cache-types.md"

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from engine.chat.config import GROUPS
-from engine.config import EngineConfig, SamplingParams
-from engine.flags import describe
+from polarlm.engine.chat.config import GROUPS
+from polarlm.engine.config import EngineConfig, SamplingParams
+from polarlm.engine.flags import describe
+from polarlm.server.config import ServerConfig
 from scripts.make_quality_table import with_tables
-from server.config import ServerConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams, calibration
-from engine.backends.numpy.ops import NumpyOps
-from model_loaders.demo import demo_model
+from polarlm.engine import Engine, SamplingParams, calibration
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.model_loaders.demo import demo_model
 from tests.tiny import VOCABULARY, load_tiny, make_model
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "golden.json"

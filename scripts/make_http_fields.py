@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from server.fields import FIELDS, Field
+from polarlm.server.fields import FIELDS, Field
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "http-fields.md"
 _APIS = {"O": "OpenAI", "L": "llama-server", "V": "vLLM", "P": "here alone"}

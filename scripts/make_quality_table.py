@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.kv.cache_types import PRESETS
+from polarlm.engine.kv.cache_types import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "quality.md"

@@ -18,8 +18,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
-from model_loaders import LoadError
-from model_loaders.demo import demo_model
+from polarlm.model_loaders import LoadError
+from polarlm.model_loaders.demo import demo_model
 
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 

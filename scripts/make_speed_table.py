@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.speed.figures import GENERATION, PROMPT
-from bench.speed.tables import Measured, bandwidth_table, batches_table, memory_table, rates_table, source
+from polarlm.bench.speed.figures import GENERATION, PROMPT
+from polarlm.bench.speed.tables import Measured, bandwidth_table, batches_table, memory_table, rates_table, source
 from scripts.make_quality_table import README, RESULTS, ROOT, with_tables
 
 DOCUMENT = ROOT / "docs" / "speed.md"

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine import Engine, SamplingParams
-from engine.sampling.grammars import Grammars
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.sampling.grammars import Grammars
 
 SCHEMAS = Path(__file__).parents[1] / "tests" / "fixtures" / "schemas.json"
 QUESTION = [{"role": "user", "content": "Answer as JSON."}]

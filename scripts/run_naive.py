@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine import codecs
-from engine.backends.cuda.kernel_source import source
-from engine.codecs._norms import ByteNorm
-from engine.codecs.ring import points_of
-from engine.quantization.conditioning import centre, read_mean
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.codecs._norms import ByteNorm
+from polarlm.engine.codecs.ring import points_of
+from polarlm.engine.quantization.conditioning import centre, read_mean
 
 CODEC = codecs.get("ring4")
 MEAN_BITS = 8

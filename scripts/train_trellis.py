@@ -14,8 +14,8 @@ import sys
 
 import numpy as np
 
-from engine.codecs._cosets import STATES
-from engine.codecs._viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs._cosets import STATES
+from polarlm.engine.codecs._viterbi import PathSearch, rotate_quarters
 
 _ROUNDS, _VECTORS, _DIM = 120, 4000, 64
 

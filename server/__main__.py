@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import FrameType
 from typing import Any
 
-from engine import Engine, EngineError
-from engine.flags import FlagError, in_flags, use_utf8
-from engine.kv.plan import parse_size
-from server import journal
-from server.config import KEY_VARIABLE, ServerConfig, read_command_line
-from server.driver import Driver
-from server.listening import (
+from polarlm.engine import Engine, EngineError
+from polarlm.engine.flags import FlagError, in_flags, use_utf8
+from polarlm.engine.kv.plan import parse_size
+from polarlm.server import journal
+from polarlm.server.config import KEY_VARIABLE, ServerConfig, read_command_line
+from polarlm.server.driver import Driver
+from polarlm.server.listening import (
     BACKLOG,
     ListenError,
     address_of,
@@ -33,8 +33,8 @@ from server.listening import (
     tcp_socket,
     unix_socket,
 )
-from server.sessions import SessionFolder
-from server.socket_server import SocketServer
+from polarlm.server.sessions import SessionFolder
+from polarlm.server.socket_server import SocketServer
 
 _DRAIN_SECONDS = 30.0
 _FAILED, _BAD_REQUEST, _SIGNALLED = 1, 2, 128
@@ -94,8 +94,8 @@ def _run(argv: Sequence[str]) -> None:
 def _web() -> MakeWeb:
     """The HTTP server's constructor. Raises _Missing; `_run` calls it before it loads a model."""
     try:
-        from server.http.app import create_app
-        from server.http.uvicorn_server import Web
+        from polarlm.server.http.app import create_app
+        from polarlm.server.http.uvicorn_server import Web
     except ImportError as error:
         raise _Missing(f"{error}: the server needs the packages of polarlm[serve]") from None
     return lambda driver, config, bound: Web(journal.Journaled(create_app(driver, config)), config, bound)
@@ -106,7 +106,7 @@ def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
     if config.kv_events is None:
         return nullcontext()
     try:
-        from server.kv_events import kv_events
+        from polarlm.server.kv_events import kv_events
     except ImportError as error:
         raise _Missing(f"{error}: --kv-events needs the packages of polarlm[kv-events]") from None
     if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", config.kv_events) is None:

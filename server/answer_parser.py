@@ -11,9 +11,9 @@ import string
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from model_loaders.call_format import CallFormat
-from model_loaders.reasoning import Tags
-from server.pieces import CallStart, Piece
+from polarlm.model_loaders.call_format import CallFormat
+from polarlm.model_loaders.reasoning import Tags
+from polarlm.server.pieces import CallStart, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _LONGEST_ID = 64

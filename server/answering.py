@@ -8,14 +8,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine import Chunk, Engine, EngineError, SamplingParams
-from engine.requests.prompts import is_chat
-from model_loaders.errors import LoadError
-from server.answer_parser import AnswerParser
-from server.call_grammar import functions_of, grammar
-from server.driver import Driver
-from server.parameters import Asked
-from server.pieces import Answer, Piece, fold
+from polarlm.engine import Chunk, Engine, EngineError, SamplingParams
+from polarlm.engine.requests.prompts import is_chat
+from polarlm.model_loaders.errors import LoadError
+from polarlm.server.answer_parser import AnswerParser
+from polarlm.server.call_grammar import functions_of, grammar
+from polarlm.server.driver import Driver
+from polarlm.server.parameters import Asked
+from polarlm.server.pieces import Answer, Piece, fold
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from model_loaders.call_format import CallFormat
-from model_loaders.reasoning import Tags
+from polarlm.model_loaders.call_format import CallFormat
+from polarlm.model_loaders.reasoning import Tags
 
 ID = "[a-zA-Z0-9]{9}"  # of a call, where the model writes it
 

@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine import EngineError
-from engine.assembly import settle
-from engine.config import EngineConfig, setting
-from engine.flags import Check, FlagError, parse, that
-from engine.kv.plan import parse_size
+from polarlm.engine import EngineError
+from polarlm.engine.assembly import settle
+from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.flags import Check, FlagError, parse, that
+from polarlm.engine.kv.plan import parse_size
 
 KEY_VARIABLE = "POLARLM_API_KEY"
 

@@ -11,17 +11,17 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from engine import EngineError
-from server import journal
-from server.driver import Driver
-from server.lines import Lines
-from server.listening import notice_lost_peers
-from server.messages import Id, error_of, last_of, likelihood, read_id
-from server.parameters import Asked, read
-from server.prompts import read_options, read_prompt, read_salt
-from server.refused import TOO_MANY_CONNECTIONS, Refused, busy
-from server.sessions import read_name
-from server.values import BadRequest, read_json
+from polarlm.engine import EngineError
+from polarlm.server import journal
+from polarlm.server.driver import Driver
+from polarlm.server.lines import Lines
+from polarlm.server.listening import notice_lost_peers
+from polarlm.server.messages import Id, error_of, last_of, likelihood, read_id
+from polarlm.server.parameters import Asked, read
+from polarlm.server.prompts import read_options, read_prompt, read_salt
+from polarlm.server.refused import TOO_MANY_CONNECTIONS, Refused, busy
+from polarlm.server.sessions import read_name
+from polarlm.server.values import BadRequest, read_json
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
 MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from server.values import BadRequest, text, wrong
+from polarlm.server.values import BadRequest, text, wrong
 
 MAX_CHOICES = 1024
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine import Chunk
+from polarlm.engine import Chunk
 
 
 @dataclass

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
-from engine.outputs import Status, embedding
-from engine.requests.prompts import Prompt
-from engine.requests.request import Ticket
-from server import journal, refused
-from server.config import ServerConfig
-from server.counters import Totals
-from server.job import Job
-from server.refused import Refused, for_clients
-from server.sessions import Saved, SessionFolder
-from server.worker import Worker
+from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.outputs import Status, embedding
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.requests.request import Ticket
+from polarlm.server import journal, refused
+from polarlm.server.config import ServerConfig
+from polarlm.server.counters import Totals
+from polarlm.server.job import Job
+from polarlm.server.refused import Refused, for_clients
+from polarlm.server.sessions import Saved, SessionFolder
+from polarlm.server.worker import Worker
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)

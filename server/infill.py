@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from model_loaders.tokenizers import Tokenizer
-from server.parameters import Asked
-from server.values import BadRequest
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.parameters import Asked
+from polarlm.server.values import BadRequest
 
 _NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.requests.request import Ticket
+from polarlm.engine.requests.request import Ticket
 
 _LOG = logging.getLogger(__name__)
 

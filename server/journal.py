@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from engine import Chunk
-from engine.requests.prompts import Prompt
+from polarlm.engine import Chunk
+from polarlm.engine.requests.prompts import Prompt
 
 _REQUESTS = logging.getLogger("server.requests")
 _MOST_PATH = 200  # characters of a path, which clients choose

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from engine import Chunk, EngineError, TokenLogprob
-from engine.flags import in_flags
-from model_loaders.tokenizers import Tokenizer
-from server.values import BadRequest
+from polarlm.engine import Chunk, EngineError, TokenLogprob
+from polarlm.engine.flags import in_flags
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.values import BadRequest
 
 _MOST_ID = 200  # characters
 Id = str | int

@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from engine import PromptOptions, SamplingParams
-from engine.requests.prompts import Prompt
-from server.fields import complaint
-from server.prompts import read_continues, read_options, read_prompt
-from server.sampling import Tokenize, read_sampling
-from server.tools import Tools, read_tools
-from server.values import BadRequest, count, flag, text, wrong
+from polarlm.engine import PromptOptions, SamplingParams
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.fields import complaint
+from polarlm.server.prompts import read_continues, read_options, read_prompt
+from polarlm.server.sampling import Tokenize, read_sampling
+from polarlm.server.tools import Tools, read_tools
+from polarlm.server.values import BadRequest, count, flag, text, wrong
 
 MAX_ANSWERS = 16  # n
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine import TokenLogprob, Usage
+from polarlm.engine import TokenLogprob, Usage
 
 
 @dataclass(frozen=True)

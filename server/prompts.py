@@ -6,10 +6,10 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from engine import PromptOptions
-from engine.requests.prompts import Prompt
-from server.tools import Tools, check_depth, read_calls
-from server.values import LARGEST, BadRequest, count, flag, shown, text, wrong
+from polarlm.engine import PromptOptions
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.tools import Tools, check_depth, read_calls
+from polarlm.server.values import LARGEST, BadRequest, count, flag, shown, text, wrong
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
-from engine import EngineError
+from polarlm.engine import EngineError
 
 _LOG = logging.getLogger(__name__)
 

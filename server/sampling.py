@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from engine import SamplingParams
-from engine.limits import MOST_LOGPROBS, SAMPLING, complaint
-from server.constraints import read_constraint
-from server.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
+from polarlm.engine import SamplingParams
+from polarlm.engine.limits import MOST_LOGPROBS, SAMPLING, complaint
+from polarlm.server.constraints import read_constraint
+from polarlm.server.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_BIASES = 1024  # tokens

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import EngineError, checked_file
-from engine.kv.plan import format_bytes
-from server.values import BadRequest
+from polarlm.engine import EngineError, checked_file
+from polarlm.engine.kv.plan import format_bytes
+from polarlm.server.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".safetensors"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from server.connection import Connection
-from server.driver import Driver
-from server.listening import BACKLOG
+from polarlm.server.connection import Connection
+from polarlm.server.driver import Driver
+from polarlm.server.listening import BACKLOG
 
 _LAST_SECONDS = 5.0  # for clients to read their last messages
 

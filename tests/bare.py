@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from engine import codecs
-from engine.backends.numpy.ops import NumpyOps
-from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import ModelWeights, Transformer
-from engine.model.weights import load_weights
-from engine.quantization.conditioning import Conditioning
-from model_loaders import load_weights as open_weights
-from model_loaders.config import ModelConfig
+from polarlm.engine import codecs
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.weights import load_weights
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.model_loaders import load_weights as open_weights
+from polarlm.model_loaders.config import ModelConfig
 
 
 def read_model(path: Path) -> tuple[ModelConfig, ModelWeights]:

@@ -48,7 +48,7 @@ class _Cupy:
         if name.split(".")[0] not in ("cupy", "cupy_backends"):
             return None
         if not self._modules:
-            from engine.backends.cuda import overlap
+            from polarlm.engine.backends.cuda import overlap
             from tests.cuda import fake_cupy  # with NumPy, which this module must not import before the paths are set
 
             machine, modules = fake_cupy.make()
@@ -78,8 +78,8 @@ def prepare() -> None:
     socket.getaddrinfo = socket.create_connection = _refuse  # type: ignore[assignment]
     socket.socket.connect = socket.socket.connect_ex = _refuse  # type: ignore[assignment, method-assign]
 
-    from bench.gpu import setup
-    from engine.backends import select
+    from polarlm.bench.gpu import setup
+    from polarlm.engine.backends import select
     from tests.cuda import gpu_sizes
 
     select.driver_version = lambda: _DRIVER

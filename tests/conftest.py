@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from engine import Engine, calibration
-from model_loaders.demo import demo_model
-from model_loaders.errors import LoadError
-from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+from polarlm.engine import Engine, calibration
+from polarlm.model_loaders.demo import demo_model
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:
     from tests.model_loaders.hub_server import Hub
@@ -45,7 +45,7 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
         patch.setattr(calibration, "cache_folder", here)
         if importlib.util.find_spec("llvmlite"):
-            from engine.backends.native import object_cache
+            from polarlm.engine.backends.native import object_cache
 
             patch.setattr(object_cache, "cache_folder", here)
         yield
@@ -108,7 +108,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub on this machine, an empty cache, no token; no connection may go elsewhere, and no attempt waits."""
     from huggingface_hub import constants, utils
 
-    from model_loaders.hub import transfer
+    from polarlm.model_loaders.hub import transfer
     from tests.model_loaders.hub_server import hub_server
 
     connect = socket.socket.connect

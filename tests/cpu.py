@@ -1,5 +1,5 @@
 """The backend that engines have on this machine's CPU: compiled kernels, or NumPy where there is no llvmlite."""
 
-from engine.backends.select import select
+from polarlm.engine.backends.select import select
 
 CpuOps = type(select("cpu", 0)[0])

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from model_loaders import families
-from model_loaders.config import ModelConfig
+from polarlm.model_loaders import families
+from polarlm.model_loaders.config import ModelConfig
 from tests.weights import BLOCKS, StoredArray, StoredBytes, random_blocks
 
 _SCALES = (2**-13, -(2**-13), 2**-14)  # of blocks: values are a few hundredths

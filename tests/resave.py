@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from model_loaders import Model
-from model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders import Model
+from polarlm.model_loaders.gguf_file import GgufFile
 
 _SHARD_BYTES = 100 << 20
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import assembly
+from polarlm.engine import assembly
 from tests.weights import pack
 
 

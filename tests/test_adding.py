@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams, codecs
-from model_loaders import LoadError, families
+from polarlm.engine import Engine, SamplingParams, codecs
+from polarlm.model_loaders import LoadError, families
 from tests.bare import bare_model, prefill_logits, read_model, spread
 from tests.codecs import test_contract
 from tests.conftest import FIXTURES
@@ -89,7 +89,7 @@ def test_the_family_of_the_document_loads_and_computes(tmp_path: Path, monkeypat
     (tmp_path / "families" / "seed_oss.py").write_text(_example("model_loaders/families/seed_oss.py"), encoding="utf-8")
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "families")])
     config, weights = read_model(tmp_path)
-    sys.modules.pop("model_loaders.families.seed_oss")
+    sys.modules.pop("polarlm.model_loaders.families.seed_oss")
     vars(families).pop("seed_oss")
     assert (config.family, config.qkv_bias, config.out_bias) == ("seed_oss", True, False)
     reference = np.load(folder / "reference.npz")

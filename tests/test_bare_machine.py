@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import EngineError
-from model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm.engine import EngineError
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_test, sanitize
 from tests.bare_machine import MISSING
 from tests.written_results import OVER

@@ -33,7 +33,7 @@ def run_without(missing: list[str], program: str, *arguments: object, **variable
 
 def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path) -> None:
     program = """
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 said = []
 with Engine.load(sys.argv[1], device="cpu", block_size=8, verbose=said.append) as engine:
     print(len(engine.generate([7, 8, 9], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids))
@@ -47,7 +47,7 @@ print(*said, sep="\\n")
 def test_a_vocabulary_needs_its_own_library_only(tiny_path: Path, tmp_path: Path) -> None:
     """The others would take megabytes of memory."""
     program = """
-from model_loaders import load
+from polarlm.model_loaders import load
 for path in sys.argv[1:]:
     print(load(path).tokenizer.tokenize("he"))
 """
@@ -57,7 +57,7 @@ for path in sys.argv[1:]:
 
 def test_the_cache_folder_that_is_named_needs_no_package(tiny_path: Path, tmp_path: Path) -> None:
     program = """
-from engine import Engine
+from polarlm.engine import Engine
 Engine.load(sys.argv[1], device="cpu", block_size=8).close()
 """
     run_without(["gguf", "platformdirs"], program, tiny_path, POLARLM_CACHE=str(tmp_path))
@@ -66,7 +66,7 @@ Engine.load(sys.argv[1], device="cpu", block_size=8).close()
 
 def test_what_needs_them_says_so(tmp_path: Path) -> None:
     program = """
-from engine import Engine, EngineError
+from polarlm.engine import Engine, EngineError
 for path in (sys.argv[1], None):
     try:
         Engine.load(path, device="cpu")
@@ -85,7 +85,7 @@ def test_what_a_model_does_not_need_takes_no_memory(tmp_path: Path) -> None:
     """The constants of GGUF files are those of 6 MB of package; a bar that is not shown would take 2."""
     pytest.importorskip("llvmlite")
     program = """
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 with Engine.load(sys.argv[1], device="cpu", verbose=print) as engine:
     engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
 print([name for name in ("gguf", "jinja2", "sentencepiece", "tqdm") if name in sys.modules])
@@ -94,21 +94,25 @@ print([name for name in ("gguf", "jinja2", "sentencepiece", "tqdm") if name in s
 
 
 def test_everything_else_imports_without_them() -> None:
-    run_without(["gguf", "platformdirs"], "import bench.gpu, bench.speed, tests.conftest, engine.backends.cuda.ops")
+    run_without(
+        ["gguf", "platformdirs"],
+        "import polarlm.bench.gpu, polarlm.bench.speed, tests.conftest, polarlm.engine.backends.cuda.ops",
+    )
 
 
 def test_without_llvmlite_numpy_computes_and_says_so(tiny_path: Path, tmp_path: Path) -> None:
     program = """
 import importlib, pkgutil
-import engine, model_loaders, server
-from engine import Engine, SamplingParams, assembly
-from engine.backends.select import select
+from polarlm import engine, model_loaders, server
+from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine.backends.select import select
 assembly.select = lambda device, threads, compiled=True: select(device, threads, compiled)
 said = []
 with Engine.load(sys.argv[1], device="cpu", block_size=8, verbose=said.append) as loaded:
     print(len(loaded.generate([7, 8, 9], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids))
 print(*(line for line in said if "polarlm[cpu]" in line), sep="\\n")
-needs_more = ("engine.backends.native", "engine.backends.cuda.cupy_", "engine.chat.__main__", "server.__main__")
+parts = ("engine.backends.native", "engine.backends.cuda.cupy_", "engine.chat.__main__", "server.__main__")
+needs_more = tuple(f"polarlm.{part}" for part in parts)
 for package in (engine, model_loaders, server):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.startswith(needs_more):
@@ -133,13 +137,13 @@ for module, names in (
 ):
     for name in names:
         delattr(module, name)
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 with Engine.load(sys.argv[1], device="cpu", block_size=8) as engine:
     answer = engine.chat([{"role": "user", "content": "Hi"}], params)
     engine.save_session(sys.argv[2])
     print(len(answer.token_ids), len(engine.load_session(sys.argv[2]).token_ids))
-import server.driver, server.listening, server.socket_server
+import polarlm.server.driver, polarlm.server.listening, polarlm.server.socket_server
 """
     missing, file = ["fcntl", "termios", "pwd", "grp"], tmp_path / "session.safetensors"
     printed = run_without(missing, program, tiny_path, file, POLARLM_CACHE=str(tmp_path))

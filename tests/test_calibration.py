@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import model_loaders
-from engine import calibration
-from engine.backends.numpy.ops import NumpyOps
-from engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
-from engine.model.forward import ModelWeights
-from engine.model.weights import fingerprint, load_weights
-from engine.weight_formats import Linear
-from model_loaders.config import ModelConfig
-from model_loaders.tokenizers import Tokenizer
-from model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm import model_loaders
+from polarlm.engine import calibration
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.weights import fingerprint, load_weights
+from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.model_loaders import vocabularies

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
-from engine.model import score
-from engine.outputs import fold
+from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.model import score
+from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
 from tests.shared_data import shared
 from tests.tiny import CONTEXT, EOS, assert_idle, blocks_left, forget, make_model, runs_nothing

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 from tests.bare import bare_model, prefill_logits, read_model
 from tests.conftest import FIXTURES
 from tests.tiny import make_model

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import model_loaders
-from engine import Engine, EngineConfig, EngineError
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy import host_memory
-from engine.backends.ops import Ops
-from engine.backends.select import select
-from engine.config import AS_STORED
-from engine.fit import (
+from polarlm import model_loaders
+from polarlm.engine import Engine, EngineConfig, EngineError
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import select
+from polarlm.engine.config import AS_STORED
+from polarlm.engine.fit import (
     Advice,
     CacheFit,
     DeviceFit,
@@ -25,8 +25,8 @@ from engine.fit import (
     fit_weights,
     steps_to,
 )
-from engine.model.weights import load_weights, weight_bytes
-from engine.sizes import weight_format
+from polarlm.engine.model.weights import load_weights, weight_bytes
+from polarlm.engine.sizes import weight_format
 from tests.cuda.emulated import EmulatedDevice
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 from tests.shared_data import shared
 
 GREEDY = SamplingParams(temperature=0)

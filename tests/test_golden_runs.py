@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import calibration, codecs
-from engine.kv.cache_types import PRESETS
-from model_loaders import LoadError
+from polarlm.engine import calibration, codecs
+from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.model_loaders import LoadError
 from scripts.make_golden import FILE, TYPES, answer, opened, scores
 
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))

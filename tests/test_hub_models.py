@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine import Engine, EngineConfig, EngineError
-from engine.backends.select import select
-from engine.encoding import WHOLE
-from engine.sizes import fits_beside
-from model_loaders import load_weights
+from polarlm.engine import Engine, EngineConfig, EngineError
+from polarlm.engine.backends.select import select
+from polarlm.engine.encoding import WHOLE
+from polarlm.engine.sizes import fits_beside
+from polarlm.model_loaders import load_weights
 from tests.model_loaders.checkpoints import MODELS
 from tests.model_loaders.hub_server import Hub, Repository
 

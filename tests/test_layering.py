@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Top-level folders, from the ground up; each may import those before it. Nothing imports tests, bench or scripts.
 FLOORS = ["model_loaders", "engine", "server"]
+SHORT = {*FLOORS, "bench"}  # names that stand for packages inside `polarlm`
 
 # Rooms of `engine` that `server` leaves alone: it speaks to the engine.
 BEHIND_THE_ENGINE = {
@@ -95,16 +96,21 @@ ALL = {name: path for floor in FLOORS if (ROOT / floor).is_dir() for name, path 
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of modules that a file imports anywhere in it."""
+    """Dotted names of modules that a file imports anywhere in it, those of this project without `polarlm.`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in ALL else str(node.module))
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+        else:
+            continue
+        for name in names:
+            assert name.split(".")[0] not in SHORT, f"{path} imports {name} by its short name"
+            own = name.removeprefix("polarlm.")
+            module, _, last = own.rpartition(".")
+            found.add(own if own in ALL or isinstance(node, ast.Import) or not last else module)
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineError
+from polarlm.engine import Engine, EngineError
 
 
 def refusal(path: Path | str) -> EngineError:

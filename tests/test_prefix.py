@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Completion, Engine, EngineError, SamplingParams
-from engine.backends.kv import Place
-from engine.outputs import fold
+from polarlm.engine import Completion, Engine, EngineError, SamplingParams
+from polarlm.engine.backends.kv import Place
+from polarlm.engine.outputs import fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.tiny import assert_idle, held, make_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from tests.tiny import CONTEXT, assert_idle, blocks_left, forget, held, preempt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

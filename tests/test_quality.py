@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import Engine
-from engine.backends.numpy.ops import NumpyOps
-from engine.model.weights import load_weights
-from model_loaders import load_weights as open_weights
+from polarlm.engine import Engine
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.weights import load_weights
+from polarlm.model_loaders import load_weights as open_weights
 from tests.bare import bare_model, log_softmax, prefill_logits
 from tests.shared_data import shared
 

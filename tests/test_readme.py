@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 from starlette.routing import Route
 
-from engine.errors import EngineError
+from polarlm.engine.errors import EngineError
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.app import create_app
+from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
 from scripts import make_cache_tables, make_flag_table, make_quality_table, make_speed_table
 from scripts.make_quality_table import ROOT, newest, with_tables
-from server.config import ServerConfig
-from server.http.app import create_app
-from server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
 
 EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("embedding.md", "server.md"))
 SCRIPTS = (make_flag_table, make_quality_table, make_cache_tables, make_speed_table)
@@ -70,7 +70,7 @@ def rows(document, header):
 
 def test_every_code_of_an_error_is_explained():
     told = {code for row in rows(EMBEDDING, "Code") for code in re.findall(r"`(\w+)`", row[0])}
-    assert told == {*re.findall(r'"(\w+)"', EngineError.__doc__)} - {"n_ctx", "n_prompt_tokens"}
+    assert told == {*re.findall(r'"(\w+)"', EngineError.__doc__)} - {"n_ctx", "n_prompt_tokens", "lacking"}
 
 
 def test_every_status_of_an_error_is_explained():

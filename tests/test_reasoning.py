@@ -10,10 +10,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine import Engine, SamplingParams
-from engine.chat.console import Console
-from engine.chat.session import ChatSession
-from engine.requests.prompts import prompt_ids
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.chat.console import Console
+from polarlm.engine.chat.session import ChatSession
+from polarlm.engine.requests.prompts import prompt_ids
 from tests.rendering import rendered
 from tests.server.http_server import serving
 from tests.tiny import VOCABULARY, assert_idle, make_model

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, SamplingParams, checked_file, encoding, sessions
-from engine.backends import transfer
-from engine.encoding import Encoding
-from engine.quantization.conditioning import Scale
+from polarlm.engine import Engine, EngineError, SamplingParams, checked_file, encoding, sessions
+from polarlm.engine.backends import transfer
+from polarlm.engine.encoding import Encoding
+from polarlm.engine.quantization.conditioning import Scale
 from tests.bare import feed
 from tests.small_disk import small_disk
 from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model

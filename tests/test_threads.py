@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Completion, Engine, SamplingParams
-from engine.outputs import fold
+from polarlm.engine import Completion, Engine, SamplingParams
+from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
 from tests.tiny import assert_idle, by_count, forget, runs_nothing
 

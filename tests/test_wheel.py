@@ -1,4 +1,4 @@
-"""What is installed: the packages, the CUDA sources inside `engine`, and nothing called `cuda`."""
+"""What is installed: the packages and the CUDA sources inside `polarlm`, aliases of the packages, and no `cuda`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from polarlm import aliases
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,16 +29,19 @@ def test_no_member_shadows_nvidias_namespace(members: list[str]) -> None:
 
 
 def test_the_server_brings_its_page(members: list[str]) -> None:
-    assert "server/page.html" in members
+    assert "polarlm/server/page.html" in members
 
 
-@pytest.mark.parametrize("package", ["engine", "model_loaders", "server"])
+@pytest.mark.parametrize("package", ["polarlm", "polarlm/engine", "engine", "model_loaders", "server"])
 def test_type_checkers_may_read_the_annotations(members: list[str], package: str) -> None:
     assert f"{package}/py.typed" in members
 
 
-def test_every_package_and_every_cuda_source_is_there(members: list[str]) -> None:
-    python = {str(p.relative_to(ROOT)) for folder in ("engine", "model_loaders") for p in (ROOT / folder).rglob("*.py")}
-    sources = {f"engine/_cuda/{p.relative_to(ROOT / 'cuda')}" for p in (ROOT / "cuda").rglob("*") if p.is_file()}
-    assert python | sources <= set(members)
-    assert not [name for name in members if name.startswith(("tests/", "bench/", "scripts/"))]
+def test_every_file_is_there_below_one_name(members: list[str]) -> None:
+    packages = [p for folder in ("engine", "model_loaders", "server", "bench") for p in (ROOT / folder).rglob("*.py")]
+    sources = [p for p in (ROOT / "cuda").rglob("*") if p.is_file()]
+    assert {f"polarlm/{path.relative_to(ROOT)}" for path in packages + sources} <= set(members)
+    assert {name for name in members if name.split("/")[0] in aliases.NAMES} == {
+        f"{package}/{file}" for package in ("engine", "model_loaders", "server") for file in ("__init__.py", "py.typed")
+    }
+    assert not [name for name in members if "results" in name or name.startswith(("tests/", "scripts/"))]

@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine import Engine, assembly
-from engine.backends.ops import Ops
-from engine.encoding import WHOLE, Encoding
-from engine.model.file_matrix import FileMatrix
-from engine.requests.request import Request
+from polarlm.engine import Engine, assembly
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.encoding import WHOLE, Encoding
+from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.requests.request import Request
 from tests.conftest import FIXTURES
 from tests.kv import fed
 

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 from tokenizers import pre_tokenizers
 
-from engine import Engine
+from polarlm.engine import Engine
 from scripts.make_random_model import Shape, write
 
 _SHAPE = Shape("llama", 2, 64, 128, 2, 1, 300, 16384)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from engine.backends.ops import Ops
-from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
 # Where the blocks of a format have their float16 scales. The scale of mxfp4 is the exponent in its first byte.
 SCALES = {

@@ -15,21 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import report
-from bench.command import TYPES_HELP, CacheType, at_least, cache_types, note, run
-from bench.gpu.attention import measure_attention, measure_encoding
-from bench.gpu.cache import Content
-from bench.gpu.model import Cell, RandomModel, default_type, random_metrics
-from bench.gpu.peer import PeerTime, half_attention, prompt_attention
-from bench.gpu.setup import Gpu, Noise, Sizes, open_gpu, shape_of
-from bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
-from bench.gpu.tables import Limits, Results, Row, format_tables
-from bench.gpu.weights import KINDS
-from bench.report import Output
-from engine import EngineError, codecs
-from engine.config import setting
-from engine.flags import FlagError, parse
-from model_loaders.config import ModelConfig
+from polarlm.bench import report
+from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types, note, run
+from polarlm.bench.gpu.attention import measure_attention, measure_encoding
+from polarlm.bench.gpu.cache import Content
+from polarlm.bench.gpu.model import Cell, RandomModel, default_type, random_metrics
+from polarlm.bench.gpu.peer import PeerTime, half_attention, prompt_attention
+from polarlm.bench.gpu.setup import Gpu, Noise, Sizes, open_gpu, shape_of
+from polarlm.bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
+from polarlm.bench.gpu.tables import Limits, Results, Row, format_tables
+from polarlm.bench.gpu.weights import KINDS
+from polarlm.bench.report import Output
+from polarlm.engine import EngineError, codecs
+from polarlm.engine.config import setting
+from polarlm.engine.flags import FlagError, parse
+from polarlm.model_loaders.config import ModelConfig
 
 # A sequence has a sink, a quantized block and a current block, and starts more than a block before the context.
 _LEAST_BLOCKS = 4

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from bench.command import CacheType
-from bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill
-from bench.gpu.setup import Gpu, Sizes
-from engine import codecs
-from engine.backends.cuda.device import Array
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.kv import CacheFormat, FilledBlocks, Place
-from engine.errors import EngineError
-from engine.kv.plan import format_bytes
-from engine.quantization.metric import Metric
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill
+from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda.device import Array
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.quantization.metric import Metric
 
 _MEAN_BITS = 8
 _MOST_CALLS = 256

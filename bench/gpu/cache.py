@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.setup import Clock
-from engine import codecs
-from engine.backends.cuda.device import Array, Device
-from engine.backends.kv import FilledBlocks, Place, SpanView
-from engine.backends.ops import Ops
-from engine.quantization.conditioning import read_mean
+from polarlm.bench.gpu.setup import Clock
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.kv import FilledBlocks, Place, SpanView
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.quantization.conditioning import read_mean
 
 # Attention rounds q, k, v and attention weights to half precision, each by at most 2⁻¹¹ of the value: together they are
 # far below eight such roundings of the largest output.

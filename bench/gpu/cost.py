@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from bench.gpu.paper import LIBRARY, Launch, Part
-from bench.gpu.sass import Counts, disassemble
-from engine.errors import EngineError
-from model_loaders.config import ModelConfig
+from polarlm.bench.gpu.paper import LIBRARY, Launch, Part
+from polarlm.bench.gpu.sass import Counts, disassemble
+from polarlm.engine.errors import EngineError
+from polarlm.model_loaders.config import ModelConfig
 from tests.cuda.nvrtc import compile_binary
 
 # Seconds that a kernel adds to its bytes or instructions: until it begins after the one before it, and until all

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import report
-from bench.command import CacheType, note
-from bench.gpu.cache import ALLOWED_ERROR
-from bench.gpu.cost import Prediction
-from bench.gpu.model import default_type
-from bench.gpu.setup import shape_of
-from model_loaders.config import ModelConfig
+from polarlm.bench import report
+from polarlm.bench.command import CacheType, note
+from polarlm.bench.gpu.cache import ALLOWED_ERROR
+from polarlm.bench.gpu.cost import Prediction
+from polarlm.bench.gpu.model import default_type
+from polarlm.bench.gpu.setup import shape_of
+from polarlm.model_loaders.config import ModelConfig
 
 _KINDS = ("steps", "attention", "matrices", "prefill")  # of rows
 _ATTENTION_SHAPE = ("heads", "kv_heads", "head_dim")

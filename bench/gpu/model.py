@@ -10,20 +10,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from bench.gpu.cache import Content, fill
-from bench.gpu.setup import Gpu, Noise, Sizes
-from bench.gpu.weights import random_weights, weight_bytes
-from engine import EngineConfig
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import Load
-from engine.codecs import Codec
-from engine.errors import EngineError
-from engine.kv import cache_types
-from engine.kv.plan import CacheShape, LayerShape, StorePlan
-from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import Transformer
-from engine.quantization.conditioning import Conditioning, Scale
-from engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.bench.gpu.cache import Content, fill
+from polarlm.bench.gpu.setup import Gpu, Noise, Sizes
+from polarlm.bench.gpu.weights import random_weights, weight_bytes
+from polarlm.engine import EngineConfig
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.ops import Load
+from polarlm.engine.codecs import Codec
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv import cache_types
+from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.quantization.conditioning import Conditioning, Scale
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 
 _OUTPUT_ROWS = 512  # of the output projection, for the metrics
 _TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from bench.command import CacheType
-from bench.gpu.weights import MIXED, has_larger_types
-from engine import codecs
-from engine.backends.cuda import launch_configs, packed
-from engine.backends.cuda.kernel_source import can_read
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
-from engine.config import SamplingParams
-from engine.sampling.sample import Draw, resolve
-from engine.weight_formats import Linear, Matrix, available, get
-from model_loaders.config import GenerationDefaults, ModelConfig
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.weights import MIXED, has_larger_types
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda.kernel_source import can_read
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.weight_formats import Linear, Matrix, available, get
+from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
 from tests.cuda.shares import SLICE, Plan
 
 BLOCK_SIZE = 64

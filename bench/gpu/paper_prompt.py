@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.command import CacheType
-from bench.gpu.paper import BLOCK_SIZE, Notes, PaperDevice, Part, cache_format, head_transform
-from engine.backends.kv import Place, SpanView
-from model_loaders.config import ModelConfig
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.paper import BLOCK_SIZE, Notes, PaperDevice, Part, cache_format, head_transform
+from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.model_loaders.config import ModelConfig
 
 
 def prompt_parts(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.gpu.setup import WARM_SECONDS
-from model_loaders.config import ModelConfig
+from polarlm.bench.gpu.setup import WARM_SECONDS
+from polarlm.model_loaders.config import ModelConfig
 
 # Backends of PyTorch's scaled_dot_product_attention. Its own choice among them is not always the fastest.
 _BACKENDS = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}

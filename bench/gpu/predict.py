@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench import report
-from bench.command import CacheType, note, run
-from bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
-from bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
-from bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
-from bench.gpu.paper_prompt import prompt_parts
-from bench.gpu.setup import LLAMA_8B
-from bench.report import Output
-from engine.backends.cuda import launch_configs
-from engine.config import setting
-from engine.flags import FlagError, parse
-from model_loaders.config import ModelConfig
+from polarlm.bench import report
+from polarlm.bench.command import CacheType, note, run
+from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
+from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
+from polarlm.bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
+from polarlm.bench.gpu.paper_prompt import prompt_parts
+from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.report import Output
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.config import setting
+from polarlm.engine.flags import FlagError, parse
+from polarlm.model_loaders.config import ModelConfig
 
 MODELS = {
     "8b": LLAMA_8B,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from engine.errors import EngineError
+from polarlm.engine.errors import EngineError
 
 _WARP_BYTES = 128  # that one access of shared memory or of the L1 cache moves
 _FUNCTION = re.compile(r"^\.text\.(?P<kernel>\w+):$")

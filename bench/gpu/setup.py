@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.select import select
-from model_loaders.config import ModelConfig, RopeConfig
+from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.select import select
+from polarlm.model_loaders.config import ModelConfig, RopeConfig
 
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -124,7 +124,7 @@ class CupyClock:
 def open_gpu() -> Gpu:
     """The machine's GPU. Raises EngineError, with the reason, if there is none."""
     select("cuda", 0)
-    from engine.backends.cuda.cupy_device import CupyDevice, can_overlap
+    from polarlm.engine.backends.cuda.cupy_device import CupyDevice, can_overlap
 
     def fresh(overlaps: bool) -> tuple[CudaOps, Device]:
         device = CupyDevice(overlaps=overlaps)

@@ -11,16 +11,16 @@ from unittest import mock
 
 import numpy as np
 
-from bench.gpu.model import Cell, RandomModel
-from bench.gpu.setup import Gpu, Sizes
-from bench.gpu.weights import parameters
-from engine.backends.cuda.device import Array
-from engine.config import SamplingParams
-from engine.errors import EngineError
-from engine.kv.store import SequenceKV
-from engine.model.forward import Transformer
-from engine.sampling.sample import Draw, Sampled, resolve
-from model_loaders.config import GenerationDefaults
+from polarlm.bench.gpu.model import Cell, RandomModel
+from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.bench.gpu.weights import parameters
+from polarlm.engine.backends.cuda.device import Array
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.store import SequenceKV
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.sampling.sample import Draw, Sampled, resolve
+from polarlm.model_loaders.config import GenerationDefaults
 
 # Steps before those that count: the first compiles, the second is recorded and fills a block.
 _FIRST_STEPS = 4

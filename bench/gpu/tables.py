@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench import report
-from bench.gpu.attention import AttentionTime, EncodeTime
-from bench.gpu.peer import PeerTime, PromptPeerTime
-from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
+from polarlm.bench import report
+from polarlm.bench.gpu.attention import AttentionTime, EncodeTime
+from polarlm.bench.gpu.peer import PeerTime, PromptPeerTime
+from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 
 _NONE = "—"
 

@@ -7,11 +7,11 @@ from functools import cache
 
 import numpy as np
 
-from bench.gpu.setup import Noise
-from engine.backends.cuda.ops import CudaOps
-from engine.model.forward import LayerWeights, ModelWeights
-from engine.weight_formats import Linear, Matrix, WeightFormat, get
-from model_loaders.config import ModelConfig
+from polarlm.bench.gpu.setup import Noise
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.model.forward import LayerWeights, ModelWeights
+from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
+from polarlm.model_loaders.config import ModelConfig
 
 MIXED = "q4_k_m"
 KINDS = ("bf16", MIXED)

@@ -14,29 +14,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import report
-from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, note, run
-from bench.quality import angles, needle, plots
-from bench.quality.arithmetic import (
+from polarlm.bench import report
+from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, note, run
+from polarlm.bench.quality import angles, needle, plots
+from polarlm.bench.quality.arithmetic import (
     ArithmeticRow,
     compiled_ops,
     format_arithmetic_table,
     measure_arithmetic,
     one_arithmetic_line,
 )
-from bench.quality.reference import Reference
-from bench.quality.scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
-from bench.quality.types import FULL_PRECISION, all_types, chosen_types
-from bench.quality.weight_types import (
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
+from polarlm.bench.quality.types import FULL_PRECISION, all_types, chosen_types
+from polarlm.bench.quality.weight_types import (
     WeightQuality,
     chosen_weight_types,
     format_weight_table,
     measure_weights,
     one_weight_line,
 )
-from bench.report import Output
-from engine.config import setting
-from engine.flags import FlagError, parse
+from polarlm.bench.report import Output
+from polarlm.engine.config import setting
+from polarlm.engine.flags import FlagError, parse
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from engine import codecs
-from engine.codecs.polarquant import level_count
+from polarlm.engine import codecs
+from polarlm.engine.codecs.polarquant import level_count
 
 _BINS = 64
 

@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bench import report
-from bench.command import CacheType
-from bench.quality.divergence import Divergence, compare
-from bench.quality.reference import Reference
-from bench.quality.scores import small
-from engine import SamplingParams
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops
-from engine.backends.select import select
-from engine.flags import FlagError
-from engine.kv.store import SequenceKV
-from engine.model.forward import Transformer
-from engine.sampling.sample import Draw, resolve
-from model_loaders.config import GenerationDefaults
+from polarlm.bench import report
+from polarlm.bench.command import CacheType
+from polarlm.bench.quality.divergence import Divergence, compare
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.scores import small
+from polarlm.engine import SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import select
+from polarlm.engine.flags import FlagError
+from polarlm.engine.kv.store import SequenceKV
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.model_loaders.config import GenerationDefaults
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine import Engine
-from engine.backends.ops import Array
-from engine.model.forward import Transformer
+from polarlm.engine import Engine
+from polarlm.engine.backends.ops import Array
+from polarlm.engine.model.forward import Transformer
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.sampling.sample import log_softmax
+from polarlm.engine.sampling.sample import log_softmax
 
 # Float64 copies of this many rows at a time: with 50,000 columns, 25 MB each.
 _SLAB = 64

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from bench import report
-from bench.command import CacheType
-from bench.quality.reference import Reference
-from bench.quality.scores import SCORINGS
-from engine import Engine
-from engine.flags import FlagError
-from engine.requests.prompts import prompt_ids
+from polarlm.bench import report
+from polarlm.bench.command import CacheType
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.scores import SCORINGS
+from polarlm.engine import Engine
+from polarlm.engine.flags import FlagError
+from polarlm.engine.requests.prompts import prompt_ids
 
 _PLACES = ("harbour", "lighthouse", "library", "castle", "bakery", "observatory", "museum", "monastery")
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-import model_loaders
-from bench.command import note
-from bench.quality.attention_error import Recorder, Recording
-from engine import Engine, Score, assembly
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops
-from engine.encoding import WHOLE, Encoding
-from engine.flags import FlagError
-from engine.model.forward import Transformer
+from polarlm import model_loaders
+from polarlm.bench.command import note
+from polarlm.bench.quality.attention_error import Recorder, Recording
+from polarlm.engine import Engine, Score, assembly
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.encoding import WHOLE, Encoding
+from polarlm.engine.flags import FlagError
+from polarlm.engine.model.forward import Transformer
 
 Change = Callable[[Transformer], None]
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bench import report
-from bench.command import CacheType
-from bench.quality.attention_error import Recording, Replay
-from bench.quality.divergence import perplexity
-from bench.quality.reference import Reference
-from bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
-from engine import Score
+from polarlm.bench import report
+from polarlm.bench.command import CacheType
+from polarlm.bench.quality.attention_error import Recording, Replay
+from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
+from polarlm.engine import Score
 
 _KEPT_LOGITS = 2 << 30  # bytes
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.quality.divergence import Divergence, compare
-from engine.model.forward import Transformer
-from engine.model.score import logprobs_of, states
+from polarlm.bench.quality.divergence import Divergence, compare
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.score import logprobs_of, states
 
 _ROWS = 64  # of logits at a time
 

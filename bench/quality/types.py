@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from bench.command import CacheType, cache_types
-from engine import codecs
-from engine.encoding import Encoding
-from engine.flags import FlagError
-from engine.kv.cache_types import PRESETS
+from polarlm.bench.command import CacheType, cache_types
+from polarlm.engine import codecs
+from polarlm.engine.encoding import Encoding
+from polarlm.engine.flags import FlagError
+from polarlm.engine.kv.cache_types import PRESETS
 
 _OWN = ("ring", "trellis")  # designs of this project, which are not published without conditioning
 FULL_PRECISION = codecs.FULL

@@ -10,17 +10,17 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tqdm import tqdm
 
-from bench import report
-from bench.quality.divergence import Divergence, compare, perplexity
-from bench.quality.reference import Reference
-from bench.quality.scores import kept_scores, small
-from engine import EngineError
-from engine.assembly import settle
-from engine.config import AS_STORED
-from engine.flags import FlagError
-from engine.model.file_matrix import nearest
-from engine.weight_formats import get
-from model_loaders.weights import WeightSource
+from polarlm.bench import report
+from polarlm.bench.quality.divergence import Divergence, compare, perplexity
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.scores import kept_scores, small
+from polarlm.engine import EngineError
+from polarlm.engine.assembly import settle
+from polarlm.engine.config import AS_STORED
+from polarlm.engine.flags import FlagError
+from polarlm.engine.model.file_matrix import nearest
+from polarlm.engine.weight_formats import get
+from polarlm.model_loaders.weights import WeightSource
 
 
 @dataclass(frozen=True)

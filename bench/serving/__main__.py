@@ -22,16 +22,16 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
-from bench import report
-from bench.command import WEIGHTS_HELP, at_least, note, run
-from bench.report import Output
-from bench.serving import plot
-from bench.serving.load import Answer, Load, Plan, Seen, poisson, prompts, vocabulary
-from bench.serving.process import own_server
-from engine import EngineError
-from engine.config import setting
-from engine.flags import FlagError, parse
-from server.config import KEY_VARIABLE
+from polarlm.bench import report
+from polarlm.bench.command import WEIGHTS_HELP, at_least, note, run
+from polarlm.bench.report import Output
+from polarlm.bench.serving import plot
+from polarlm.bench.serving.load import Answer, Load, Plan, Seen, poisson, prompts, vocabulary
+from polarlm.bench.serving.process import own_server
+from polarlm.engine import EngineError
+from polarlm.engine.config import setting
+from polarlm.engine.flags import FlagError, parse
+from polarlm.server.config import KEY_VARIABLE
 
 _SHOWN = (50, 95, 99)
 

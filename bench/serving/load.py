@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from engine import EngineError
-from engine.calibration import TEXT_FILE
+from polarlm.engine import EngineError
+from polarlm.engine.calibration import TEXT_FILE
 
 _SAMPLE_SECONDS = 0.25  # between two requests of /metrics
 _PATIENCE = 120.0  # seconds to wait for data

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, save
+from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, save
 
 _CURVES = {
     "first_token_seconds": ("first token", "#c2410c"),

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from bench.command import note
-from engine import EngineError
+from polarlm.bench.command import note
+from polarlm.engine import EngineError
 
 _LAST_SECONDS = 60.0  # for the process to end
 

@@ -12,23 +12,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-import model_loaders
-from bench import report
-from bench.command import TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, note, run
-from bench.gpu.setup import about_gpu
-from bench.report import Output
-from bench.speed import peer
-from bench.speed.child import Child, Failed
-from bench.speed.contestants import OURS, Children, Contestant, Subject
-from bench.speed.figures import Speed
-from bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
-from bench.speed.plot import draw
-from bench.speed.tables import format_tables
-from engine import EngineConfig
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.select import select
-from engine.config import setting
-from engine.flags import FlagError, parse
+from polarlm import model_loaders
+from polarlm.bench import report
+from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, note, run
+from polarlm.bench.gpu.setup import about_gpu
+from polarlm.bench.report import Output
+from polarlm.bench.speed import peer
+from polarlm.bench.speed.child import Child, Failed
+from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
+from polarlm.bench.speed.figures import Speed
+from polarlm.bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
+from polarlm.bench.speed.plot import draw
+from polarlm.bench.speed.tables import format_tables
+from polarlm.engine import EngineConfig
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.select import select
+from polarlm.engine.config import setting
+from polarlm.engine.flags import FlagError, parse
 
 _OURS = "balanced,quality,compact,f16"
 
@@ -147,7 +147,7 @@ def _ask_peer(speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
         speed.peer = "left out"
     else:
         try:
-            with closing(Child("bench.speed.peer", subject.peer_python)) as child:
+            with closing(Child("polarlm.bench.speed.peer", subject.peer_python)) as child:
                 child.call("start", str(subject.path), SHORT_DEPTH, 1, caches[0])
                 about = child.call("about")
         except Failed as reason:

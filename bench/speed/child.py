@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-_ROOT = Path(__file__).resolve().parents[2]  # where the package `bench` is
+import polarlm
+
+_ROOT = Path(polarlm.__file__).resolve().parents[1]  # where the package is
 _LAST_SECONDS = 10.0  # for the process to end
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.command import CacheType
-from bench.speed import peer
-from bench.speed.child import Child
+from polarlm.bench.command import CacheType
+from polarlm.bench.speed import peer
+from polarlm.bench.speed.child import Child
 
 OURS = "polarlm"
-_OURS, _PEER = "bench.speed.ours", "bench.speed.peer"
+_OURS, _PEER = "polarlm.bench.speed.ours", "polarlm.bench.speed.peer"
 
 
 @dataclass(frozen=True)

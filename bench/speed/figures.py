@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.speed import peer
-from bench.speed.contestants import Contestant
+from polarlm.bench.speed import peer
+from polarlm.bench.speed.contestants import Contestant
 
 PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
 

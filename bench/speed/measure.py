@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from bench import report
-from bench.command import note
-from bench.speed import process
-from bench.speed.bandwidth import Memory
-from bench.speed.child import Child, Failed
-from bench.speed.contestants import Children, Contestant, Subject
-from bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
-from bench.speed.referee import Referee, Runs
-from engine import EngineConfig
+from polarlm.bench import report
+from polarlm.bench.command import note
+from polarlm.bench.speed import process
+from polarlm.bench.speed.bandwidth import Memory
+from polarlm.bench.speed.child import Child, Failed
+from polarlm.bench.speed.contestants import Children, Contestant, Subject
+from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
+from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.engine import EngineConfig
 
 # Short generation: from this context up to 64 tokens.
 SHORT_DEPTH, SHORT_STEPS = 8, 56

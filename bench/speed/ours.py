@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.speed.child import serve
-from engine import Engine, EngineError, PromptOptions, SamplingParams
-from engine.assembly import assemble, settle
-from engine.kv.prefix import PrefixCache
-from engine.kv.store import SequenceKV
-from engine.model.forward import Transformer
-from engine.sampling.sample import Draw, resolve
-from model_loaders.config import GenerationDefaults
+from polarlm.bench.speed.child import serve
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.assembly import assemble, settle
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import SequenceKV
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.model_loaders.config import GenerationDefaults
 
 _UNTIL_RECORDED = 2  # calls of `run_graph` before a device launches the recorded graph
 _GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.speed.child import serve
+from polarlm.bench.speed.child import serve
 
 NAME = "llama-cpp-python"
 # Caches of the peer: GGML's numbers of the types, and bits of a value.

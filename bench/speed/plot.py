@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.plot_labels import spread
-from bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, save
-from bench.speed.contestants import OURS
-from bench.speed.figures import GENERATION
-from bench.speed.tables import PEER
+from polarlm.bench.plot_labels import spread
+from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, save
+from polarlm.bench.speed.contestants import OURS
+from polarlm.bench.speed.figures import GENERATION
+from polarlm.bench.speed.tables import PEER
 
 # Ours in colours, solid; the peer in greys, dashed. The colours differ in lightness, too.
 _OURS = ("#c2410c", "#7c3aed", "#0d9488", "#1d4ed8", "#a16207", "#be123c")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from bench.speed.child import Failed
-from bench.speed.contestants import Children
-from bench.speed.figures import Cell
+from polarlm.bench.speed.child import Failed
+from polarlm.bench.speed.contestants import Children
+from polarlm.bench.speed.figures import Cell
 
 # Idle threads of a library may spin for a moment, which would slow the next run.
 _REST_SECONDS = 0.1

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import report
-from bench.speed import peer
-from bench.speed.contestants import OURS
-from bench.speed.figures import BATCHES, GENERATION, PROMPT
-from engine.config import EngineConfig
-from engine.kv.plan import format_bytes
+from polarlm.bench import report
+from polarlm.bench.speed import peer
+from polarlm.bench.speed.contestants import OURS
+from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.kv.plan import format_bytes
 
 Measured = Mapping[str, Any]
 PEER = "llama.cpp"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.codecs import Codec
-from engine.quantization.metric import Metric
+from polarlm.engine.codecs import Codec
+from polarlm.engine.quantization.metric import Metric
 
 Cache = Any  # the K/V of one layer
 Buffer = Any  # a prompt's full-precision K/V of one layer

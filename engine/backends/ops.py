@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
-from engine.outputs import Threads
-from engine.sampling.sample import Draw, Fetch, Sampled
-from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
-from model_loaders.config import ModelConfig
+from polarlm.engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
+from polarlm.engine.outputs import Threads
+from polarlm.engine.sampling.sample import Draw, Fetch, Sampled
+from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
+from polarlm.model_loaders.config import ModelConfig
 
 STEP_ROWS = 16  # rows of one sequence in a step, at most
 

@@ -6,9 +6,9 @@ import ctypes
 import importlib.util
 import os
 
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops
-from engine.errors import EngineError, KernelError
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.errors import EngineError, KernelError
 
 NO_DRIVER = "No NVIDIA driver found"
 
@@ -45,7 +45,7 @@ def _cpu(threads: int, compiled: bool) -> tuple[Ops, str]:
     if importlib.util.find_spec("llvmlite") is None:
         return NumpyOps(threads), without_kernels("The Python package llvmlite is missing (pip install 'polarlm[cpu]')")
     try:
-        from engine.backends.native.ops import NativeOps
+        from polarlm.engine.backends.native.ops import NativeOps
 
         ops = NativeOps(threads)
     except KernelError as error:
@@ -74,8 +74,8 @@ def _cuda() -> Ops:
     if importlib.util.find_spec("cupy") is None:
         raise EngineError(f"An NVIDIA driver is here, but CuPy is not installed ({install})", "device_unavailable")
     try:
-        from engine.backends.cuda.cupy_device import open_device
-        from engine.backends.cuda.ops import CudaOps
+        from polarlm.engine.backends.cuda.cupy_device import open_device
+        from polarlm.engine.backends.cuda.ops import CudaOps
     except ImportError as error:
         reason = str(error).strip().splitlines()[0]
         raise EngineError(f"CuPy does not find its libraries ({reason}; {install})", "device_unavailable") from error

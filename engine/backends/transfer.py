@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine import records
-from engine.backends.kv import CacheFormat
-from engine.codecs import Field
-from engine.quantization.conditioning import mean_fields
-from engine.records import Layout
+from polarlm.engine import records
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.codecs import Field
+from polarlm.engine.quantization.conditioning import mean_fields
+from polarlm.engine.records import Layout
 
 Arrays = Mapping[str, np.ndarray]
 

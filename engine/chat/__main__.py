@@ -2,7 +2,7 @@
 
 import sys
 
-from engine.chat.terminal import main
+from polarlm.engine.chat.terminal import main
 
 if __name__ == "__main__":
     sys.exit(main())

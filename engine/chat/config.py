@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.assembly import settle
-from engine.config import EngineConfig, SamplingParams, setting
-from engine.flags import Check, FlagError, parse, that
-from engine.limits import SAMPLING, complaint
+from polarlm.engine.assembly import settle
+from polarlm.engine.config import EngineConfig, SamplingParams, setting
+from polarlm.engine.flags import Check, FlagError, parse, that
+from polarlm.engine.limits import SAMPLING, complaint
 
 
 @dataclass(frozen=True)

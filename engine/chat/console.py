@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from engine.chat.line_editor import PROMPT, LineEditor
-from engine.errors import EngineError
+from polarlm.engine.chat.line_editor import PROMPT, LineEditor
+from polarlm.engine.errors import EngineError
 
 try:
     import termios

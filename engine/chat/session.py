@@ -11,14 +11,14 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from engine.chat.console import Console, ctrl_c_asked
-from engine.chat.line_editor import PROMPT, state_folder
-from engine.config import PromptOptions, SamplingParams
-from engine.engine import Engine
-from engine.errors import EngineError
-from engine.outputs import Usage
-from engine.sampling.repeats import Repeats
-from engine.sessions import Progress
+from polarlm.engine.chat.console import Console, ctrl_c_asked
+from polarlm.engine.chat.line_editor import PROMPT, state_folder
+from polarlm.engine.config import PromptOptions, SamplingParams
+from polarlm.engine.engine import Engine
+from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import Usage
+from polarlm.engine.sampling.repeats import Repeats
+from polarlm.engine.sessions import Progress
 
 _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer stops that ends in so many tokens of so many rounds or more

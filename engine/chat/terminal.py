@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from engine.backends.select import NO_DRIVER, driver_version
-from engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
-from engine.chat.console import Console, discard_output
-from engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended, why_larger
-from engine.config import EngineConfig, SamplingParams
-from engine.engine import Engine
-from engine.errors import EngineError
-from engine.flags import FlagError, close_to, in_flags, use_utf8
+from polarlm.engine.backends.select import NO_DRIVER, driver_version
+from polarlm.engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
+from polarlm.engine.chat.console import Console, discard_output
+from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended, why_larger
+from polarlm.engine.config import EngineConfig, SamplingParams
+from polarlm.engine.engine import Engine
+from polarlm.engine.errors import EngineError
+from polarlm.engine.flags import FlagError, close_to, in_flags, use_utf8
 
 _BAD_REQUEST, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 

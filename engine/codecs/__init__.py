@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from engine.codecs._arrays import NotFinite as NotFinite
+from polarlm.engine.codecs._arrays import NotFinite as NotFinite
 
 
 class Field(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.codecs._arrays import slabs
+from polarlm.engine.codecs._arrays import slabs
 
 STATES = 4  # a state is the last two bits of the previous code; every state leads to every other by one coset
 

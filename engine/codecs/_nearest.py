@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.codecs._arrays import slabs
+from polarlm.engine.codecs._arrays import slabs
 
 _CELLS = 256  # along an axis: two bytes number a cell
 _PER_UNIT = 32  # cells in a length of 1; a power of two, so that scaling rounds nothing

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.codecs._arrays import HALF_MAX, widen
+from polarlm.engine.codecs._arrays import HALF_MAX, widen
 
 
 class NormFormat(Protocol):

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import BaseCodec, Field
-from engine.codecs._arrays import checked, destination, slabs
-from engine.codecs._checks import check_block_size, check_head_dim
-from engine.codecs._norms import ByteNorm, HalfNorm, NormFormat
-from engine.codecs._pairs import PairPacking
-from engine.codecs._rotation import PRECONDITIONINGS, preconditioning
+from polarlm.engine.codecs import BaseCodec, Field
+from polarlm.engine.codecs._arrays import checked, destination, slabs
+from polarlm.engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs._norms import ByteNorm, HalfNorm, NormFormat
+from polarlm.engine.codecs._pairs import PairPacking
+from polarlm.engine.codecs._rotation import PRECONDITIONINGS, preconditioning
 
 NORM16 = "norm16"
 

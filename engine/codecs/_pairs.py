@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import Field
-from engine.codecs._bits import pack_sixes
+from polarlm.engine.codecs import Field
+from polarlm.engine.codecs._bits import pack_sixes
 
 _BYTE = np.dtype(np.uint8)
 

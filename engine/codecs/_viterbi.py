@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.codecs._cosets import STATES, Cosets
+from polarlm.engine.codecs._cosets import STATES, Cosets
 
 _CLIP = np.float32(1e6)  # pairs are clipped to this, so that squared distances stay finite
 _UNREACHABLE = np.float32(1e30)  # the cost of beginning in any state but the first

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import BaseCodec, Field
-from engine.codecs._arrays import HALF_MAX, checked, destination, widen
-from engine.codecs._checks import check_no_options
+from polarlm.engine.codecs import BaseCodec, Field
+from polarlm.engine.codecs._arrays import HALF_MAX, checked, destination, widen
+from polarlm.engine.codecs._checks import check_no_options
 
 NAMES = ("f16",)
 

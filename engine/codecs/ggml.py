@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import BaseCodec, Field
-from engine.codecs._arrays import SATURATION, checked, destination
-from engine.codecs._checks import check_head_dim, check_no_options
+from polarlm.engine.codecs import BaseCodec, Field
+from polarlm.engine.codecs._arrays import SATURATION, checked, destination
+from polarlm.engine.codecs._checks import check_head_dim, check_no_options
 
 NAMES = ("q8_0", "q4_0")
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import BaseCodec, Field
-from engine.codecs._arrays import SATURATION, checked, destination
-from engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs import BaseCodec, Field
+from polarlm.engine.codecs._arrays import SATURATION, checked, destination
+from polarlm.engine.codecs._checks import check_block_size, check_head_dim
 
 NAMES = ("kivi4",)
 

@@ -35,10 +35,10 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs import BaseCodec, Field
-from engine.codecs._arrays import SATURATION, checked, destination
-from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
-from engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs import BaseCodec, Field
+from polarlm.engine.codecs._arrays import SATURATION, checked, destination
+from polarlm.engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
+from polarlm.engine.codecs._checks import check_block_size, check_head_dim
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 

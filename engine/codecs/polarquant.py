@@ -52,11 +52,11 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs import BaseCodec, Field
-from engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
-from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
-from engine.codecs._checks import check_block_size, check_head_dim
-from engine.codecs._rotation import PRECONDITIONINGS, preconditioning
+from polarlm.engine.codecs import BaseCodec, Field
+from polarlm.engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
+from polarlm.engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
+from polarlm.engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs._rotation import PRECONDITIONINGS, preconditioning
 
 NAMES = ("polarquant",)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.codecs._arrays import checked, destination
-from engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning, level_count, unpack
+from polarlm.engine.codecs._arrays import checked, destination
+from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning, level_count, unpack
 
 NAMES = ("polarquant-online",)
 

@@ -37,9 +37,9 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs._nearest import NearestPoint
-from engine.codecs._pair_codec import PairCodec, PairStore, parse_options
-from engine.codecs._pairs import PairPacking
+from polarlm.engine.codecs._nearest import NearestPoint
+from polarlm.engine.codecs._pair_codec import PairCodec, PairStore, parse_options
+from polarlm.engine.codecs._pairs import PairPacking
 
 NAMES = ("ring3", "ring3.5", "ring4", "ring5")
 

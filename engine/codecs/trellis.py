@@ -32,10 +32,10 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs._cosets import STATES
-from engine.codecs._pair_codec import PairCodec, PairStore, parse_options
-from engine.codecs._trellis_points import THOUSANDTHS
-from engine.codecs._viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs._cosets import STATES
+from polarlm.engine.codecs._pair_codec import PairCodec, PairStore, parse_options
+from polarlm.engine.codecs._trellis_points import THOUSANDTHS
+from polarlm.engine.codecs._viterbi import PathSearch, rotate_quarters
 
 NAMES = ("trellis3", "trellis3.5", "trellis4")
 

@@ -34,12 +34,12 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs import BaseCodec, Field
-from engine.codecs._arrays import checked, destination, slabs
-from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
-from engine.codecs._checks import check_head_dim, check_no_options
-from engine.codecs._norms import HalfNorm
-from engine.codecs._rotation import twice_signed_hadamard
+from polarlm.engine.codecs import BaseCodec, Field
+from polarlm.engine.codecs._arrays import checked, destination, slabs
+from polarlm.engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
+from polarlm.engine.codecs._checks import check_head_dim, check_no_options
+from polarlm.engine.codecs._norms import HalfNorm
+from polarlm.engine.codecs._rotation import twice_signed_hadamard
 
 NAMES = ("turbo2", "turbo3", "turbo4")
 

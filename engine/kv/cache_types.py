@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from engine import codecs
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from polarlm.engine import codecs
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
 
 # (type of keys, type of values), chosen by measurement: see docs/quality.md and `bench.quality`.
 PRESETS = {

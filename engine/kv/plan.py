@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from engine.backends.kv import CacheFormat
-from engine.codecs import FULL, Codec, get
-from engine.errors import EngineError
-from engine.quantization.conditioning import mean_fields
-from engine.quantization.metric import Metric
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.codecs import FULL, Codec, get
+from polarlm.engine.errors import EngineError
+from polarlm.engine.quantization.conditioning import mean_fields
+from polarlm.engine.quantization.metric import Metric
 
 
 @dataclass(frozen=True)

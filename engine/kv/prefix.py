@@ -20,10 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from engine.backends.kv import Place
-from engine.kv.block_events import BlockRemoved, BlockStored, Watch
-from engine.kv.blocks import BlockAllocator, OutOfBlocks
-from engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.backends.kv import Place
+from polarlm.engine.kv.block_events import BlockRemoved, BlockStored, Watch
+from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.kv.store import KVStore, SequenceKV
 
 Blocks = list[int | None]  # one per group of layers; None if the cache has none
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.store import KVStore, SequenceKV
-from engine.kv.tables import BlockTable, TableGroup
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.kv.tables import BlockTable, TableGroup
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.backends.kv import Buffer, Cache, FilledBlocks, Place, SpanView
-from engine.backends.ops import STEP_ROWS, Ops
-from engine.codecs import NotFinite
-from engine.errors import EngineError
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.plan import StorePlan
-from engine.kv.tables import BlockTable, Growth, TableGroup
-from engine.quantization.conditioning import Conditioning
-from engine.quantization.metric import Metric
-from engine.sampling.sample import NOT_FINITE
+from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks, Place, SpanView
+from polarlm.engine.backends.ops import STEP_ROWS, Ops
+from polarlm.engine.codecs import NotFinite
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.plan import StorePlan
+from polarlm.engine.kv.tables import BlockTable, Growth, TableGroup
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.sampling.sample import NOT_FINITE
 
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
 Metrics = tuple[Metric | None, Metric | None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.kv.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
 
 
 @dataclass

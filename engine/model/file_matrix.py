@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.ops import Ops
-from engine.weight_formats import WeightFormat, find, get, stored_as
-from model_loaders.weights import WeightSource
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.weight_formats import WeightFormat, find, get, stored_as
+from polarlm.model_loaders.weights import WeightSource
 
 _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 

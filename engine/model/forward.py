@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.kv import HeadTransform
-from engine.backends.ops import Array, Draws, Ops, Spans
-from engine.errors import EngineError
-from engine.kv.store import KVStore, Span
-from engine.model.rope import Rope, RopeTables
-from engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
-from engine.weight_formats import Linear, Matrix
-from model_loaders.config import ModelConfig
+from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.backends.ops import Array, Draws, Ops, Spans
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.store import KVStore, Span
+from polarlm.engine.model.rope import Rope, RopeTables
+from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
+from polarlm.engine.weight_formats import Linear, Matrix
+from polarlm.model_loaders.config import ModelConfig
 
 Taps = Callable[[str, int, int, Array], None]
 """taps(name, layer, position, x) is called with values of a prompt's forward pass, for the rows from `position` on.

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.ops import Ops
-from engine.model.forward import LayerWeights, ModelWeights
-from engine.model.rope import pair_frequencies
-from engine.quantization.conditioning import Scale
-from model_loaders.config import ModelConfig
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.model.forward import LayerWeights, ModelWeights
+from polarlm.engine.model.rope import pair_frequencies
+from polarlm.engine.quantization.conditioning import Scale
+from polarlm.model_loaders.config import ModelConfig
 
 _MOST_OCTAVES = 64  # so that a scale, its inverse, and their products with plausible keys and values fit float32
 

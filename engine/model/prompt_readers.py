@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.backends.ops import Array
-from engine.kv.store import Span
-from engine.model.forward import Transformer
-from engine.outputs import Chunk, TokenLogprob
-from engine.sampling.sample import token_logprob
+from polarlm.engine.backends.ops import Array
+from polarlm.engine.kv.store import Span
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.outputs import Chunk, TokenLogprob
+from polarlm.engine.sampling.sample import token_logprob
 
 _ROWS = 64  # read in a unit of work: 32 MiB of logits for a vocabulary of 128 K
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from model_loaders.config import ModelConfig, RopeConfig
-from model_loaders.rope import rope_frequencies
+from polarlm.model_loaders.config import ModelConfig, RopeConfig
+from polarlm.model_loaders.rope import rope_frequencies
 
 Rope = tuple[np.ndarray, np.ndarray]  # cos and sin (T, D/2) float32
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from engine.backends.ops import Array
-from engine.errors import EngineError
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.store import SequenceKV
-from engine.model.forward import Transformer
-from engine.outputs import Score
-from engine.sampling.sample import log_softmax
+from polarlm.engine.backends.ops import Array
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.store import SequenceKV
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.outputs import Score
+from polarlm.engine.sampling.sample import log_softmax
 
 _ROWS = 256  # of logits at a time: 128 MiB for a vocabulary of 128 K
 

@@ -9,14 +9,14 @@ from dataclasses import fields
 
 import numpy as np
 
-from engine.backends.ops import Array, Ops
-from engine.model.file_matrix import FileMatrix, fits, format_for
-from engine.model.forward import LayerWeights, ModelWeights
-from engine.weight_formats import Linear, Matrix, WeightFormat
-from model_loaders.config import ModelConfig
-from model_loaders.families import tensors
-from model_loaders.tensor_table import Slots
-from model_loaders.weights import WeightSource
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
+from polarlm.engine.model.forward import LayerWeights, ModelWeights
+from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families import tensors
+from polarlm.model_loaders.tensor_table import Slots
+from polarlm.model_loaders.weights import WeightSource
 
 _SAMPLE = 1024  # values from either end of each weight that the fingerprint covers
 

@@ -40,10 +40,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.codecs import Codec, PathRounding, Rounding
-from engine.codecs._arrays import checked
-from engine.quantization.conditioning import centre, read_mean
-from engine.quantization.metric import Metric
+from polarlm.engine.codecs import Codec, PathRounding, Rounding
+from polarlm.engine.codecs._arrays import checked
+from polarlm.engine.quantization.conditioning import centre, read_mean
+from polarlm.engine.quantization.metric import Metric
 
 TILT_RANGE = 0.8, 1.25  # of a tilted norm over the norm of least squares
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.codecs import PathRounding, Rounding
+from polarlm.engine.codecs import PathRounding, Rounding
 
 _RIDGE = 0.05  # share of the mean diagonal that is added to the diagonal: statistics come from 512 tokens only
 _KEY_SURVIVORS = 4  # key errors cost a tenth less than with 1, KL is 5 % lower; for values the gain is negligible

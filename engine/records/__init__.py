@@ -14,9 +14,9 @@ from functools import cache
 
 import numpy as np
 
-from engine import codecs
-from engine.codecs import Codec
-from engine.records.fragments import Geometry, Record, aligned, as_bytes, from_bytes
+from polarlm.engine import codecs
+from polarlm.engine.codecs import Codec
+from polarlm.engine.records.fragments import Geometry, Record, aligned, as_bytes, from_bytes
 
 VERSION = 2  # of the byte layout of records, which session files contain
 

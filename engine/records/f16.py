@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import Codec
-from engine.records.fragments import Geometry, as_bytes, from_bytes
+from polarlm.engine.codecs import Codec
+from polarlm.engine.records.fragments import Geometry, as_bytes, from_bytes
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,16 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.codecs._norms import ByteNorm, NormFormat
-from engine.records.fragments import Geometry, aligned, as_bytes, from_bytes, pack_pairs, unpack_pairs, word_count
+from polarlm.engine.codecs._norms import ByteNorm, NormFormat
+from polarlm.engine.records.fragments import (
+    Geometry,
+    aligned,
+    as_bytes,
+    from_bytes,
+    pack_pairs,
+    unpack_pairs,
+    word_count,
+)
 
 _FLOAT = np.dtype(np.float32)
 

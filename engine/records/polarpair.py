@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs._arrays import SATURATION
-from engine.codecs.polarpair import COSINES, SINES, TANGENTS, PolarPair
-from engine.records.fragments import Geometry, pack_pairs, unpack_pairs, word_count
+from polarlm.engine.codecs._arrays import SATURATION
+from polarlm.engine.codecs.polarpair import COSINES, SINES, TANGENTS, PolarPair
+from polarlm.engine.records.fragments import Geometry, pack_pairs, unpack_pairs, word_count
 
 _HALF = np.dtype(np.float16)
 

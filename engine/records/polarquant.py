@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.codecs.polarquant import (
+from polarlm.engine.codecs.polarquant import (
     CENTRES,
     TAN_SQUARED,
     PolarQuant,
@@ -22,7 +22,7 @@ from engine.codecs.polarquant import (
     upper_codes,
     upper_table,
 )
-from engine.records.fragments import LANES, Geometry, pack_pairs, unpack_pairs
+from polarlm.engine.records.fragments import LANES, Geometry, pack_pairs, unpack_pairs
 
 _POINT_BYTES = 4 * 256 * 4  # two halves, by the pair of a row and eight bits
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.codecs.ring import Ring, points_of
-from engine.records.fragments import Geometry
-from engine.records.pair_table import PairRecord
+from polarlm.engine.codecs.ring import Ring, points_of
+from polarlm.engine.records.fragments import Geometry
+from polarlm.engine.records.pair_table import PairRecord
 
 
 def record(codec: Ring, geometry: Geometry) -> PairRecord:

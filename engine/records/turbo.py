@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs._bits import pack_nibbles, pack_row_of_sixes, unpack_nibbles, unpack_row_of_sixes
-from engine.codecs.turbo import Turbo, levels_of
-from engine.records.fragments import Geometry
-from engine.records.pair_table import PairRecord
+from polarlm.engine.codecs._bits import pack_nibbles, pack_row_of_sixes, unpack_nibbles, unpack_row_of_sixes
+from polarlm.engine.codecs.turbo import Turbo, levels_of
+from polarlm.engine.records.fragments import Geometry
+from polarlm.engine.records.pair_table import PairRecord
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from itertools import accumulate, islice
 from threading import Lock
 from typing import Any
 
-from engine.sampling.detokenizer import text_of
-from model_loaders import Model
-from model_loaders.forks import renew_in_children
+from polarlm.engine.sampling.detokenizer import text_of
+from polarlm.model_loaders import Model
+from polarlm.model_loaders.forks import renew_in_children
 
 KEY_BYTES = 32  # of a digest
 

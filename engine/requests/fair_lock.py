@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.errors import EngineError
-from model_loaders.forks import renew_in_children
+from polarlm.engine.errors import EngineError
+from polarlm.model_loaders.forks import renew_in_children
 
 
 class FairLock:

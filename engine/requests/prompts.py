@@ -8,13 +8,13 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 
-import model_loaders
-import model_loaders.tokenizers
-from engine.config import PromptOptions
-from engine.errors import EngineError, shown
-from engine.limits import check_roles
-from engine.requests.answers import Answers
-from model_loaders.prompt import chat_ids
+from polarlm import model_loaders
+from polarlm.engine.config import PromptOptions
+from polarlm.engine.errors import EngineError, shown
+from polarlm.engine.limits import check_roles
+from polarlm.engine.requests.answers import Answers
+from polarlm.model_loaders.prompt import chat_ids
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 
@@ -79,9 +79,7 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str,
     return before, last
 
 
-def _begun_ids(
-    message: Mapping[str, Any], tokenizer: model_loaders.tokenizers.Tokenizer, check: Callable[[str], None]
-) -> list[int]:
+def _begun_ids(message: Mapping[str, Any], tokenizer: Tokenizer, check: Callable[[str], None]) -> list[int]:
     """The ids of the beginning of an answer: those that it was generated as, or those of its text.
 
     The text begins as an answer does, with the space that some tokenizers add.

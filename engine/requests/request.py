@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-import model_loaders
-from engine.config import PromptOptions, SamplingParams
-from engine.errors import EngineError
-from engine.kv.store import SequenceKV, Span
-from engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
-from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
-from engine.requests.answers import Answers
-from engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
-from engine.requests.scheduler import TokenSequence
-from engine.sampling.constraints import Constraint, checked_mask, only_token
-from engine.sampling.detokenizer import Detokenizer, StopFilter
-from engine.sampling.dry import Dry
-from engine.sampling.sample import NEWEST, Draw, Sampled, Sampling, resolve
-from model_loaders.tokenizers import Tokenizer
+from polarlm import model_loaders
+from polarlm.engine.config import PromptOptions, SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.store import SequenceKV, Span
+from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
+from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
+from polarlm.engine.requests.answers import Answers
+from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
+from polarlm.engine.requests.scheduler import TokenSequence
+from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
+from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
+from polarlm.engine.sampling.dry import Dry
+from polarlm.engine.sampling.sample import NEWEST, Draw, Sampled, Sampling, resolve
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})

@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.errors import EngineError
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.prefix import PrefixCache
-from engine.kv.store import SequenceKV
-from engine.model.forward import Transformer
-from engine.model.prompt_readers import forward_and_read
-from engine.outputs import Status
-from engine.requests.request import Prefill, Request
-from engine.requests.scheduler import Scheduler, TokenSequence
-from engine.requests.steps import Steps
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import SequenceKV
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.prompt_readers import forward_and_read
+from polarlm.engine.outputs import Status
+from polarlm.engine.requests.request import Prefill, Request
+from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
+from polarlm.engine.requests.steps import Steps
 
 
 @dataclass(frozen=True)

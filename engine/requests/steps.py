@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import EngineError
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.prefix import PrefixCache
-from engine.kv.store import Span
-from engine.model.forward import Transformer
-from engine.requests.request import Request
-from engine.requests.scheduler import Scheduler
-from engine.sampling.sample import Draw, Fetch
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import Span
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.scheduler import Scheduler
+from polarlm.engine.sampling.sample import Draw, Fetch
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.errors import EngineError
+from polarlm.engine.errors import EngineError
 
 WORD = 32  # tokens of a word of a mask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Iterable, Sequence
 
-from model_loaders.tokenizers import Tokenizer
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 
 class Detokenizer:

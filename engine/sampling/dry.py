@@ -12,8 +12,8 @@ from functools import cache
 
 import numpy as np
 
-from engine.sampling.repeats import Repeats
-from engine.sampling.sample import Penalties, Sampling
+from polarlm.engine.sampling.repeats import Repeats
+from polarlm.engine.sampling.sample import Penalties, Sampling
 
 ANSWER_ALONE = -2  # of `dry_penalty_last_n`
 _MOST = 1e37  # the largest penalty: logits stay finite in float32

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.config import SamplingParams
-from engine.errors import EngineError, shown
-from engine.sampling import gbnf
-from engine.sampling.constraints import Constraint
-from model_loaders.forks import renew_in_children
-from model_loaders.limited_process import LimitedProcess, ProcessFailed
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.errors import EngineError, shown
+from polarlm.engine.sampling import gbnf
+from polarlm.engine.sampling.constraints import Constraint
+from polarlm.model_loaders.forks import renew_in_children
+from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
 
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _KEPT = 32  # compiled grammars
@@ -98,7 +98,7 @@ class Grammars:
         if len(text) > MOST_TEXT:
             raise EngineError(f"{field} has {len(text):,} characters, but at most {MOST_TEXT:,} are taken")
         _library()
-        from engine.sampling.grammar_worker import matcher
+        from polarlm.engine.sampling.grammar_worker import matcher
 
         try:
             source = _source(field, text)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config import SamplingParams
-from engine.errors import EngineError, shown
-from engine.outputs import TokenLogprob
-from engine.sampling.constraints import allowed_bits
-from model_loaders.config import GenerationDefaults
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.errors import EngineError, shown
+from polarlm.engine.outputs import TokenLogprob
+from polarlm.engine.sampling.constraints import allowed_bits
+from polarlm.model_loaders.config import GenerationDefaults
 
 NEWEST = -1  # in `Draw.recent`: the token that the step before the draw is computed from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"

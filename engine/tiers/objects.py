@@ -21,9 +21,9 @@ from functools import cached_property
 
 import numpy as np
 
-from engine import records
-from engine.backends import transfer
-from engine.kv.plan import CacheShape
+from polarlm.engine import records
+from polarlm.engine.backends import transfer
+from polarlm.engine.kv.plan import CacheShape
 
 BLOCK, FULL, IDS = 1, 2, 3
 NAME_BYTES = 16

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-from model_loaders.forks import renew_in_children
+from polarlm.model_loaders.forks import renew_in_children
 
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process

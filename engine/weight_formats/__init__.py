@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped
+from polarlm.engine.weight_formats._grouped import Grouped
 
 
 @dataclass(frozen=True)

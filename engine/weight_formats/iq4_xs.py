@@ -6,8 +6,8 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
-from engine.weight_formats.iq4_nl import TABLE
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats.iq4_nl import TABLE
 
 VALUES, NBYTES = 256, 136
 BITS, GROUP = 4, 32

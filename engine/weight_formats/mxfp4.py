@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 17
 BITS, GROUP = 4, 32

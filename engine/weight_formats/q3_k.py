@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
 
 VALUES, NBYTES = 256, 110
 BITS, GROUP, ZERO = 3, 16, 4

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 20
 BITS, GROUP, ZERO = 4, 32, 0

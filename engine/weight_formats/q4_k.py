@@ -6,7 +6,14 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, scales_and_mins, unpack_bits
+from polarlm.engine.weight_formats._grouped import (
+    Grouped,
+    dequantize_gguf,
+    fields,
+    halves,
+    scales_and_mins,
+    unpack_bits,
+)
 
 VALUES, NBYTES = 256, 144
 BITS, GROUP, ZERO = 4, 32, 0

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, flat, halves, quantize_gguf
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, flat, halves, quantize_gguf
 
 VALUES, NBYTES = 32, 34
 BITS, GROUP, ZERO = 8, 32, 128

@@ -18,12 +18,12 @@ import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
 
-from model_loaders.config import ModelConfig
-from model_loaders.errors import LoadError
-from model_loaders.families._gguf import GgufLayout
-from model_loaders.families._unsupported import why_not
-from model_loaders.fields import Fields
-from model_loaders.tensor_table import TensorTable
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.families._unsupported import why_not
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.tensor_table import TensorTable
 
 
 def families() -> tuple[str, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from model_loaders.config import Activation, ModelConfig, RopeConfig
-from model_loaders.fields import Fields
-from model_loaders.rope import rope_config
-from model_loaders.tensor_table import Names, TensorTable, tensor_table
+from polarlm.model_loaders.config import Activation, ModelConfig, RopeConfig
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.rope import rope_config
+from polarlm.model_loaders.tensor_table import Names, TensorTable, tensor_table
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
 QK_NORMS: Names = {

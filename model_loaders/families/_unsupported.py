@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_loaders.fields import Fields
+from polarlm.model_loaders.fields import Fields
 
 _EXPERTS = "a mixture of experts, which is not supported: use a dense model"
 _HYBRID = "which has recurrent layers without a KV cache and is not supported: use a model with attention in all layers"

@@ -1,9 +1,9 @@
 """Llama 2, 3, 3.1 and 3.2, and models of the same architecture: SmolLM2, TinyLlama, Yi."""
 
-from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder, plain_tensors
-from model_loaders.families._gguf import GgufLayout
-from model_loaders.fields import Fields
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import decoder, plain_tensors
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 GGUF = GgufLayout("llama", interleaved=True)

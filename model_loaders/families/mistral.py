@@ -1,8 +1,8 @@
 """Mistral 7B and its successors: Llama with a sliding window in every layer, where the configuration gives one."""
 
-from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder, layer_count, plain_tensors
-from model_loaders.fields import Fields
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import decoder, layer_count, plain_tensors
+from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("MistralForCausalLM",)  # GGUF files call them llama
 tensors = plain_tensors

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder
-from model_loaders.families._gguf import GgufLayout
-from model_loaders.fields import Fields
-from model_loaders.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.tensor_table import TensorTable, tensor_table
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 GGUF = GgufLayout(

@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2.5: biases on q, k and v, and windows in the upper layers where they are switched on."""
 
-from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder, plain_tensors, qwen_windows
-from model_loaders.families._gguf import GgufLayout
-from model_loaders.fields import Fields
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import decoder, plain_tensors, qwen_windows
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 GGUF = GgufLayout("qwen2")

@@ -1,9 +1,9 @@
 """Qwen3: every head of q and k is normalized before RoPE; biases only if configured; heads of 128 channels."""
 
-from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder, plain_tensors, qwen_windows
-from model_loaders.families._gguf import GgufLayout
-from model_loaders.fields import Fields
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import decoder, plain_tensors, qwen_windows
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 GGUF = GgufLayout("qwen3")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder, layer_count, plain_tensors, typed_windows
-from model_loaders.families._gguf import GgufLayout
-from model_loaders.fields import Fields
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import decoder, layer_count, plain_tensors, typed_windows
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 GGUF = GgufLayout("smollm3", interleaved=True)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from model_loaders.config import ModelConfig
-from model_loaders.errors import LoadError
-from model_loaders.fields import Fields, read_json
-from model_loaders.folder import read_configuration
-from model_loaders.gguf_source import sizes_from_beginning
-from model_loaders.hub.choice import (
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.folder import read_configuration
+from polarlm.model_loaders.gguf_source import sizes_from_beginning
+from polarlm.model_loaders.hub.choice import (
     BESIDE_WEIGHTS,
     CONFIG,
     HubFile,
@@ -21,11 +21,11 @@ from model_loaders.hub.choice import (
     quantizations,
     size_text,
 )
-from model_loaders.hub.client import Client, Listing
-from model_loaders.hub.names import PREFIX, HubName, parse
-from model_loaders.hub.problems import cannot_be_reached, sentence
-from model_loaders.hub.transfer import fetch_file, partial_file
-from model_loaders.safetensors_source import INDEX, SINGLE
+from polarlm.model_loaders.hub.client import Client, Listing
+from polarlm.model_loaders.hub.names import PREFIX, HubName, parse
+from polarlm.model_loaders.hub.problems import cannot_be_reached, sentence
+from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
+from polarlm.model_loaders.safetensors_source import INDEX, SINGLE
 
 __all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError
 
 PREFIX = "hf:"
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s:@]+))?(:(?P<quantization>\w[\w.-]*))?", re.ASCII)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import re
 
-from model_loaders.errors import LoadError
-from model_loaders.hub.client import Client
-from model_loaders.hub.names import HubName
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.hub.client import Client
+from polarlm.model_loaders.hub.names import HubName
 
 _TOKENS = "https://huggingface.co/settings/tokens"
 _LOG_IN = f"run `hf auth login`, or set HF_TOKEN, with a token of {_TOKENS}"

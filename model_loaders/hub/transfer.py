@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from model_loaders.errors import LoadError
-from model_loaders.hub.choice import HubFile
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.hub.choice import HubFile
 
 if TYPE_CHECKING:
-    from model_loaders.hub.client import Client
+    from polarlm.model_loaders.hub.client import Client
 
 Moved = Callable[[int], Any]
 _PART_BYTES = 1 << 20

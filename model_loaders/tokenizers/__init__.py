@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model_loaders.errors import LoadError
-from model_loaders.fields import read_json
-from model_loaders.tokenizers import gguf_vocab, hf_json
-from model_loaders.tokenizers._protocol import Tokenizer
-from model_loaders.tokenizers._special import FolderSettings
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import read_json
+from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json
+from polarlm.model_loaders.tokenizers._protocol import Tokenizer
+from polarlm.model_loaders.tokenizers._special import FolderSettings
 
 if TYPE_CHECKING:
-    from model_loaders.gguf_file import GgufFile
+    from polarlm.model_loaders.gguf_file import GgufFile
 
 __all__ = ["Tokenizer", "load_for_folder", "load_for_gguf"]
 
@@ -36,7 +36,7 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
         content = model.read_bytes()
     except OSError as error:
         raise LoadError(f"{model} cannot be read: {error.strerror}.") from error
-    from model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
+    from polarlm.model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
 
     kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece
     return kind.load(model, content, settings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_loaders.tokenizers._base import SpecialIds
+from polarlm.model_loaders.tokenizers._base import SpecialIds
 
 # Ends of a text or of a turn in the chat formats of the Llama family. Where a vocabulary has one as a control token,
 # the model ends its answer with it, even if its configuration does not say so.

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers.models import BPE
 
-from model_loaders.errors import LoadError
-from model_loaders.strings import Strings
-from model_loaders.tokenizers import patterns
-from model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
-from model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
-from model_loaders.tokenizers.hf_json import LibraryTokenizer
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.strings import Strings
+from polarlm.model_loaders.tokenizers import patterns
+from polarlm.model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
+from polarlm.model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
+from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer
 
 if TYPE_CHECKING:
-    from model_loaders.gguf_file import GgufFile
-    from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer
+    from polarlm.model_loaders.gguf_file import GgufFile
+    from polarlm.model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer
 
 
 class _Type(IntEnum):
@@ -133,7 +133,10 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
-    from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer, protobuf  # its libraries take memory
+    from polarlm.model_loaders.tokenizers.sentence_piece import (  # its libraries take memory
+        SentencePieceTokenizer,
+        protobuf,
+    )
 
     scores = vocabulary.list_of("tokenizer.ggml.scores", (int, float), len(vocabulary.tokens))
     model = protobuf.ModelProto()

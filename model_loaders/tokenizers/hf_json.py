@@ -9,11 +9,11 @@ from pathlib import Path
 
 import tokenizers
 
-from model_loaders.errors import LoadError
-from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
-from model_loaders.tokenizers._byte_level import spelling, spelt_bytes
-from model_loaders.tokenizers._pieces import byte_of, text_of
-from model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
+from polarlm.model_loaders.tokenizers._byte_level import spelling, spelt_bytes
+from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
+from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
 
 
 class LibraryTokenizer(BaseTokenizer):

@@ -10,10 +10,10 @@ import sentencepiece
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
-from model_loaders.errors import LoadError
-from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
-from model_loaders.tokenizers._pieces import byte_of, text_of
-from model_loaders.tokenizers._special import FolderSettings, for_folder
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
+from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 
 # A type checker cannot see the classes of a protobuf module, which are made at import.
 protobuf: Any = sentencepiece_model_pb2

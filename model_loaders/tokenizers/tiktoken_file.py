@@ -10,10 +10,10 @@ from pathlib import Path
 
 import tiktoken
 
-from model_loaders.errors import LoadError
-from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
-from model_loaders.tokenizers._special import FolderSettings, for_folder
-from model_loaders.tokenizers.patterns import LLAMA3
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
+from polarlm.model_loaders.tokenizers.patterns import LLAMA3
 
 # The file holds no special tokens: Llama 3 numbers 256 of them after the ranks. Those not named here are reserved.
 _SPECIAL_COUNT = 256

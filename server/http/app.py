@@ -15,24 +15,24 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine import EngineError
-from server.config import ServerConfig
-from server.driver import Driver
-from server.http.completions import Completions
-from server.http.dialects import dialects
-from server.http.embeddings import Embeddings
-from server.http.errors import ApiError, ErrorShapes
-from server.http.generation import Generation
-from server.http.guard import Guard
-from server.http.metrics import exposition
-from server.http.openai import OpenAI
-from server.http.page import page
-from server.http.sessions import Sessions
-from server.http.shapes import CHAT
-from server.http.stats import asked_tokens, stats
-from server.http.tokens import Tokens
-from server.refused import Refused
-from server.values import BadRequest
+from polarlm.engine import EngineError
+from polarlm.server.config import ServerConfig
+from polarlm.server.driver import Driver
+from polarlm.server.http.completions import Completions
+from polarlm.server.http.dialects import dialects
+from polarlm.server.http.embeddings import Embeddings
+from polarlm.server.http.errors import ApiError, ErrorShapes
+from polarlm.server.http.generation import Generation
+from polarlm.server.http.guard import Guard
+from polarlm.server.http.metrics import exposition
+from polarlm.server.http.openai import OpenAI
+from polarlm.server.http.page import page
+from polarlm.server.http.sessions import Sessions
+from polarlm.server.http.shapes import CHAT
+from polarlm.server.http.stats import asked_tokens, stats
+from polarlm.server.http.tokens import Tokens
+from polarlm.server.refused import Refused
+from polarlm.server.values import BadRequest
 
 
 def create_app(driver: Driver, config: ServerConfig) -> Starlette:

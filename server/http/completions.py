@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from engine.requests.prompts import Prompt
-from engine.sampling.detokenizer import Detokenizer
-from model_loaders.tokenizers import Tokenizer
-from server.http.generation import About
-from server.http.logprobs import TextLogprobs
-from server.http.shapes import TEXT, Writer
-from server.http.streams import DATA, Event, Framing
-from server.infill import Mixed, infill_of, infilled
-from server.parameters import Asked, read
-from server.pieces import Answer, Piece
-from server.prompts import read_prompts
-from server.values import BadRequest, flag, text
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.sampling.detokenizer import Detokenizer
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.http.generation import About
+from polarlm.server.http.logprobs import TextLogprobs
+from polarlm.server.http.shapes import TEXT, Writer
+from polarlm.server.http.streams import DATA, Event, Framing
+from polarlm.server.infill import Mixed, infill_of, infilled
+from polarlm.server.parameters import Asked, read
+from polarlm.server.pieces import Answer, Piece
+from polarlm.server.prompts import read_prompts
+from polarlm.server.values import BadRequest, flag, text
 
 MOST_PROMPTS = 1024
 

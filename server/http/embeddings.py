@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine import Embedding, PromptOptions
-from engine.requests.prompts import Prompt
-from server.driver import Driver
-from server.http.bodies import read_body
-from server.http.streams import while_there
-from server.prompts import read_options, read_prompts
-from server.values import BadRequest, text, wrong
+from polarlm.engine import Embedding, PromptOptions
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.driver import Driver
+from polarlm.server.http.bodies import read_body
+from polarlm.server.http.streams import while_there
+from polarlm.server.prompts import read_options, read_prompts
+from polarlm.server.values import BadRequest, text, wrong
 
 MOST_INPUTS = 2048  # as many as OpenAI takes
 

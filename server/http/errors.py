@@ -10,10 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine import EngineError
-from engine.flags import in_flags
-from server.refused import Refused
-from server.values import BadRequest
+from polarlm.engine import EngineError
+from polarlm.engine.flags import in_flags
+from polarlm.server.refused import Refused
+from polarlm.server.values import BadRequest
 
 TOO_LONG = "context_length_exceeded"
 CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used

@@ -11,18 +11,18 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine import EngineError, Usage
-from engine.requests.prompts import prompt_ids
-from model_loaders import Model
-from server.answering import answer
-from server.driver import Driver
-from server.http.bodies import read_body
-from server.http.errors import ApiError, api_error
-from server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
-from server.parameters import Asked
-from server.pieces import Answer, Piece, fold
-from server.refused import Refused
-from server.values import BadRequest
+from polarlm.engine import EngineError, Usage
+from polarlm.engine.requests.prompts import prompt_ids
+from polarlm.model_loaders import Model
+from polarlm.server.answering import answer
+from polarlm.server.driver import Driver
+from polarlm.server.http.bodies import read_body
+from polarlm.server.http.errors import ApiError, api_error
+from polarlm.server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
+from polarlm.server.parameters import Asked
+from polarlm.server.pieces import Answer, Piece, fold
+from polarlm.server.refused import Refused
+from polarlm.server.values import BadRequest
 
 
 @dataclass(frozen=True)

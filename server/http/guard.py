@@ -9,8 +9,8 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.config import ServerConfig
-from server.http.errors import CLOSE, ApiError, ErrorShapes
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.errors import CLOSE, ApiError, ErrorShapes
 
 _OPEN = {
     "/health",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine import TokenLogprob
-from engine.sampling.detokenizer import Detokenizer
-from model_loaders.tokenizers import Tokenizer
+from polarlm.engine import TokenLogprob
+from polarlm.engine.sampling.detokenizer import Detokenizer
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 
 class ChatLogprobs:

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from engine import Engine
-from engine.outputs import Status
-from server.counters import Totals
+from polarlm.engine import Engine
+from polarlm.engine.outputs import Status
+from polarlm.server.counters import Totals
 
 
 class _Numbers(Collector):

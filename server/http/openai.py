@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from server.http.generation import About
-from server.http.shapes import Shapes, Writer
-from server.http.streams import DATA, Framing
-from server.parameters import Asked, read
+from polarlm.server.http.generation import About
+from polarlm.server.http.shapes import Shapes, Writer
+from polarlm.server.http.streams import DATA, Framing
+from polarlm.server.parameters import Asked, read
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import TokenLogprob, Usage
-from model_loaders.tokenizers import Tokenizer
-from server.http.errors import ApiError
-from server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
-from server.http.streams import Event
-from server.pieces import Answer, Piece
+from polarlm.engine import TokenLogprob, Usage
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
+from polarlm.server.http.streams import Event
+from polarlm.server.pieces import Answer, Piece
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from engine import Engine
-from engine.kv.cache_types import chosen
-from engine.outputs import Status
-from server.values import BadRequest
+from polarlm.engine import Engine
+from polarlm.engine.kv.cache_types import chosen
+from polarlm.engine.outputs import Status
+from polarlm.server.values import BadRequest
 
 
 def asked_tokens(query: Mapping[str, str]) -> int | None:

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine import EngineError
-from model_loaders.tokenizers import Tokenizer
-from server.driver import Driver
-from server.http.bodies import read_body
-from server.prompts import read_continues, read_options, read_prompt
-from server.values import LARGEST, count, flag, text, wrong
+from polarlm.engine import EngineError
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.driver import Driver
+from polarlm.server.http.bodies import read_body
+from polarlm.server.prompts import read_continues, read_options, read_prompt
+from polarlm.server.values import LARGEST, count, flag, text, wrong
 
 MOST_TOKENS = 1 << 18  # of a text; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15

@@ -10,9 +10,9 @@ from typing import Any
 
 import uvicorn
 
-from server.config import ServerConfig
-from server.http.uvicorn_connection import WebConnection
-from server.listening import BACKLOG, ListenError, address_of
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.uvicorn_connection import WebConnection
+from polarlm.server.listening import BACKLOG, ListenError, address_of
 
 _LAST_SECONDS = 5  # for clients to read their last responses
 # Longer than clients keep an idle connection (usually 5 seconds): if both closed it at the same time, a request could

@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from engine.backends import select as module
-from engine.backends.select import driver_version, select
-from engine.errors import EngineError
+from polarlm.engine.backends import select as module
+from polarlm.engine.backends.select import driver_version, select
+from polarlm.engine.errors import EngineError
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         find = importlib.util.find_spec
         fake = SimpleNamespace() if cupy else None
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake if name == "cupy" else find(name))
-        device = ModuleType("engine.backends.cuda.cupy_device")
+        device = ModuleType("polarlm.engine.backends.cuda.cupy_device")
         if opens is not None:
             device.open_device = opens
-        monkeypatch.setitem(sys.modules, "engine.backends.cuda.cupy_device", device)
+        monkeypatch.setitem(sys.modules, "polarlm.engine.backends.cuda.cupy_device", device)
 
     return has
 

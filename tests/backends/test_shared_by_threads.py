@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native import library as libraries
-from engine.backends.native import workers as working
-from engine.backends.native.target import best
-from engine.backends.numpy import cores as blas
+from polarlm.engine.backends.native import library as libraries
+from polarlm.engine.backends.native import workers as working
+from polarlm.engine.backends.native.target import best
+from polarlm.engine.backends.numpy import cores as blas
 
 ASKERS = 4
 

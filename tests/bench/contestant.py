@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from bench.speed.child import serve
+from polarlm.bench.speed.child import serve
 
 
 class Refusal(Exception):

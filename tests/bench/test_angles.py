@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from bench.quality.angles import gaussian_density, histograms, polar_angles
+from polarlm.bench.quality.angles import gaussian_density, histograms, polar_angles
 
 
 @given(st_numpy.arrays(np.float32, (3, 16), elements=st.floats(-100, 100, width=32)))

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from bench.quality import __main__ as quality
-from bench.quality.arithmetic import chunk_logits, step_logits
-from engine import assembly
-from engine.backends.numpy.ops import NumpyOps
+from polarlm.bench.quality import __main__ as quality
+from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
+from polarlm.engine import assembly
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import random_model
 
 IDS = np.random.default_rng(0).integers(5, 250, 160).tolist()
@@ -51,7 +51,8 @@ def test_the_command_measures_both_costs(model_path: Path, tmp_path: Path, capsy
 
 def test_a_machine_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
-        "bench.quality.arithmetic.select", lambda device, threads, compiled: (NumpyOps(), "llvmlite is missing.")
+        "polarlm.bench.quality.arithmetic.select",
+        lambda device, threads, compiled: (NumpyOps(), "llvmlite is missing."),
     )
     assert quality.main(["--text", "none.txt", "--arithmetic"]) == 2
     assert "--arithmetic measures compiled kernels. llvmlite is missing." in capsys.readouterr().err

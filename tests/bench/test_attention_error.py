@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.quality.attention_error import Recorder, Recording, Replay
-from bench.quality.reference import Change, Reference
-from engine import Engine, assembly
-from engine.flags import FlagError
-from engine.model.forward import Transformer
+from polarlm.bench.quality.attention_error import Recorder, Recording, Replay
+from polarlm.bench.quality.reference import Change, Reference
+from polarlm.engine import Engine, assembly
+from polarlm.engine.flags import FlagError
+from polarlm.engine.model.forward import Transformer
 from tests.tiny import make_model
 from tests.weights import linear
 

@@ -19,21 +19,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.command import CacheType
-from bench.gpu import __main__ as kernels
-from bench.gpu import peer, setup
-from bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
-from bench.gpu.cache import Content, fill
-from bench.gpu.peer import FLASH, FLASHINFER, NAMES, TORCH, PeerTime, PromptPeerTime, half_attention, prompt_attention
-from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
-from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
-from bench.gpu.tables import Limits, Results, format_tables
-from bench.gpu.weights import _random_rows, layer_parts, outer_parts, parameters, weight_bytes
-from engine.backends.cuda import overlap
-from engine.backends.cuda.attention import AttentionOps
-from engine.backends.cuda.ops import CudaOps
-from engine.errors import EngineError
-from engine.weight_formats import get
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu import __main__ as kernels
+from polarlm.bench.gpu import peer, setup
+from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
+from polarlm.bench.gpu.cache import Content, fill
+from polarlm.bench.gpu.peer import (
+    FLASH,
+    FLASHINFER,
+    NAMES,
+    TORCH,
+    PeerTime,
+    PromptPeerTime,
+    half_attention,
+    prompt_attention,
+)
+from polarlm.bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
+from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
+from polarlm.bench.gpu.tables import Limits, Results, format_tables
+from polarlm.bench.gpu.weights import _random_rows, layer_parts, outer_parts, parameters, weight_bytes
+from polarlm.engine.backends.cuda import overlap
+from polarlm.engine.backends.cuda.attention import AttentionOps
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import get
 from tests.cuda import fake_cupy
 from tests.cuda.emulated import EmulatedDevice
 
@@ -52,7 +61,7 @@ SIZES = Sizes(
     step_contexts=(64,),
     runs=1,
 )
-DEVICE, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"
+DEVICE, RECORDING = "polarlm.engine.backends.cuda.cupy_device", "polarlm.engine.backends.cuda.cupy_recording"
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------

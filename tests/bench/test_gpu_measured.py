@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from bench import report
-from bench.command import CacheType
-from bench.gpu import cost, measured, predict
-from bench.gpu.attention import AttentionTime
-from bench.gpu.cost import Prediction
-from bench.gpu.measured import Pair, runs_of
-from bench.gpu.setup import LLAMA_8B, shape_of
-from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
-from bench.gpu.tables import Results, Row
-from model_loaders.config import ModelConfig
+from polarlm.bench import report
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu import cost, measured, predict
+from polarlm.bench.gpu.attention import AttentionTime
+from polarlm.bench.gpu.cost import Prediction
+from polarlm.bench.gpu.measured import Pair, runs_of
+from polarlm.bench.gpu.setup import LLAMA_8B, shape_of
+from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
+from polarlm.bench.gpu.tables import Results, Row
+from polarlm.model_loaders.config import ModelConfig
 from tests.bench.test_gpu_predict import IDLE
 
 H200 = "NVIDIA H200"

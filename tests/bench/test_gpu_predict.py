@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.command import CacheType
-from bench.gpu import cost, predict
-from bench.gpu.cost import MACHINES
-from bench.gpu.paper import PaperDevice, Part, step_parts
-from bench.gpu.paper_prompt import prompt_parts
-from bench.gpu.sass import Counts
-from bench.gpu.setup import LLAMA_8B
-from engine.errors import EngineError
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu import cost, predict
+from polarlm.bench.gpu.cost import MACHINES
+from polarlm.bench.gpu.paper import PaperDevice, Part, step_parts
+from polarlm.bench.gpu.paper_prompt import prompt_parts
+from polarlm.bench.gpu.sass import Counts
+from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.engine.errors import EngineError
 
 H200 = MACHINES["h200"]
 ATTENTION = "decode_attention"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import sass
-from bench.gpu.sass import Counts, disassemble, disassembler, parse
-from engine.backends.cuda import launch_configs
-from engine.errors import EngineError
+from polarlm.bench.gpu import sass
+from polarlm.bench.gpu.sass import Counts, disassemble, disassembler, parse
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.errors import EngineError
 from tests.cuda import nvrtc
 from tests.cuda.variants import Cache, Define, Variant
 

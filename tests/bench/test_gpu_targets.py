@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.command import CacheType
-from bench.gpu.cost import MACHINES, Prediction, overlapped, predict
-from bench.gpu.paper import PaperDevice, step_parts
-from bench.gpu.setup import LLAMA_8B
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.cost import MACHINES, Prediction, overlapped, predict
+from polarlm.bench.gpu.paper import PaperDevice, step_parts
+from polarlm.bench.gpu.setup import LLAMA_8B
 from tests.bench.test_gpu_sass import skip_without_the_recorded_compiler
 
 H200 = MACHINES["h200"]

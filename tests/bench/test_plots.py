@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.quality.__main__ import plots
-from bench.quality.angles import histograms
+from polarlm.bench.quality.__main__ import plots
+from polarlm.bench.quality.angles import histograms
 
 pytest.importorskip("matplotlib", reason="needs matplotlib, which the extra `bench` has")
 

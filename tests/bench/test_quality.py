@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from bench import command, report
-from bench.command import CacheType, cache_types
-from bench.quality import __main__ as quality
-from bench.quality import needle, plots, scores
-from bench.quality.divergence import compare, perplexity
-from bench.quality.reference import Reference
-from bench.quality.scores import Quality, measure, windows
-from engine.flags import FlagError
+from polarlm.bench import command, report
+from polarlm.bench.command import CacheType, cache_types
+from polarlm.bench.quality import __main__ as quality
+from polarlm.bench.quality import needle, plots, scores
+from polarlm.bench.quality.divergence import compare, perplexity
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.scores import Quality, measure, windows
+from polarlm.engine.flags import FlagError
 from tests.shared_data import shared
 
 logits = st_numpy.arrays(np.float32, (3, 5), elements=st.floats(-30, 30, width=32))

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.quality.needle import Prompt, find
-from bench.quality.reference import Reference
-from bench.quality.scores import measure
-from bench.quality.types import all_types, chosen_types
-from engine import codecs
-from engine.encoding import Encoding
-from engine.flags import FlagError
-from engine.kv.cache_types import PRESETS
+from polarlm.bench.quality.needle import Prompt, find
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.scores import measure
+from polarlm.bench.quality.types import all_types, chosen_types
+from polarlm.engine import codecs
+from polarlm.engine.encoding import Encoding
+from polarlm.engine.flags import FlagError
+from polarlm.engine.kv.cache_types import PRESETS
 
 
 def test_all_types_cover_every_codec() -> None:

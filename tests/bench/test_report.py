@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
-from bench.report import Output
-from engine.flags import FlagError
+from polarlm.bench import report
+from polarlm.bench.report import Output
+from polarlm.engine.flags import FlagError
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_output_and_publish_exclude_each_other(results: Path) -> None:
 
 
 def test_git_ignores_unpublished_results() -> None:
-    root = Path(report.__file__).parents[1]
+    root = Path(report.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         pytest.skip("not a git checkout")
     file = report.LOCAL / "speed.json"

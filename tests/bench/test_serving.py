@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 
-from bench.serving import __main__ as serve
-from bench.serving import load
-from bench.serving.load import Answer, Plan, Seen, _ask, poisson, prompts
+from polarlm.bench.serving import __main__ as serve
+from polarlm.bench.serving import load
+from polarlm.bench.serving.load import Answer, Plan, Seen, _ask, poisson, prompts
 
 OPTIONS = serve.Options()
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.speed import __main__ as speed
-from bench.speed import contestants, measure, referee
-from bench.speed.bandwidth import Memory
-from bench.speed.child import Failed
-from bench.speed.ours import Ours
-from bench.speed.peer import NoPeer
-from engine import EngineError
-from engine.backends.numpy.ops import NumpyOps
+from polarlm.bench.speed import __main__ as speed
+from polarlm.bench.speed import contestants, measure, referee
+from polarlm.bench.speed.bandwidth import Memory
+from polarlm.bench.speed.child import Failed
+from polarlm.bench.speed.ours import Ours
+from polarlm.bench.speed.peer import NoPeer
+from polarlm.engine import EngineError
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import TINY, random_model
 
 PEER = "llama-cpp-python"
@@ -117,7 +117,7 @@ class Local:
     peer: type = Stand
 
     def __init__(self, module: str, python: str = sys.executable) -> None:
-        self._kind = {"bench.speed.ours": Local.ours, "bench.speed.peer": Local.peer}[module]
+        self._kind = {"polarlm.bench.speed.ours": Local.ours, "polarlm.bench.speed.peer": Local.peer}[module]
 
     def call(self, name: str, *arguments: Any) -> Any:
         arguments = tuple(json.loads(json.dumps(arguments)))
@@ -347,7 +347,7 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     class Gpu(NumpyOps):
         name = "Some GPU"
 
-    monkeypatch.setattr("engine.backends.select._cuda", Gpu)
+    monkeypatch.setattr("polarlm.engine.backends.select._cuda", Gpu)
     monkeypatch.setattr(speed, "about_gpu", lambda: {"name": "Some GPU", "driver": "1.2"})
     whole, out, _ = measure_with(*FOUR, "--device", "cuda")
     assert whole["machine"]["gpu"] == {"name": "Some GPU", "driver": "1.2"}

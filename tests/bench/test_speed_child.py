@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.speed import process
-from bench.speed.child import Child, Failed
+from polarlm.bench.speed import process
+from polarlm.bench.speed.child import Child, Failed
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "tests.bench.contestant"
@@ -73,7 +73,7 @@ def test_a_child_ends_with_its_parent_in_the_middle_of_a_call(tmp_path: Path) ->
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     program = f"""
-from bench.speed.child import Child
+from polarlm.bench.speed.child import Child
 child = Child("{MODULE}")
 child.call("start", "Ada")
 print(child.pid, flush=True)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.speed import peer
-from bench.speed.bandwidth import Memory
-from bench.speed.ours import Ours, Streams
-from engine import EngineError, PromptOptions, SamplingParams
-from engine.model.forward import Transformer
-from engine.outputs import Chunk
+from polarlm.bench.speed import peer
+from polarlm.bench.speed.bandwidth import Memory
+from polarlm.bench.speed.ours import Ours, Streams
+from polarlm.engine import EngineError, PromptOptions, SamplingParams
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.outputs import Chunk
 from tests.bare import bare_model, read_model
 from tests.conftest import FIXTURES
 
@@ -76,7 +76,7 @@ def test_a_rate_is_of_the_time_between_tokens_as_a_program_sees_them(
                 return
 
     monkeypatch.setattr(ours._engine, "stream", stream)
-    monkeypatch.setattr("bench.speed.ours.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("polarlm.bench.speed.ours.time.perf_counter", lambda: now[0])
     assert ours.generation_rate(ids(8), ids(3)) == 2 / 4
     assert ours.prompt_rate(ids(10)) == 10 / 5
     with pytest.raises(EngineError, match=r"^stopped after 3 of 4 tokens$"):

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.command import CacheType
-from bench.quality.divergence import perplexity
-from bench.quality.states import exact_logprobs, exact_states, scored, served_states
-from engine import Engine, assembly
-from engine.assembly import Parts, assemble, settle, with_cache
-from engine.backends.numpy.ops import NumpyOps
-from engine.model.forward import Transformer
+from polarlm.bench.command import CacheType
+from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
+from polarlm.engine import Engine, assembly
+from polarlm.engine.assembly import Parts, assemble, settle, with_cache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.forward import Transformer
 from tests.bare import bare_model, prefill_logits, read_model
 
 IDS = np.random.default_rng(3).integers(5, 90, 150).tolist()

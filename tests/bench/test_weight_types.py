@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.quality import __main__ as quality
-from bench.quality import weight_types
-from bench.quality.reference import Reference
-from bench.quality.weight_types import bits_per_weight, chosen_weight_types, measure_weights
-from model_loaders import load_weights
+from polarlm.bench.quality import __main__ as quality
+from polarlm.bench.quality import weight_types
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.weight_types import bits_per_weight, chosen_weight_types, measure_weights
+from polarlm.model_loaders import load_weights
 from tests.model_loaders.checkpoints import quantized_model
 
 STORY = "once upon a time there was a cat on the mat and then the rain began and the cat went in again " * 6
@@ -60,7 +60,7 @@ def test_figures_do_not_depend_on_whether_logits_are_kept(tiny_path: Path, monke
     cut = [list(range(5, 60)), list(range(20, 80))]
     with Reference(str(tiny_path), 64) as reference:
         kept = measure_weights(reference, ["q4_0"], cut)
-        monkeypatch.setattr("bench.quality.scores._KEPT_LOGITS", 0)
+        monkeypatch.setattr("polarlm.bench.quality.scores._KEPT_LOGITS", 0)
         assert measure_weights(reference, ["q4_0"], cut) == kept
 
 

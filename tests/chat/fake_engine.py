@@ -17,11 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from engine.chat.terminal import main
-from engine.config import EngineConfig, PromptOptions, SamplingParams
-from engine.errors import EngineError
-from engine.outputs import CacheStats, Chunk, Status, Threads, Usage
-from engine.sessions import Session
+from polarlm.engine.chat.terminal import main
+from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import CacheStats, Chunk, Status, Threads, Usage
+from polarlm.engine.sessions import Session
 
 
 @dataclass

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat.terminal import main
-from engine.config import PromptOptions
-from engine.errors import EngineError
+from polarlm.engine.chat.terminal import main
+from polarlm.engine.config import PromptOptions
+from polarlm.engine.errors import EngineError
 
 from .fake_engine import FakeEngine
 
@@ -85,7 +85,7 @@ def test_the_loaded_model_is_noted_on_standard_error(chat):
     [([], None, False), (["-v"], None, True), (["-v"], 13000, False), (["-v", "--device", "cpu"], None, False)],
 )
 def test_why_there_is_no_gpu_is_said_with_verbose(chat, monkeypatch, argv, driver, said):
-    monkeypatch.setattr("engine.chat.terminal.driver_version", lambda: driver)
+    monkeypatch.setattr("polarlm.engine.chat.terminal.driver_version", lambda: driver)
     assert ("No NVIDIA driver found: running on the CPU." in chat(*argv, "-p", "hi", "-st")[2]) == said
 
 

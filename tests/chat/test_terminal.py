@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat.console import ctrl_c_asked
-from engine.chat.line_editor import _history_file, state_folder
+from polarlm.engine.chat.console import ctrl_c_asked
+from polarlm.engine.chat.line_editor import _history_file, state_folder
 
 FAKE_CHAT = Path(__file__).with_name("fake_engine.py")
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.codecs import Codec
+from polarlm.engine.codecs import Codec
 
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine.codecs._bits import (
+from polarlm.engine.codecs._bits import (
     pack_nibbles,
     pack_row_of_sixes,
     pack_sixes,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine import codecs
+from polarlm.engine import codecs
 from tests.codecs.data import gaussian
 
 OPTIONS = [
@@ -286,4 +286,7 @@ def test_codecs_import_numpy_and_each_other_only():
             if isinstance(node, ast.ImportFrom):
                 names = [node.module]
             for module in names:
-                assert module.split(".")[0] in allowed | {"numpy"} or module.startswith("engine.codecs"), (path, module)
+                assert module.split(".")[0] in allowed | {"numpy"} or module.startswith("polarlm.engine.codecs"), (
+                    path,
+                    module,
+                )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.codecs._cosets import STATES, Cosets
-from engine.codecs.trellis import points_of
+from polarlm.engine.codecs._cosets import STATES, Cosets
+from polarlm.engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian
 
 every_table = pytest.mark.parametrize("bits", [6, 7, 8])

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from engine import codecs
-from engine.codecs._arrays import widen
+from polarlm.engine import codecs
+from polarlm.engine.codecs._arrays import widen
 
 HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16)
 FINITE = HALVES[np.isfinite(HALVES)]

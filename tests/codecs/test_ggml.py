@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine import codecs
+from polarlm.engine import codecs
 from tests.codecs.cells import expected_error
 from tests.codecs.data import gaussian
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine import codecs
+from polarlm.engine import codecs
 from tests.codecs.cells import expected_error
 from tests.codecs.data import gaussian
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.codecs._nearest import NearestPoint
-from engine.codecs.ring import RINGS, points_of
+from polarlm.engine.codecs._nearest import NearestPoint
+from polarlm.engine.codecs.ring import RINGS, points_of
 
 SEARCH = {bits: NearestPoint(points_of(bits)) for bits in RINGS}
 every_table = pytest.mark.parametrize("bits", RINGS)

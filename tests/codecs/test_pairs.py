@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import codecs
-from engine.codecs._pairs import PairPacking
+from polarlm.engine import codecs
+from polarlm.engine.codecs._pairs import PairPacking
 
 BITS = (6, 7, 8, 10)
 every_width = pytest.mark.parametrize("bits", BITS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine import codecs
+from polarlm.engine import codecs
 from tests.codecs.data import gaussian
 
 RADIUS_BITS = {"polarpair-m4n4": 4, "polarpair-m4n2": 2}

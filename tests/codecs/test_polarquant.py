@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine import codecs
-from engine.codecs._bits import unpack_nibbles, unpack_sixes
-from engine.codecs.polarquant import CENTRES
+from polarlm.engine import codecs
+from polarlm.engine.codecs._bits import unpack_nibbles, unpack_sixes
+from polarlm.engine.codecs.polarquant import CENTRES
 from tests.codecs.data import gaussian
 
 CODEC = codecs.get("polarquant")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.codecs.polarquant import CENTRES, unpack
+from polarlm.engine import codecs
+from polarlm.engine.codecs.polarquant import CENTRES, unpack
 from tests.codecs.data import gaussian
 from tests.codecs.test_polarquant import polar_transform
 

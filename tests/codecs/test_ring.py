@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.codecs.ring import RINGS, points_of
+from polarlm.engine import codecs
+from polarlm.engine.codecs.ring import RINGS, points_of
 from scripts.design_rings import Plane
 from tests.codecs.data import gaussian, stored_norms
 

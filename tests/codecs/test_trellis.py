@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import codecs
-from engine.codecs import _viterbi
-from engine.codecs._cosets import STATES
-from engine.codecs._viterbi import PathSearch, rotate_quarters
-from engine.codecs.trellis import points_of
+from polarlm.engine import codecs
+from polarlm.engine.codecs import _viterbi
+from polarlm.engine.codecs._cosets import STATES
+from polarlm.engine.codecs._viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian, stored_norms
 
 NAMES = {"trellis3": 6, "trellis3.5": 7, "trellis4": 8}

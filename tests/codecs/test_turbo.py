@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.codecs.turbo import LEVELS
+from polarlm.engine import codecs
+from polarlm.engine.codecs.turbo import LEVELS
 from tests.codecs.data import gaussian, stored_norms
 
 BITS = {"turbo2": 2, "turbo3": 3, "turbo4": 4}

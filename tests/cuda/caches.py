@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine import codecs, records
-from engine.backends.cuda.cache import HEADER, SpanHeader
-from engine.quantization.conditioning import centre, read_mean
+from polarlm.engine import codecs, records
+from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
+from polarlm.engine.quantization.conditioning import centre, read_mean
 from tests.cuda.formats import EPS32
 
 

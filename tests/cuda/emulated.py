@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.cuda.device import Carried, Device
+from polarlm.engine.backends.cuda.device import Carried, Device
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -108,7 +108,7 @@ class EmulatedDevice:
 def open_device(*, checked: bool = True) -> Device:
     """The device under test."""
     if os.environ.get("POLARLM_TEST_GPU"):
-        from engine.backends.cuda.cupy_device import open_device as open_gpu
+        from polarlm.engine.backends.cuda.cupy_device import open_device as open_gpu
 
         return open_gpu()
     return EmulatedDevice(checked=checked)

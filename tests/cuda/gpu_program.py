@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.cuda.device import Addresses, Device
+from polarlm.engine.backends.cuda.device import Addresses, Device
 
 
 @cache
 def _device() -> Device:
-    from engine.backends.cuda.cupy_device import open_device  # it needs CuPy
+    from polarlm.engine.backends.cuda.cupy_device import open_device  # it needs CuPy
 
     return open_device()
 

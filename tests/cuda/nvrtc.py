@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from engine.backends.cuda.kernel_source import OPTIONS
+from polarlm.engine.backends.cuda.kernel_source import OPTIONS
 
 # Architecture → bytes of shared memory that one block may have, static and dynamic together ("Technical
 # Specifications per Compute Capability" in the CUDA programming guide; 1 KB of each SM's is the system's).

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.backends.cuda.kernel_source import with_readers
-from engine.records import ROW_BYTES, Layout
+from polarlm.engine.backends.cuda.kernel_source import with_readers
+from polarlm.engine.records import ROW_BYTES, Layout
 from tests.cuda.programs import Program
 
 # out (PARTS, TILES, 32, 4) words, in the order of f16; norms (PARTS, 32, 2 · PT), means (STEPS, 32, 2), a scale (1).

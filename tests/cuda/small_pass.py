@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.ops import CudaOps
 from tests.cuda import gpu_sizes
 from tests.cuda.emulated import open_device
 from tests.cuda.test_gpu import Unrecorded

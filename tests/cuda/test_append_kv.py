@@ -9,10 +9,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine import codecs, records
-from engine.backends.cuda.cache import HEADER, SpanHeader
-from engine.backends.cuda.kernel_source import source
-from engine.records import Layout
+from polarlm.engine import codecs, records
+from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.records import Layout
 from tests.cuda.caches import headers
 from tests.cuda.programs import Program
 

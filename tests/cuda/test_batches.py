@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.cuda import batches, launch_configs
-from engine.backends.cuda.batches import bucket
-from engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
-from engine.backends.cuda.ops import CudaOps
-from engine.sampling.sample import Draw, Sampled
+from polarlm.engine.backends.cuda import batches, launch_configs
+from polarlm.engine.backends.cuda.batches import bucket
+from polarlm.engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.sampling.sample import Draw, Sampled
 from tests.cuda.emulated import open_device
 from tests.cuda.test_draws import everything
 from tests.cuda.test_model_emulated import GREEDY, model_of

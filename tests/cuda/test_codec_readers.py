@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import codecs, records
-from engine.backends.cuda.kernel_source import with_readers
-from engine.codecs._norms import ByteNorm
-from engine.quantization.conditioning import centre, read_mean
-from engine.records import Layout
+from polarlm.engine import codecs, records
+from polarlm.engine.backends.cuda.kernel_source import with_readers
+from polarlm.engine.codecs._norms import ByteNorm
+from polarlm.engine.quantization.conditioning import centre, read_mean
+from polarlm.engine.records import Layout
 from tests.codecs.data import stored_norms
 from tests.cuda.nvrtc import SHARED_LIMIT, compile_text, compiler
 from tests.cuda.programs import Program

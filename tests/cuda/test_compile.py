@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backends.cuda.kernel_source import folder
+from polarlm.engine.backends.cuda.kernel_source import folder
 from tests.cuda.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 

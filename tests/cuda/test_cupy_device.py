@@ -12,14 +12,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from engine.backends.cuda.device import Addresses, Carried
-from engine.backends.cuda.kernel_source import source
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import Load
-from engine.config import SamplingParams
-from engine.errors import EngineError
-from engine.sampling.sample import Draw, resolve
-from model_loaders.config import GenerationDefaults
+from polarlm.engine.backends.cuda.device import Addresses, Carried
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.ops import Load
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy
 from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
@@ -30,7 +30,7 @@ from tests.sampling.constrained import mask_of
 
 SILU = source("activate_mul", ACT="float", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
-NAME, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"
+NAME, RECORDING = "polarlm.engine.backends.cuda.cupy_device", "polarlm.engine.backends.cuda.cupy_recording"
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
 
 
 def test_a_launch_gets_a_table_of_addresses(device) -> None:
-    from engine.backends.cuda.kernel_source import prelude
+    from polarlm.engine.backends.cuda.kernel_source import prelude
 
     body = "double *const *rows = reinterpret_cast<double *const *>(table); rows[0][0] = rows[1] ? -1.0 : rows[3][1];"
     text = (
@@ -126,7 +126,7 @@ def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     text = 'extern "C" __global__ void f(int *y) { DYNAMIC_SHARED(int, s); s[0] = 1; y[0] = s[0]; }'
     text = text.replace("void f", "void __launch_bounds__(32) f")
     y = device.from_host(np.zeros(1, np.int32))
-    from engine.backends.cuda.kernel_source import prelude
+    from polarlm.engine.backends.cuda.kernel_source import prelude
 
     for size in (1 << 10, 96 << 10, 64 << 10):
         device.launch("f", prelude() + text, (1,), (1,), (y,), size)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.cache import HEADER, SpanHeader
-from engine.backends.cuda.kernel_source import source
-from engine.backends.cuda.linear import result_type
-from engine.codecs._rotation import twice_signed_hadamard
-from engine.records import table_bytes
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.linear import result_type
+from polarlm.engine.codecs._rotation import twice_signed_hadamard
+from polarlm.engine.records import table_bytes
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.formats import EPS32, poisoned, read, store
 from tests.cuda.nvrtc import SHARED_LIMIT, compile_text

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu.setup import LLAMA_8B
-from bench.gpu.weights import parameters
-from engine import codecs, records
-from engine.backends.cuda import draws, kernel_source, launch_configs
-from engine.backends.cuda.cache import SpanHeader
-from engine.backends.cuda.ops import CudaOps
-from engine.config import EngineConfig
-from engine.kv import cache_types
-from engine.limits import MOST_LOGPROBS
-from engine.quantization.conditioning import mean_fields
-from engine.records import Layout
-from engine.records.pair_table import PairRecord
-from engine.sampling.sample import Draw, Penalties
+from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.gpu.weights import parameters
+from polarlm.engine import codecs, records
+from polarlm.engine.backends.cuda import draws, kernel_source, launch_configs
+from polarlm.engine.backends.cuda.cache import SpanHeader
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.kv import cache_types
+from polarlm.engine.limits import MOST_LOGPROBS
+from polarlm.engine.quantization.conditioning import mean_fields
+from polarlm.engine.records import Layout
+from polarlm.engine.records.pair_table import PairRecord
+from polarlm.engine.sampling.sample import Draw, Penalties
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.nvrtc import SHARED_LIMIT
 from tests.cuda.test_model_emulated import GREEDY, N, model_of

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine import Engine, assembly
-from engine.backends.cuda.draws import pack_draws
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops
-from engine.config import SamplingParams
-from engine.errors import EngineError
-from engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
-from engine.model.forward import Transformer
-from engine.outputs import TokenLogprob, fold
-from engine.sampling.sample import Draw, Penalties, Sampled, resolve
-from model_loaders.config import GenerationDefaults
+from polarlm.engine import Engine, assembly
+from polarlm.engine.backends.cuda.draws import pack_draws
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.outputs import TokenLogprob, fold
+from polarlm.engine.sampling.sample import Draw, Penalties, Sampled, resolve
+from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
 from tests.sampling.constrained import InTurn, mask_of

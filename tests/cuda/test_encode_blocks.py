@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import codecs, records
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.cache import SideArrays
-from engine.backends.cuda.candidates import ALL, candidates
-from engine.backends.cuda.device import Addresses
-from engine.backends.cuda.kernel_source import source
-from engine.codecs._nearest import NearestPoint
-from engine.codecs.ring import RINGS, points_of
-from engine.quantization.conditioning import centre
-from engine.quantization.encode import encode_with_metric
-from engine.quantization.metric import Metric, key_metric, value_metric, without_tilt
-from engine.records import Layout
-from engine.records.fragments import Geometry
-from engine.records.pair_table import PairRecord
+from polarlm.engine import codecs, records
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.cache import SideArrays
+from polarlm.engine.backends.cuda.candidates import ALL, candidates
+from polarlm.engine.backends.cuda.device import Addresses
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.codecs._nearest import NearestPoint
+from polarlm.engine.codecs.ring import RINGS, points_of
+from polarlm.engine.quantization.conditioning import centre
+from polarlm.engine.quantization.encode import encode_with_metric
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_tilt
+from polarlm.engine.records import Layout
+from polarlm.engine.records.fragments import Geometry
+from polarlm.engine.records.pair_table import PairRecord
 from tests.cuda.programs import Program
 
 

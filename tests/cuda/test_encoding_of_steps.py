@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.kv import FilledBlocks, Place
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops
-from engine.backends.transfer import as_fields
-from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from engine.kv.store import KVStore
-from engine.quantization.conditioning import Conditioning
-from engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import FilledBlocks, Place
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.transfer import as_fields
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from tests.cuda.emulated import EmulatedDevice, open_device
 
 N, KV_HEADS, D = 16, 2, 16

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.kernel_source import source
 from tests.cuda.formats import EPS32, FORMATS, poisoned, read, store
 from tests.cuda.programs import Program
 

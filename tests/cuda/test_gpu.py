@@ -16,24 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.command import CacheType
-from bench.gpu.attention import layer_format
-from bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
-from bench.gpu.setup import CupyClock, Sizes
-from engine import Engine, EngineError, SamplingParams, codecs
-from engine.backends.cuda.cache import HostTable
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.kv import Place, SpanView
-from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import ModelWeights, Transformer
-from engine.model.weights import load_weights
-from engine.quantization.conditioning import Conditioning
-from engine.sampling.sample import Draw, Sampling
-from model_loaders import ModelConfig, demo
-from model_loaders import load_weights as open_weights
-from model_loaders.errors import LoadError
-from model_loaders.user_dirs import cache_folder
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.attention import layer_format
+from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
+from polarlm.bench.gpu.setup import CupyClock, Sizes
+from polarlm.engine import Engine, EngineError, SamplingParams, codecs
+from polarlm.engine.backends.cuda.cache import HostTable
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.weights import load_weights
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.model_loaders import ModelConfig, demo
+from polarlm.model_loaders import load_weights as open_weights
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import cache_folder
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
@@ -128,7 +128,7 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
 @pytest.mark.parametrize("kept", [24, 2])
 def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings for each number of sequences alternate; some are dropped and made again."""
-    monkeypatch.setattr("engine.backends.cuda.cupy_recording.MOST_RECORDINGS", kept)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.cupy_recording.MOST_RECORDINGS", kept)
     tokens = []
     for ops in (CudaOps(open_device()), Unrecorded(open_device())):
         model = small_model(ops, ("ring4", "ring3.5"))

@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.gpu.cache import Content
-from bench.gpu.model import RandomModel
-from bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
-from bench.gpu.weights import KINDS, outer_parts, random_matrix
-from engine.backends.cuda.device import Device
-from engine.backends.cuda.ops import CudaOps
-from engine.sampling.sample import Draw
-from engine.weight_formats import Linear
+from polarlm.bench.gpu.cache import Content
+from polarlm.bench.gpu.model import RandomModel
+from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
+from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix
+from polarlm.engine.backends.cuda.device import Device
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.sampling.sample import Draw
+from polarlm.engine.weight_formats import Linear
 from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES

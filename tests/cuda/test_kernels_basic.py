@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.cuda.kernel_source import source
-from engine.backends.numpy.activations import ACTIVATIONS
-from engine.backends.numpy.ops import NumpyOps, rms_norm, rotate
-from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm, rotate
+from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import FORMATS, assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program
 from tests.weights import linear, matrix

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu.setup import LLAMA_8B
-from engine import Engine, EngineConfig, EngineError, assembly, codecs
-from engine.backends.cuda.memory import prompt_bytes, step_bytes
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import Load
-from engine.encoding import WHOLE
-from engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
-from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import LayerWeights, ModelWeights, Transformer
-from engine.quantization.conditioning import Conditioning
-from engine.sampling.sample import Draw, Sampling
-from engine.sizes import cache_shape, store_plan
-from engine.weight_formats import Linear, Matrix, get
-from model_loaders.config import ModelConfig, RopeConfig
+from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.engine import Engine, EngineConfig, EngineError, assembly, codecs
+from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.ops import Load
+from polarlm.engine.encoding import WHOLE
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.model.forward import LayerWeights, ModelWeights, Transformer
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.sizes import cache_shape, store_plan
+from polarlm.engine.weight_formats import Linear, Matrix, get
+from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from tests.cuda.emulated import EmulatedDevice
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})

@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams, assembly, codecs
-from engine.backends.cuda.launch_configs import GEMV_ROWS
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps, rms_norm
-from engine.backends.ops import Ops
-from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from engine.kv.store import KVStore
-from engine.model import prompt_readers
-from engine.model.forward import Transformer
-from engine.model.weights import load_weights
-from engine.quantization.conditioning import Conditioning, Scale
-from engine.sampling.sample import Draw, Sampling
-from engine.weight_formats import Matrix, StoredMatrix
-from model_loaders import ModelConfig, WeightSource
-from model_loaders import load_weights as open_weights
+from polarlm.engine import Engine, SamplingParams, assembly, codecs
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.model import prompt_readers
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.weights import load_weights
+from polarlm.engine.quantization.conditioning import Conditioning, Scale
+from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.weight_formats import Matrix, StoredMatrix
+from polarlm.model_loaders import ModelConfig, WeightSource
+from polarlm.model_loaders import load_weights as open_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store

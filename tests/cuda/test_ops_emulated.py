@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.backends.cuda.launch_configs import GEMV_ROWS
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
-from engine.backends.numpy.ops import NumpyOps, rms_norm
-from engine.backends.ops import Ops
-from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
-from engine.errors import EngineError
-from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from engine.kv.prefix import PrefixCache
-from engine.kv.store import KVStore, SequenceKV
-from engine.quantization.conditioning import Conditioning
-from engine.quantization.metric import key_metric, value_metric
-from engine.sampling.sample import Draw, Penalties, Sampled, Sampling
-from engine.weight_formats import Linear, Matrix, WeightFormat, get
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
+from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.metric import key_metric, value_metric
+from polarlm.engine.sampling.sample import Draw, Penalties, Sampled, Sampling
+from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 from tests.weights import StoredArray, linear, load
@@ -85,9 +85,9 @@ def test_messages_name_the_format_of_packed_weights(ops: CudaOps, monkeypatch: p
     assert ops.weight_type("IQ2_XS") == "q8_0"  # there is no format of that name
     assert ops.weight_type("Q4_K") == "Q4_K"
     packed = WeightFormat("q9_9", 32, 34, lambda raw, out: None)
-    monkeypatch.setattr("engine.backends.cuda.linear.find", lambda stored: packed)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear.find", lambda stored: packed)
     assert ops.weight_type("Q9_9") == "float16"  # no kernel reads it
-    monkeypatch.setattr("engine.backends.cuda.kernel_source.can_read", lambda name: True)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.kernel_source.can_read", lambda name: True)
     assert ops.weight_type("Q9_9") == "Q9_9"
 
 
@@ -105,7 +105,7 @@ def test_large_matrices_are_uploaded_in_parts(
 ) -> None:
     x = normal(rng, 7, 16)
     whole = ops.rows(load(ops, x, stored))
-    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 2 * 16 * 4)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 2 * 16 * 4)
     np.testing.assert_array_equal(ops.rows(load(ops, x, stored)), whole)
 
 

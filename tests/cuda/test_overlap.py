@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu.sass import disassemble, disassembler
-from engine.backends.cuda import overlap
-from engine.backends.cuda.kernel_source import OVERLAPS, waits
-from engine.backends.cuda.ops import CudaOps
-from engine.errors import EngineError
-from engine.model.forward import ModelWeights, Transformer
-from engine.weight_formats import Linear, Matrix
+from polarlm.bench.gpu.sass import disassemble, disassembler
+from polarlm.engine.backends.cuda import overlap
+from polarlm.engine.backends.cuda.kernel_source import OVERLAPS, waits
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.errors import EngineError
+from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.weight_formats import Linear, Matrix
 from tests.cuda import fake_cupy
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.fake_cupy import Driver, Machine
@@ -149,7 +149,7 @@ def test_a_model_uses_nothing_but_weights_before_it_waits(kind: str, types: tupl
 
 # -- on the stand-in for CuPy --------------------------------------------------------------------------------------
 
-NAMES = [f"engine.backends.cuda.{name}" for name in ("cupy_device", "cupy_recording")]
+NAMES = [f"polarlm.engine.backends.cuda.{name}" for name in ("cupy_device", "cupy_recording")]
 
 
 @pytest.fixture

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu.setup import LLAMA_8B
-from engine import EngineConfig, assembly
-from engine.backends.cuda.linear import _UPLOAD_BYTES
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.encoding import WHOLE
-from engine.model.weights import load_weights as load_model_weights
-from engine.model.weights import weight_bytes
-from engine.sizes import cache_shape, store_plan
-from engine.weight_formats import Linear, Matrix, StoredMatrix, get
-from model_loaders import ModelConfig, families, load_weights
+from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.engine import EngineConfig, assembly
+from polarlm.engine.backends.cuda.linear import _UPLOAD_BYTES
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.encoding import WHOLE
+from polarlm.engine.model.weights import load_weights as load_model_weights
+from polarlm.engine.model.weights import weight_bytes
+from polarlm.engine.sizes import cache_shape, store_plan
+from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
+from polarlm.model_loaders import ModelConfig, families, load_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.fake_memory import MemoryPointer, Pool
@@ -87,8 +87,8 @@ def test_a_model_of_mixed_types_is_that_of_numpy(tied: bool) -> None:
 
 def test_loading_and_prompts_need_a_bounded_part_of_a_matrix_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One upload of the file's bytes; and of halves, one slab for a product of many rows."""
-    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 1 << 16)
-    monkeypatch.setattr("engine.backends.cuda.linear.DEQUANTIZED_BYTES", 1 << 17)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 1 << 16)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear.DEQUANTIZED_BYTES", 1 << 17)
     device = Counting()
     ops, file = CudaOps(device), StoredBytes(np.zeros((4096, 4 * 144), np.uint8), "q4_k")
     before = device.begin()

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import weight_formats
-from engine.backends.cuda import launch_configs, packed
-from engine.backends.cuda.ops import CudaOps
-from engine.weight_formats import Linear, get
+from polarlm.engine import weight_formats
+from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32
 from tests.weights import BLOCKS, StoredBytes, pack, random_blocks
@@ -78,7 +78,7 @@ def test_a_matrix_uploaded_in_parts_is_the_same(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = StoredBytes(random_blocks(rng, "q5_k", 21, 256), "q5_k")
-    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
     (held,) = ops.load([file])
     np.testing.assert_array_equal(ops.rows(held), file.values)
 
@@ -107,7 +107,7 @@ def test_products_of_many_rows(
 ) -> None:
     """By dequantizing a few rows of weights at a time."""
     width = width_of(name, 3)
-    monkeypatch.setattr("engine.backends.cuda.linear.DEQUANTIZED_BYTES", 2 * width * 20)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear.DEQUANTIZED_BYTES", 2 * width * 20)
     check_product(ops, rng, name, 65, 37, width)
 
 

@@ -7,10 +7,10 @@ import os
 import numpy as np
 import pytest
 
-from engine import codecs, records
-from engine.codecs.polarpair import PolarPair
-from engine.records import Layout, layout
-from engine.records.fragments import Geometry
+from polarlm.engine import codecs, records
+from polarlm.engine.codecs.polarpair import PolarPair
+from polarlm.engine.records import Layout, layout
+from polarlm.engine.records.fragments import Geometry
 from tests.codecs.data import gaussian
 from tests.cuda.nvrtc import compile_text, compiler
 from tests.cuda.programs import Program

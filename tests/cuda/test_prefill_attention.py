@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import records
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.cache import HEADER, SpanHeader
-from engine.backends.cuda.kernel_source import source
-from engine.backends.cuda.launch import LaunchConfig
-from engine.records import Layout
+from polarlm.engine import records
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.launch import LaunchConfig
+from polarlm.engine.records import Layout
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.programs import Program
 

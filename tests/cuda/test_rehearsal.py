@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from engine import Engine, SamplingParams, assembly
-from engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.cuda.rehearsal import Blank, FirstRow, RehearsalDevice
-from engine.model.file_matrix import FileMatrix
-from engine.weight_formats import Linear, WeightFormat, get
-from model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.rehearsal import Blank, FirstRow, RehearsalDevice
+from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.weight_formats import Linear, WeightFormat, get
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.cuda.emulated import EmulatedDevice
 from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 

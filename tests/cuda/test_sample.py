@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.cuda.draws import pack_draws
-from engine.backends.cuda.kernel_source import source
-from engine.limits import PENALTY_WINDOW
-from engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
+from polarlm.engine.backends.cuda.draws import pack_draws
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.limits import PENALTY_WINDOW
+from polarlm.engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
 from tests.cuda.programs import Program
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})

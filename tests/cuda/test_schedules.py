@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, PromptOptions, SamplingParams
-from engine.backends.cuda.device import Device
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.outputs import Chunk, Completion, TokenLogprob, fold
-from engine.sampling.sample import Fetch
+from polarlm.engine import Engine, PromptOptions, SamplingParams
+from polarlm.engine.backends.cuda.device import Device
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.outputs import Chunk, Completion, TokenLogprob, fold
+from polarlm.engine.sampling.sample import Fetch
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
 from tests.sampling.constrained import InTurn

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from engine import codecs, records
-from engine.backends.cuda import launch_configs, packed
-from engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
-from engine.weight_formats import WeightFormat, available, get
+from polarlm.engine import codecs, records
+from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from polarlm.engine.weight_formats import WeightFormat, available, get
 
 CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
 WIDTHS = [8, 48, 576, 4096, 28672]

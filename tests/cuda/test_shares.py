@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import codecs, records
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.cache import HEADER, SpanHeader
-from engine.backends.cuda.kernel_source import folder, with_readers
+from polarlm.engine import codecs, records
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
+from polarlm.engine.backends.cuda.kernel_source import folder, with_readers
 from tests.cuda.programs import Program
 from tests.cuda.shares import Plan, Shares
 

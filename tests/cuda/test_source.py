@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import codecs, weight_formats
-from engine.backends.cuda import kernel_source
-from engine.backends.cuda.cache import SideArrays, SpanHeader
-from engine.records import layout
+from polarlm.engine import codecs, weight_formats
+from polarlm.engine.backends.cuda import kernel_source
+from polarlm.engine.backends.cuda.cache import SideArrays, SpanHeader
+from polarlm.engine.records import layout
 
 SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))
 TWINS = ("codecs", "weights")  # folders of files that are called like their twins in Python

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams, assembly, records
-from engine.backends import transfer
-from engine.backends.cuda.kernel_source import source
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops
-from engine.kv.snapshot import Snapshot, export, restore
-from engine.kv.store import KVStore
+from polarlm.engine import Engine, SamplingParams, assembly, records
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.kv.snapshot import Snapshot, export, restore
+from polarlm.engine.kv.store import KVStore
 from tests.cuda.emulated import open_device
 from tests.cuda.programs import Program
 from tests.cuda.test_model_emulated import N, SameWeights, Talk, model_of

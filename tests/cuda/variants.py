@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engine import codecs, records, weight_formats
-from engine.backends.cuda import launch_configs, packed
-from engine.backends.cuda.heads import rotate_defines
-from engine.backends.cuda.kernel_source import OVERLAPS, can_read, source
-from engine.backends.ops import STEP_ROWS
-from engine.records import Layout
+from polarlm.engine import codecs, records, weight_formats
+from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda.heads import rotate_defines
+from polarlm.engine.backends.cuda.kernel_source import OVERLAPS, can_read, source
+from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.cuda.device import Addresses
-from engine.backends.cuda.kernel_source import waits
+from polarlm.engine.backends.cuda.device import Addresses
+from polarlm.engine.backends.cuda.kernel_source import waits
 from tests.cuda_emulator.build import library
 
 # NumPy knows no bfloat16: its bits travel as uint16.

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine import codecs
-from engine.backends.numpy.ops import NumpyOps
-from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from engine.kv.store import KVStore, SequenceKV
-from engine.quantization.conditioning import Conditioning
+from polarlm.engine import codecs
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.quantization.conditioning import Conditioning
 from tests.kv.reference import as_read, attention
 
 N, HEADS, KV_HEADS, D = 8, 4, 2, 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine import codecs
-from engine.quantization.conditioning import centre, read_mean
+from polarlm.engine import codecs
+from polarlm.engine.quantization.conditioning import centre, read_mean
 
 
 def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, mean_bits: int):

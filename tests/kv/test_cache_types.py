@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine import codecs
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.kv.cache_types import PRESETS, chosen, layer_codecs
+from polarlm.engine import codecs
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.cache_types import PRESETS, chosen, layer_codecs
 
 LAYERS, HEAD_DIM = 6, 64
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine import Engine, EngineError, codecs
-from engine.assembly import fit_line
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import STEP_ROWS
-from engine.kv.plan import (
+from polarlm.engine import Engine, EngineError, codecs
+from polarlm.engine.assembly import fit_line
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.kv.plan import (
     CacheShape,
     LayerShape,
     StorePlan,
@@ -24,8 +24,8 @@ from engine.kv.plan import (
     plan_for_memory,
     plan_for_tokens,
 )
-from engine.kv.store import KVStore
-from engine.quantization.conditioning import Conditioning
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.quantization.conditioning import Conditioning
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])
 windows = st.one_of(st.none(), st.integers(1, 300))

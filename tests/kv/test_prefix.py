@@ -11,12 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.backends.ops import STEP_ROWS
-from engine.kv.block_events import BlockRemoved, BlockStored
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.prefix import PrefixCache
-from engine.kv.prefix import _hash as chained
-from engine.kv.store import KVStore
+from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.kv.block_events import BlockRemoved, BlockStored
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.prefix import _hash as chained
+from polarlm.engine.kv.store import KVStore
 from tests.kv.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.snapshot import Snapshot, export, restore
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.snapshot import Snapshot, export, restore
 from tests.kv.test_store import Fed, N, held, make_store
 
 WINDOWS = (None, 12)

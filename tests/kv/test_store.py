@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.backends.ops import STEP_ROWS
-from engine.errors import EngineError
-from engine.kv.blocks import OutOfBlocks
-from engine.kv.snapshot import export
-from engine.kv.store import SequenceKV, Span
+from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.snapshot import export
+from polarlm.engine.kv.store import SequenceKV, Span
 from tests.kv.fed import Fed, N, assert_held_by, held, make_store
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine import Engine, EngineError, SamplingParams
+from polarlm.engine import Engine, EngineError, SamplingParams
 from tests.tiny import assert_idle, make_model
 
 BLOCK = 8
@@ -56,7 +56,7 @@ def with_bad(position: int) -> list[int]:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["embedding", "queries", "layer 0"])
 def test_load(damaged: Damage, place: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.calibration.text_ids", lambda tokenizer, count: with_bad(30))
+    monkeypatch.setattr("polarlm.engine.calibration.text_ids", lambda tokenizer, count: with_bad(30))
     with pytest.raises(EngineError, match="model's output is not finite: its weights are damaged") as caught:
         load(damaged(place, value), calibration=True)
     assert caught.value.code == "model_damaged"

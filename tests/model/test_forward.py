@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.backends.kv import FilledBlocks
-from engine.backends.numpy.attention import read_blocks
-from engine.backends.numpy.ops import NumpyOps
-from engine.kv.store import Span
-from engine.model.forward import Transformer
-from engine.model.score import score
-from engine.sampling.sample import Draw, Sampling
-from model_loaders.families import families
+from polarlm.engine.backends.kv import FilledBlocks
+from polarlm.engine.backends.numpy.attention import read_blocks
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.kv.store import Span
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.score import score
+from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.model_loaders.families import families
 from tests.bare import bare_model, feed, kl, log_softmax, prefill_logits, read_model, spread, step_logits
 from tests.conftest import FIXTURES
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine
-from engine.backends.kv import HeadTransform, Place
-from engine.backends.numpy.ops import NumpyOps
-from engine.model.magnitudes import Variances, scale, variances
-from engine.model.rope import pair_frequencies
+from polarlm.engine import Engine
+from polarlm.engine.backends.kv import HeadTransform, Place
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.magnitudes import Variances, scale, variances
+from polarlm.engine.model.rope import pair_frequencies
 from tests.bare import bare_model, kl, prefill_logits, read_model
 from tests.conftest import FIXTURES
 from tests.rescaled import rescale

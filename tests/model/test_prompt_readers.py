@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, PromptOptions, SamplingParams
-from engine.backends.numpy.ops import NumpyOps
-from engine.model import prompt_readers
-from engine.model.prompt_readers import Pooling, PromptLogprobs, forward_and_read
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model import prompt_readers
+from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, forward_and_read
 from tests.bare import bare_model, log_softmax, read_model, spread
 from tests.conftest import FIXTURES
 from tests.tiny import PLAIN, assert_idle, blocks_left, by_count, forget, load_tiny, make_model

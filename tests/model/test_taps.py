@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.model.forward import Transformer
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.forward import Transformer
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device

@@ -10,17 +10,17 @@ import gguf
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError
-from engine.assembly import assemble, settle
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.config import AS_STORED, EngineConfig
-from engine.flags import describe
-from engine.model.file_matrix import FileMatrix, format_for
-from engine.model.weights import fingerprint, left_out, load_weights, weight_bytes
-from engine.weight_formats import WeightFormat, find, get, writable
-from model_loaders import load_weights as open_weights
-from model_loaders.weights import WeightSource
+from polarlm.engine import Engine, EngineError
+from polarlm.engine.assembly import assemble, settle
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.config import AS_STORED, EngineConfig
+from polarlm.engine.flags import describe
+from polarlm.engine.model.file_matrix import FileMatrix, format_for
+from polarlm.engine.model.weights import fingerprint, left_out, load_weights, weight_bytes
+from polarlm.engine.weight_formats import WeightFormat, find, get, writable
+from polarlm.model_loaders import load_weights as open_weights
+from polarlm.model_loaders.weights import WeightSource
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model, read
@@ -108,7 +108,7 @@ def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: s
 def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str | None, tmp_path: Path) -> None:
     """In the format that a matrix is to have, with the rows of q and k in order."""
     pytest.importorskip("llvmlite")
-    from engine.backends.native.ops import NativeOps
+    from polarlm.engine.backends.native.ops import NativeOps
 
     quantized_model(tmp_path / "model.gguf", dtype)
     config, source, _ = open_weights(tmp_path / "model.gguf")

@@ -10,13 +10,13 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.backends.cuda.ops import CudaOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.model.file_matrix import FileMatrix
-from engine.model.weights import load_weights, weight_bytes
-from engine.weight_formats import Linear, find, get
-from model_loaders import load_weights as open_weights
-from model_loaders.tensors import StoredWeights
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.model.weights import load_weights, weight_bytes
+from polarlm.engine.weight_formats import Linear, find, get
+from polarlm.model_loaders import load_weights as open_weights
+from polarlm.model_loaders.tensors import StoredWeights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model
@@ -58,7 +58,7 @@ def test_matrices_of_16_bits_are_not_widened_on_the_way_to_a_gpu(name: str, monk
 def test_a_matrix_is_copied_to_a_gpu_in_slabs(name: str, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has a part of it at a time, in the file's type."""
     config, source, _ = open_weights(FIXTURES / name, mmap)
-    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 2048)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 2048)
     device = open_device(checked=False)
     largest = 0
     from_host = device.from_host
@@ -129,8 +129,8 @@ def test_widened_blocks_are_uploaded_in_slabs(tmp_path: Path, monkeypatch: pytes
     """As many rows at a time as fit into an upload as float32."""
     tensors = quantized_model(tmp_path / "model.gguf", "Q2_K")
     config, source, _ = open_weights(tmp_path / "model.gguf")
-    monkeypatch.setattr("engine.backends.cuda.kernel_source.can_read", lambda name: name == "f16")
-    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.kernel_source.can_read", lambda name: name == "f16")
+    monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
     device, uploads = open_device(checked=False), []
     from_host = device.from_host
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from model_loaders import ModelConfig, WeightSource, families, load_weights
-from model_loaders.gguf_file import GgufFile
-from model_loaders.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders import ModelConfig, WeightSource, families, load_weights
+from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
 
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from model_loaders.gguf_file import GgufFile
-from model_loaders.prompt import chat_ids
-from model_loaders.templates import ChatTemplate, for_gguf
-from model_loaders.tokenizers import Tokenizer, load_for_gguf
+from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.prompt import chat_ids
+from polarlm.model_loaders.templates import ChatTemplate, for_gguf
+from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests import call_templates
 from tests.tool_model import tool_model
 

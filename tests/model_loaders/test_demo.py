@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from model_loaders import demo
-from model_loaders.errors import LoadError
+from polarlm.model_loaders import demo
+from polarlm.model_loaders.errors import LoadError
 from tests.small_disk import small_disk
 
 CONTENT = b"GGUF" * 1000

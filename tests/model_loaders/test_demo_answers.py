@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineError, SamplingParams
-from engine.chat.terminal import main
-from engine.sampling.sample import Sampling, resolve
-from model_loaders import demo
+from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine.chat.terminal import main
+from polarlm.engine.sampling.sample import Sampling, resolve
+from polarlm.model_loaders import demo
 
 CAPITAL = "What is the capital of France?"
 PROMPTS = [

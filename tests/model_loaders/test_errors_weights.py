@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_loaders import LoadError, load_weights
-from model_loaders.file_bytes import FileBytes
-from model_loaders.gguf_file import GgufFile
-from model_loaders.safetensors_source import read_header
-from model_loaders.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders import LoadError, load_weights
+from polarlm.model_loaders.file_bytes import FileBytes
+from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.safetensors_source import read_header
+from polarlm.model_loaders.tensors import READABLE, StoredTensor, StoredWeights
 from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_all, safetensors_file
 
 

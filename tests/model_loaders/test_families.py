@@ -10,12 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from model_loaders import LoadError, ModelConfig, RopeConfig, load_weights, rope_frequencies
-from model_loaders import families as families_package
-from model_loaders.families import configure, families, gguf_layouts, tensors
-from model_loaders.fields import Fields
-from model_loaders.safetensors_source import open_safetensors
-from model_loaders.weights import as_stored
+from polarlm.model_loaders import LoadError, ModelConfig, RopeConfig, load_weights, rope_frequencies
+from polarlm.model_loaders import families as families_package
+from polarlm.model_loaders.families import configure, families, gguf_layouts, tensors
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.safetensors_source import open_safetensors
+from polarlm.model_loaders.weights import as_stored
 from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, read, read_all
 from tests.shared_data import shared
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from huggingface_hub import constants, utils
 
-import model_loaders
-from model_loaders import hub as hub_package
-from model_loaders.errors import LoadError
-from model_loaders.hub import parse, transfer
-from model_loaders.hub.choice import HubFile, quantizations
+from polarlm import model_loaders
+from polarlm.model_loaders import hub as hub_package
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.hub import parse, transfer
+from polarlm.model_loaders.hub.choice import HubFile, quantizations
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
 from tests.small_disk import small_disk

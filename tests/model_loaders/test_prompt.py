@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_loaders.gguf_file import GgufFile
-from model_loaders.prompt import chat_ids
-from model_loaders.templates import ChatTemplate, for_folder, for_gguf
-from model_loaders.tokenizers import Tokenizer, load_for_gguf
+from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.prompt import chat_ids
+from polarlm.model_loaders.templates import ChatTemplate, for_folder, for_gguf
+from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests.model_loaders import vocabularies as vocab
 from tests.rendering import rendered
 from tests.shared_data import shared

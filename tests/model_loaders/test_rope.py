@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_loaders import LoadError, RopeConfig, load_weights, rope_frequencies
-from model_loaders.fields import Fields
-from model_loaders.rope import rope_config
+from polarlm.model_loaders import LoadError, RopeConfig, load_weights, rope_frequencies
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.rope import rope_config
 from tests.model_loaders.checkpoints import MODELS, NAMES
 
 # The references are float32: a power whose exponent's rounding is multiplied by ln(theta) < 14, then a few products.

@@ -22,8 +22,8 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from model_loaders.errors import LoadError
-from model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
 from tests.model_loaders import vocabularies as vocab
 from tests.shared_data import shared
 
@@ -287,7 +287,7 @@ class TestBosAndEos:
         assert load_for_folder(tmp_path, {}, {}).bos_id is None
 
     def test_smollm2_has_no_bos(self, demo_path: Path) -> None:
-        from model_loaders.gguf_file import GgufFile
+        from polarlm.model_loaders.gguf_file import GgufFile
 
         tokenizer = load_for_gguf(GgufFile(demo_path))
         assert tokenizer.bos_id is None

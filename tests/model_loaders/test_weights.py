@@ -12,16 +12,16 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
-from model_loaders import load_weights
-from model_loaders.config import GenerationDefaults
-from model_loaders.errors import LoadError
-from model_loaders.file_bytes import FileBytes
-from model_loaders.folder import generation_defaults
-from model_loaders.gguf_file import GgufFile
-from model_loaders.safetensors_source import read_header
-from model_loaders.strings import Strings
-from model_loaders.tensor_table import head_order
-from model_loaders.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders import load_weights
+from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.file_bytes import FileBytes
+from polarlm.model_loaders.folder import generation_defaults
+from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.safetensors_source import read_header
+from polarlm.model_loaders.strings import Strings
+from polarlm.model_loaders.tensor_table import head_order
+from polarlm.model_loaders.tensors import READABLE, StoredTensor, StoredWeights
 from tests.model_loaders.checkpoints import (
     MODELS,
     NAMES,

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import tokenizers
 
-from model_loaders.gguf_file import GgufFile
-from model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf
+from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf
 from tests.shared_data import shared
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine.backends.numpy.ops import rotate
-from engine.codecs import get
-from engine.quantization.conditioning import Conditioning, Scale, centre, mean_fields, read_mean
+from polarlm.engine.backends.numpy.ops import rotate
+from polarlm.engine.codecs import get
+from polarlm.engine.quantization.conditioning import Conditioning, Scale, centre, mean_fields, read_mean
 from tests.kv.reference import attention
 
 KV_HEADS, HEADS, D, N = 2, 6, 16, 8

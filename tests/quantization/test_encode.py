@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import codecs
-from engine.codecs._viterbi import PathSearch
-from engine.quantization import encode
-from engine.quantization.encode import encode_with_metric
-from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback, without_tilt
+from polarlm.engine import codecs
+from polarlm.engine.codecs._viterbi import PathSearch
+from polarlm.engine.quantization import encode
+from polarlm.engine.quantization.encode import encode_with_metric
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback, without_tilt
 
 EPS = float(np.finfo(np.float32).eps)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.model.forward import ModelWeights
-from engine.model.score import score
-from model_loaders import load
-from model_loaders.config import ModelConfig
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.score import score
+from polarlm.model_loaders import load
+from polarlm.model_loaders.config import ModelConfig
 from tests.bare import bare_model, feed, log_softmax, prefill_logits, read_model
 from tests.conftest import FIXTURES
 from tests.shared_data import shared

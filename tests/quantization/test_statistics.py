@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
+from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
 
 Shape = tuple[int, int, int, int]  # T, H, K, D
 N = 8

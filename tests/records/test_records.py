@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import codecs, records
-from engine.quantization.conditioning import centre
-from engine.records.fragments import Geometry, pack_pairs, unpack_pairs, word_count
+from polarlm.engine import codecs, records
+from polarlm.engine.quantization.conditioning import centre
+from polarlm.engine.records.fragments import Geometry, pack_pairs, unpack_pairs, word_count
 
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
 BLOCK_SIZES = [16, 32, 64, 128]

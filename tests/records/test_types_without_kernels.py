@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import codecs, records
-from engine.config import EngineConfig
-from engine.records.fragments import Geometry
+from polarlm.engine import codecs, records
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.records.fragments import Geometry
 
 ROOT = Path(__file__).resolve().parents[2]
 SENTENCE = re.compile(r"`?q8_0`?, [^;.]*?\b(?:is|are) for\s+measuring on the CPU")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import Completion, Engine, SamplingParams
-from engine.requests.answers import _ENTRY, Answers, _keys
+from polarlm.engine import Completion, Engine, SamplingParams
+from polarlm.engine.requests.answers import _ENTRY, Answers, _keys
 from tests.tiny import EOS, PLAIN, load_tiny
 
 USER = {"role": "user", "content": "the end"}
@@ -100,7 +100,7 @@ def test_malformed_messages_are_returned_unchanged(tiny: Engine, messages) -> No
 
 
 def test_the_least_recently_used_answer_is_dropped_first(tiny: Engine, monkeypatch) -> None:
-    monkeypatch.setattr("engine.requests.answers._CAPACITY", 2 * (_ENTRY + 1))
+    monkeypatch.setattr("polarlm.engine.requests.answers._CAPACITY", 2 * (_ENTRY + 1))
     answers = Answers(tiny.model, enabled=True)
     questions = [[{"role": "user", "content": str(i)}] for i in range(3)]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Completion, Engine, PromptOptions, SamplingParams
-from engine.outputs import Chunk, fold
+from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
+from polarlm.engine.outputs import Chunk, fold
 from tests.cpu import CpuOps
 from tests.tiny import assert_idle, blocks_left, by_count, forget, preempt, preemptions
 
@@ -269,7 +269,7 @@ def test_a_ticket_cancels_only_its_own_request(engine: Engine) -> None:
 def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, share: float) -> None:
     """By a simulated clock, on which a step takes ten times as long as a unit of the prefill."""
     now, spent = [0.0], {True: 0.0, False: 0.0}
-    monkeypatch.setattr("engine.requests.runner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("polarlm.engine.requests.runner.time.perf_counter", lambda: now[0])
     with Engine.load(tiny_path, device="cpu", block_size=BLOCK, cache_type="f16", prefill_share=share) as engine:
         runner = engine._runner
         ticks = {(runner, "_prefill"): 0.1, (runner._steps, "run"): 1.0}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineError, SamplingParams
+from polarlm.engine import Engine, EngineError, SamplingParams
 from tests.tiny import EOS, VOCABULARY
 
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]

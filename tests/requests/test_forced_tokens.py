@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, PromptOptions, SamplingParams
-from engine.backends.ops import STEP_ROWS
-from engine.outputs import Chunk, Completion, fold
-from engine.requests.request import Request
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.outputs import Chunk, Completion, fold
+from polarlm.engine.requests.request import Request
 from tests.sampling.constrained import InTurn
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
 

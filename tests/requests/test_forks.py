@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, SamplingParams
-from engine.backends.numpy.cores import cores
-from model_loaders.templates import ChatTemplate
+from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.numpy.cores import cores
+from polarlm.model_loaders.templates import ChatTemplate
 from tests.cpu import CpuOps
 from tests.rendering import rendered
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, PromptOptions, SamplingParams
-from engine.backends.numpy.ops import NumpyOps
-from engine.outputs import Chunk, Completion, fold
-from engine.requests.request import Ticket
-from engine.sampling.sample import NEWEST, NOT_FINITE, Draw, Fetch, Sampled
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.outputs import Chunk, Completion, fold
+from polarlm.engine.requests.request import Ticket
+from polarlm.engine.sampling.sample import NEWEST, NOT_FINITE, Draw, Fetch, Sampled
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, held, load_tiny, make_model, preemptions
 

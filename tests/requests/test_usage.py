@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine import Engine, SamplingParams, Usage
+from polarlm.engine import Engine, SamplingParams, Usage
 from tests.cpu import CpuOps
 from tests.tiny import EOS
 

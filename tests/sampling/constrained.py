@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.sampling.constraints import mask_words
+from polarlm.engine.sampling.constraints import mask_words
 
 
 def mask_of(tokens: Iterable[int], vocabulary: int) -> np.ndarray:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import Engine, EngineError, PromptOptions, SamplingParams
-from engine.outputs import Chunk, Completion, fold
-from engine.sampling.constraints import allowed_bits, checked_mask
-from engine.sampling.sample import Draw, resolve, sample
-from model_loaders.config import GenerationDefaults
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.outputs import Chunk, Completion, fold
+from polarlm.engine.sampling.constraints import allowed_bits, checked_mask
+from polarlm.engine.sampling.sample import Draw, resolve, sample
+from polarlm.model_loaders.config import GenerationDefaults
 from tests.sampling.constrained import InTurn, mask_of
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.detokenizer import Detokenizer, StopFilter
-from model_loaders.tokenizers import load_for_gguf
+from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
+from polarlm.model_loaders.tokenizers import load_for_gguf
 from tests.model_loaders.vocabularies import CONTROL, tiny_spm
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine import Engine, SamplingParams
-from engine.sampling.dry import Dry
-from engine.sampling.repeats import Repeats
-from engine.sampling.sample import Draw, Penalties, Sampling, resolve, sample
-from model_loaders.config import GenerationDefaults
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.sampling.dry import Dry
+from polarlm.engine.sampling.repeats import Repeats
+from polarlm.engine.sampling.sample import Draw, Penalties, Sampling, resolve, sample
+from polarlm.model_loaders.config import GenerationDefaults
 
 WORDS = [b"a", b"b", b" c", b".\n", b"d:", b"<", b"s", b"top", b">", b"x<stop>y"]
 """Texts of ids; the breakers are "\\n", ":" and "<stop>", which may be spread over four tokens, or stand in one."""
@@ -168,7 +168,7 @@ def test_the_answer_alone() -> None:
 
 @pytest.mark.parametrize("off", [{}, {"dry_multiplier": 0}, {"dry_multiplier": 5.0, "dry_penalty_last_n": 0}])
 def test_off_computes_nothing(tiny: Engine, off: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.requests.request.Dry", None)
+    monkeypatch.setattr("polarlm.engine.requests.request.Dry", None)
     tiny.generate("the rain", SamplingParams(max_tokens=3, **off))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine import EngineError, SamplingParams
-from engine.sampling.gbnf import MOST_DEPTH, GbnfError, is_gbnf, to_lark
-from engine.sampling.grammars import Grammars
-from model_loaders.tokenizers import load_for_gguf
+from polarlm.engine import EngineError, SamplingParams
+from polarlm.engine.sampling.gbnf import MOST_DEPTH, GbnfError, is_gbnf, to_lark
+from polarlm.engine.sampling.grammars import Grammars
+from polarlm.model_loaders.tokenizers import load_for_gguf
 from tests.model_loaders import vocabularies as vocab
 
 TOKENIZER = load_for_gguf(vocab.tiny_bpe())

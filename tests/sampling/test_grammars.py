@@ -14,11 +14,11 @@ import jsonschema
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, PromptOptions, SamplingParams
-from engine.outputs import Chunk, fold
-from engine.sampling.constraints import allowed_bits
-from engine.sampling.grammars import MOST_TEXT, Grammars
-from model_loaders.tokenizers import Tokenizer, load_for_gguf
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.sampling.constraints import allowed_bits
+from polarlm.engine.sampling.grammars import MOST_TEXT, Grammars
+from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests.model_loaders import vocabularies as vocab
 from tests.tiny import assert_idle, blocks_left, by_count, preemptions
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine import EngineError, SamplingParams
-from engine.sampling.grammars import Grammars
-from model_loaders.tokenizers import load_for_gguf
+from polarlm.engine import EngineError, SamplingParams
+from polarlm.engine.sampling.grammars import Grammars
+from polarlm.model_loaders.tokenizers import load_for_gguf
 from tests.model_loaders import vocabularies as vocab
 
 SECONDS = 25.0  # for each, on a busy machine; without limits some take minutes

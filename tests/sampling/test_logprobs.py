@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import Chunk, Completion, Engine, SamplingParams
-from engine.limits import MOST_LOGPROBS
-from engine.outputs import fold
-from engine.sampling.sample import token_logprob
+from polarlm.engine import Chunk, Completion, Engine, SamplingParams
+from polarlm.engine.limits import MOST_LOGPROBS
+from polarlm.engine.outputs import fold
+from polarlm.engine.sampling.sample import token_logprob
 from tests.bare import log_softmax, spread
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, preemptions
 
@@ -136,7 +136,7 @@ def test_no_logprobs_unless_asked_for(engine: Engine, monkeypatch: pytest.Monkey
     def failing(*_: Any) -> None:
         raise AssertionError("computed without being asked for")
 
-    monkeypatch.setattr("engine.sampling.sample.token_logprob", failing)
+    monkeypatch.setattr("polarlm.engine.sampling.sample.token_logprob", failing)
     answer = engine.generate(PROMPT, asking(None))
     assert answer.logprobs == ()
     assert len(answer.token_ids) == 30

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.repeats import Repeats
+from polarlm.engine.sampling.repeats import Repeats
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.config import SamplingParams
-from engine.errors import EngineError
-from engine.limits import PENALTY_WINDOW
-from engine.sampling.sample import Draw, Sampling, resolve, sample
-from model_loaders.config import GenerationDefaults
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import PENALTY_WINDOW
+from polarlm.engine.sampling.sample import Draw, Sampling, resolve, sample
+from polarlm.model_loaders.config import GenerationDefaults
 
 V = 12
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}

@@ -11,9 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine import Engine, SamplingParams
-from engine.outputs import Chunk, fold
-from engine.requests.request import Request
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.requests.request import Request
 
 
 def exact(text: str) -> Any:

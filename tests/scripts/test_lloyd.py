@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.codecs import polarquant, turbo
+from polarlm.engine.codecs import polarquant, turbo
 from scripts.lloyd import gaussian_levels, lloyd, polar_angles
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 from scripts.make_random_model import SHAPES, Shape, _has_better_matrices, random_blocks, write
 from tests.random_model import TINY, random_model, tokenizer_file
 

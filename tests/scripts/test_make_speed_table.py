@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.speed.plot import _lines, draw
+from polarlm.bench.speed.plot import _lines, draw
 from scripts import make_speed_table
 
 PEER = "llama-cpp-python"

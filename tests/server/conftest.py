@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from engine import Engine
-from server.config import ServerConfig
-from server.driver import Driver
-from server.listening import tcp_socket, unix_socket
-from server.socket_server import SocketServer
+from polarlm.engine import Engine
+from polarlm.server.config import ServerConfig
+from polarlm.server.driver import Driver
+from polarlm.server.listening import tcp_socket, unix_socket
+from polarlm.server.socket_server import SocketServer
 from tests import call_templates
 from tests.server.fill_model import with_fills
 from tests.server.http_server import Serving, serving

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.tiny import make_model
 
 FILLS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")

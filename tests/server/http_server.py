@@ -16,11 +16,11 @@ import httpx
 import openai
 import uvicorn
 
-from engine import Engine
-from server.config import ServerConfig
-from server.driver import Driver
-from server.http.app import create_app
-from server.listening import tcp_socket
+from polarlm.engine import Engine
+from polarlm.server.config import ServerConfig
+from polarlm.server.driver import Driver
+from polarlm.server.http.app import create_app
+from polarlm.server.listening import tcp_socket
 
 KEY = "sk-of-this-server"
 

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.server.lines import PATIENCE, Client
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Steps take their time, and one raises as soon as there is a file named in TROUBLE.
 TROUBLED = """
 import os, sys, time
-from engine.model.forward import Transformer
-from server.__main__ import main
+from polarlm.engine.model.forward import Transformer
+from polarlm.server.__main__ import main
 step = Transformer.step
 def troubled(*arguments):
     time.sleep(float(os.environ.get("STEP_SECONDS", "0.02")))
@@ -34,12 +34,12 @@ sys.exit(main())
 """
 SMALL_BLOCKS = """
 from functools import partial
-from engine import Engine
+from polarlm.engine import Engine
 Engine.load = staticmethod(partial(Engine.load, block_size=8, kept_sequences={kept}))
 """
 PLAIN = """
 import sys
-from server.__main__ import main
+from polarlm.server.__main__ import main
 sys.exit(main())
 """
 

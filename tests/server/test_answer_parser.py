@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_loaders.call_format import CallFormat, find_call_format
-from model_loaders.reasoning import Tags
-from model_loaders.templates import ChatTemplate
-from server.answer_parser import AnswerParser
-from server.pieces import Piece
+from polarlm.model_loaders.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.reasoning import Tags
+from polarlm.model_loaders.templates import ChatTemplate
+from polarlm.server.answer_parser import AnswerParser
+from polarlm.server.pieces import Piece
 from tests import call_templates
 
 THINK = Tags("<think>", "</think>")

@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import Serving, serving
 
 QUESTION = "What is the capital of France?"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from polarlm.server.fields import FIELDS
 from scripts.make_conformance_table import DOCUMENT, PROMISES, table
 from scripts.promises.promise import Promise
-from server.fields import FIELDS
 
 HERE = Path(__file__).parent
 EACH = pytest.mark.parametrize(

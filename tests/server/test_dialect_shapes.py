@@ -11,10 +11,10 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine import Usage
-from server.http.dialects import anthropic, ollama, responses
-from server.http.dialects._response_events import ResponseWriter
-from server.pieces import CallStart, Piece, fold
+from polarlm.engine import Usage
+from polarlm.server.http.dialects import anthropic, ollama, responses
+from polarlm.server.http.dialects._response_events import ResponseWriter
+from polarlm.server.pieces import CallStart, Piece, fold
 
 USAGE = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, prefill_seconds=1, generation_seconds=2)
 PIECES = [

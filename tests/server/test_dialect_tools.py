@@ -16,7 +16,7 @@ import jsonschema
 import ollama
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import Serving, serving
 from tests.server.test_http_fuzz import changed, has_shape
 from tests.server.test_http_tools import QWEN3, WEATHER

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine import Completion, Engine, EngineError, SamplingParams
-from engine.outputs import fold
-from server import journal
-from server.config import ServerConfig
-from server.counters import Totals
-from server.driver import Driver
-from server.refused import Refused
+from polarlm.engine import Completion, Engine, EngineError, SamplingParams
+from polarlm.engine.outputs import fold
+from polarlm.server import journal
+from polarlm.server.config import ServerConfig
+from polarlm.server.counters import Totals
+from polarlm.server.driver import Driver
+from polarlm.server.refused import Refused
 from tests.server.lines import PATIENCE
 
 PROMPT = [7, 8, 9]

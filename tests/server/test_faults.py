@@ -32,10 +32,10 @@ ENDLESS = {**LONG, "max_tokens": -1, "stream": True}
 # Shorter limits, buffers that are soon full, and a note of the moment at which one is.
 IMPATIENT = """
 import os, socket, time
-import server.__main__ as program
-from server import connection
-from server.http import uvicorn_connection
-from server.http import streams
+from polarlm.server import __main__ as program
+from polarlm.server import connection
+from polarlm.server.http import uvicorn_connection
+from polarlm.server.http import streams
 connection.SLOW_SECONDS = streams.SLOW_READER_SECONDS = {slow}
 uvicorn_connection.HEAD_SECONDS = {head}
 bind = program.tcp_socket

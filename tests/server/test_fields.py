@@ -11,11 +11,11 @@ from openai.types import completion_create_params as of_text
 from openai.types.chat import completion_create_params as of_chat
 from packaging.version import Version
 
-from engine import PromptOptions, SamplingParams
+from polarlm.engine import PromptOptions, SamplingParams
+from polarlm.server import fields, parameters
+from polarlm.server.fields import FIELDS
+from polarlm.server.values import BadRequest
 from scripts.make_http_fields import DOCUMENT, document
-from server import fields, parameters
-from server.fields import FIELDS
-from server.values import BadRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 NEWEST_CLIENT = Version("3.52.0")  # of OpenAI's, whose fields are in the table; later ones may have more

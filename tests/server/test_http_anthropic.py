@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import KEY, Serving, serving
 from tests.server.test_http_openai import alone
 from tests.tiny import forget

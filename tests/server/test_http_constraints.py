@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.sampling.test_hostile_grammars import HOSTILE
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import assert_idle

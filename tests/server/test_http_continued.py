@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from tests.server.http_server import Serving, serving
 from tests.tiny import CONTEXT
 

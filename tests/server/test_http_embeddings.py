@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import Serving, eventually, serving
 
 TEXT, OTHER = "the rain", "then he ran on and on"

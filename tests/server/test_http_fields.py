@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import Serving, serving
 from tests.server.lines import Client
 from tests.server.test_fields import ASKING

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from engine import Engine
-from server.http.app import create_app
+from polarlm.engine import Engine
+from polarlm.server.http.app import create_app
 from tests.server.http_server import Serving, serving
 from tests.tiny import assert_idle
 

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
-from engine import Engine
-from server.config import ServerConfig
-from server.http.guard import Guard
+from polarlm.engine import Engine
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.guard import Guard
 from tests.server.http_server import KEY, Serving, serving
 
 BODY = {"prompt": "the rain", "max_tokens": 2}

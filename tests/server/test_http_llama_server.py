@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import CONTEXT, forget

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine import Completion, Engine, SamplingParams
+from polarlm.engine import Completion, Engine, SamplingParams
 from tests.server.http_server import Serving, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "then he ran on"}]

@@ -9,7 +9,7 @@ from typing import Any
 import ollama
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import Serving, serving
 from tests.server.test_http_openai import alone
 from tests.server.test_http_streams import breaking

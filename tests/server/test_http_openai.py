@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine import Completion, Engine, SamplingParams
+from polarlm.engine import Completion, Engine, SamplingParams
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.tiny import forget
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import Engine
-from server import journal
+from polarlm.engine import Engine
+from polarlm.server import journal
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.tiny import forget
 

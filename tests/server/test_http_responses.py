@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import Serving, serving
 from tests.server.test_http_openai import alone
 from tests.server.test_http_streams import breaking

@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from engine import Engine
-from server.http import bodies, streams
-from server.pieces import Piece
+from polarlm.engine import Engine
+from polarlm.server.http import bodies, streams
+from polarlm.server.pieces import Piece
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import held
 

@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests import call_templates
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine

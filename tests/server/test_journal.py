@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine import Chunk
-from engine.outputs import Usage
-from server import journal
+from polarlm.engine import Chunk
+from polarlm.engine.outputs import Usage
+from polarlm.server import journal
 
 
 class Stream(io.StringIO):

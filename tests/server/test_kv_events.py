@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import zmq
 
-from engine import Engine, PromptOptions, SamplingParams
-from engine.flags import FlagError
-from server.config import read_command_line
-from server.kv_events import KVEvents, kv_events
-from server.listening import ListenError
+from polarlm.engine import Engine, PromptOptions, SamplingParams
+from polarlm.engine.flags import FlagError
+from polarlm.server.config import read_command_line
+from polarlm.server.kv_events import KVEvents, kv_events
+from polarlm.server.listening import ListenError
 from tests.kv.test_prefix import findable
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.tiny import PLAIN, forget, load_tiny

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.tiny import VOCABULARY

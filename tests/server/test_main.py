@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.flags import FlagError
-from server.__main__ import main
-from server.config import KEY_VARIABLE, ServerConfig, read_command_line
-from server.listening import tcp_socket, unix_socket
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.flags import FlagError
+from polarlm.server.__main__ import main
+from polarlm.server.config import KEY_VARIABLE, ServerConfig, read_command_line
+from polarlm.server.listening import tcp_socket, unix_socket
 from tests.server.lines import PATIENCE, Client, eventually
 from tests.server.process import Process
 from tests.server.test_socket import GREEDY, LONG, fuzzed

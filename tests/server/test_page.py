@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from server.config import KEY_VARIABLE
+from polarlm.server.config import KEY_VARIABLE
 from tests.server.browser import CHROMEDRIVER, CHROMIUM, ENTER, ESCAPE, NO_MODIFIER, SHIFT, TAB, Browser, browser
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import Process

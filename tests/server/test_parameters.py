@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import PromptOptions, SamplingParams, limits
-from engine.sampling.sample import resolve
-from model_loaders.config import GenerationDefaults
-from server import parameters
-from server.constraints import MAX_CHOICES
-from server.fields import FIELDS
-from server.prompts import MOST_SALT
-from server.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
-from server.values import BadRequest, read_json
+from polarlm.engine import PromptOptions, SamplingParams, limits
+from polarlm.engine.sampling.sample import resolve
+from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.server import parameters
+from polarlm.server.constraints import MAX_CHOICES
+from polarlm.server.fields import FIELDS
+from polarlm.server.prompts import MOST_SALT
+from polarlm.server.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
+from polarlm.server.values import BadRequest, read_json
 
 USER = {"role": "user", "content": "Hi"}
 

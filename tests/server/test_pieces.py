@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, SamplingParams, Usage
-from server.answering import answer
-from server.http.shapes import CHAT, TEXT, Shapes, Writer
-from server.parameters import Asked, read
-from server.pieces import Answer, Call, CallStart, Piece, fold
+from polarlm.engine import Engine, SamplingParams, Usage
+from polarlm.server.answering import answer
+from polarlm.server.http.shapes import CHAT, TEXT, Shapes, Writer
+from polarlm.server.parameters import Asked, read
+from polarlm.server.pieces import Answer, Call, CallStart, Piece, fold
 from tests.server.http_server import serving
 from tests.tiny import forget
 

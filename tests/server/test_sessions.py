@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import EngineError
-from server.sessions import SessionFolder, read_name
-from server.values import BadRequest
+from polarlm.engine import EngineError
+from polarlm.server.sessions import SessionFolder, read_name
+from polarlm.server.values import BadRequest
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import ROOT, SMALL_BLOCKS, Process
 from tests.small_disk import small_disk
@@ -35,7 +35,7 @@ GREEDY = {"temperature": 0, "max_tokens": 3}
 # A session is written once the file named in GO is there.
 WAITING = """
 import os, time
-from engine import checked_file
+from polarlm.engine import checked_file
 write = checked_file.write
 def waiting(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
@@ -48,7 +48,7 @@ checked_file.write = waiting
 # A session is written half, and no further.
 STUCK = """
 import os, time
-from engine import checked_file
+from polarlm.engine import checked_file
 def stuck(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
     time.sleep(600)
@@ -413,8 +413,8 @@ def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path
 def test_the_end_of_a_server_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     impatient = """
-import server.__main__ as program
-from server import driver
+from polarlm.server import __main__ as program
+from polarlm.server import driver
 program._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
 """
     with start(tiny_path, tmp_path, prelude=WAITING + impatient, GO=str(go)) as process:

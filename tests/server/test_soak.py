@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import Engine
+from polarlm.engine import Engine
 from tests.server.http_server import Serving, eventually, serving
 from tests.server.lines import PATIENCE
 from tests.tiny import assert_idle

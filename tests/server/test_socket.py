@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, SamplingParams
-from server import connection
-from server.lines import Lines
-from server.listening import ListenError, tcp_socket, unix_socket
+from polarlm.engine import Engine, SamplingParams
+from polarlm.server import connection
+from polarlm.server.lines import Lines
+from polarlm.server.listening import ListenError, tcp_socket, unix_socket
 from tests.server.conftest import Running
 from tests.server.lines import PATIENCE, Client, eventually
 

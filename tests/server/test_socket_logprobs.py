@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine import SamplingParams
-from server import connection
+from polarlm.engine import SamplingParams
+from polarlm.server import connection
 from tests.server.conftest import Running
 from tests.server.lines import Client, eventually
 

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server.config import ServerConfig
-from server.http import uvicorn_connection, uvicorn_server
-from server.http.uvicorn_connection import WebConnection
-from server.http.uvicorn_server import Web
-from server.listening import tcp_socket
+from polarlm.server.config import ServerConfig
+from polarlm.server.http import uvicorn_connection, uvicorn_server
+from polarlm.server.http.uvicorn_connection import WebConnection
+from polarlm.server.http.uvicorn_server import Web
+from polarlm.server.listening import tcp_socket
 from tests.server.lines import PATIENCE, eventually
 
 MOST = 3

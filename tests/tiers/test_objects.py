@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import codecs
-from engine.backends import transfer
-from engine.kv.plan import CacheShape, LayerShape
-from engine.tiers import objects
-from engine.tiers.objects import BLOCK, FULL, HEADER_BYTES, DamagedObject, Payloads, pack, pack_ids, unpack
+from polarlm.engine import codecs
+from polarlm.engine.backends import transfer
+from polarlm.engine.kv.plan import CacheShape, LayerShape
+from polarlm.engine.tiers import objects
+from polarlm.engine.tiers.objects import BLOCK, FULL, HEADER_BYTES, DamagedObject, Payloads, pack, pack_ids, unpack
 
 NAME = bytes(range(16))
 

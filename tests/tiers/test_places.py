@@ -14,8 +14,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.tiers.objects import DamagedObject, unpack
-from engine.tiers.places import Folder, Memory, Place
+from polarlm.engine.tiers.objects import DamagedObject, unpack
+from polarlm.engine.tiers.places import Folder, Memory, Place
 from tests.small_disk import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,8 +132,8 @@ _WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from engine.tiers.objects import pack, IDS
-from engine.tiers.places import Folder
+from polarlm.engine.tiers.objects import pack, IDS
+from polarlm.engine.tiers.places import Folder
 folder = Folder(Path(sys.argv[1]), 3 << 20)
 print("ready", flush=True)
 for number in range(int(sys.argv[2]), 10**6):

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import weight_formats
-from engine.weight_formats import Linear, Matrix, find, get
+from polarlm.engine import weight_formats
+from polarlm.engine.weight_formats import Linear, Matrix, find, get
 from tests.weights import BLOCKS, pack
 
 NAMES = weight_formats.available()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import weight_formats
-from engine.weight_formats import Grouped, get
+from polarlm.engine import weight_formats
+from polarlm.engine.weight_formats import Grouped, get
 from tests.weights import BLOCKS, random_blocks
 
 FINITE = st.floats(width=16, allow_nan=False, allow_infinity=False)

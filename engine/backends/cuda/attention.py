@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.cache import Buffer, LayerCache, SpanTable
-from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.heads import HeadOps
-from engine.backends.cuda.launch import Launcher, row_stride
-from engine.backends.cuda.launch_configs import SMALL_ROWS
-from engine.backends.cuda.linear import input_type, result_type
-from engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
-from engine.weight_formats import Linear
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.cache import Buffer, LayerCache, SpanTable
+from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.launch import Launcher, row_stride
+from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.backends.cuda.linear import input_type, result_type
+from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
+from polarlm.engine.weight_formats import Linear
 
 
 class _Parameters(NamedTuple):

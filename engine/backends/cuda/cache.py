@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda.device import Array, Device
-from engine.backends.kv import CacheFormat, SpanView
-from engine.records import Layout
+from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.kv import CacheFormat, SpanView
+from polarlm.engine.records import Layout
 
 _LEAST_IDS = 16
 

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from engine.backends.cuda.device import MOST_RECORDINGS, Carried, Result
+from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Carried, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.backends.cuda.cache import HostTable, with_rows
-from engine.sampling.constraints import mask_words
-from engine.sampling.sample import Draw
+from polarlm.engine.backends.cuda.cache import HostTable, with_rows
+from polarlm.engine.sampling.constraints import mask_words
+from polarlm.engine.sampling.sample import Draw
 
 ROW_WORDS = 16  # of `Params` in `cuda/sampling/adjust.cuh`
 _LISTS = 6  # the word of a row that says where its lists begin

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.cuda.cache import Layouts
-from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
-from engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform, prepare
-from engine.backends.kv import HeadTransform
+from polarlm.engine.backends.cuda.cache import Layouts
+from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform, prepare
+from polarlm.engine.backends.kv import HeadTransform
 
 _WARPS = 4  # of a block; each has one vector
 _VECTORS = 4  # of a block of rotate_dense

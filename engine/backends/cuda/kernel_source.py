@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.codecs import FULL
-from engine.records import Layout
+from polarlm.engine.codecs import FULL
+from polarlm.engine.records import Layout
 
 _JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: the files that precede it
 
@@ -27,16 +27,11 @@ OPTIONS = ("--std=c++17",)
 
 @cache
 def folder() -> Path:
-    """The folder of the CUDA sources: inside the installed package, or beside it in a checkout.
-
-    A folder `cuda` beside an installed package is NVIDIA's; only ours has the prelude. Raises FileNotFoundError if
-    neither exists.
-    """
-    package = Path(__file__).resolve().parents[2]
-    for place in (package / "_cuda", package.parent / "cuda"):
-        if (place / "prelude.cuh").is_file():
-            return place
-    raise FileNotFoundError(f"{package / '_cuda'}: the CUDA sources are missing; install polarlm again")
+    """The folder of the CUDA sources, beside `engine`. Raises FileNotFoundError if it is not there."""
+    place = Path(__file__).resolve().parents[3] / "cuda"
+    if not (place / "prelude.cuh").is_file():
+        raise FileNotFoundError(f"{place}: the CUDA sources are missing; install polarlm again")
+    return place
 
 
 def source(kernel: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str) -> str:

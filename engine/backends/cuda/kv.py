@@ -8,21 +8,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine import codecs, records
-from engine.backends import transfer
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, SpanTable, pack_spans
-from engine.backends.cuda.candidates import candidates
-from engine.backends.cuda.device import Addresses, Array, Device
-from engine.backends.cuda.heads import HeadOps, Norms, Rope
-from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
-from engine.backends.cuda.rotation import DeviceTransform
-from engine.backends.kv import CacheFormat, FilledBlocks, Place, SpanView
-from engine.codecs import Codec
-from engine.errors import EngineError
-from engine.quantization.encode import read_back
-from engine.quantization.metric import Metric
-from engine.records import Layout
+from polarlm.engine import codecs, records
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, SpanTable, pack_spans
+from polarlm.engine.backends.cuda.candidates import candidates
+from polarlm.engine.backends.cuda.device import Addresses, Array, Device
+from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
+from polarlm.engine.backends.cuda.rotation import DeviceTransform
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place, SpanView
+from polarlm.engine.codecs import Codec
+from polarlm.engine.errors import EngineError
+from polarlm.engine.quantization.encode import read_back
+from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.records import Layout
 
 _COPY_THREADS = 256  # of a block
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda.device import Device
-from engine.backends.cuda.kernel_source import OVERLAPS, source
-from engine.records import Layout
+from polarlm.engine.backends.cuda.device import Device
+from polarlm.engine.backends.cuda.kernel_source import OVERLAPS, source
+from polarlm.engine.records import Layout
 
 WARP = 32
 MOST_THREADS = 1024

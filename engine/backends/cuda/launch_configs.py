@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.backends.cuda.launch import WARP, LaunchConfig
-from engine.backends.ops import STEP_ROWS
-from engine.quantization import encode
-from engine.records import Layout, table_bytes
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig
+from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.quantization import encode
+from polarlm.engine.records import Layout, table_bytes
 
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10

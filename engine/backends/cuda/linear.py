@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda import kernel_source, launch_configs, packed
-from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
-from engine.backends.cuda.launch_configs import (
+from polarlm.engine.backends.cuda import kernel_source, launch_configs, packed
+from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
+from polarlm.engine.backends.cuda.launch_configs import (
     DEQUANTIZED_BYTES,
     GEMV_PACKED_ROWS,
     GEMV_ROWS,
     SMALL_ROWS,
     UNROUNDED_ROWS,
 )
-from engine.errors import EngineError
-from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get, stored_as
+from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get, stored_as
 
 # Of a file at a time. Norm weights come to lie in the memory of earlier uploads, so that those of larger parts would
 # leave more memory unused.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.batches import bucket
-from engine.backends.cuda.cache import HEADER, table_width
-from engine.backends.cuda.device import MOST_RECORDINGS, Device
-from engine.backends.cuda.draws import ROW_WORDS, mask_room
-from engine.backends.cuda.launch_configs import SMALL_ROWS
-from engine.backends.ops import Load
-from model_loaders.config import ModelConfig
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.batches import bucket
+from polarlm.engine.backends.cuda.cache import HEADER, table_width
+from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
+from polarlm.engine.backends.cuda.draws import ROW_WORDS, mask_room
+from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.backends.ops import Load
+from polarlm.model_loaders.config import ModelConfig
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
 

@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends import transfer
-from engine.backends.cuda import sampling
-from engine.backends.cuda.attention import AttentionOps
-from engine.backends.cuda.batches import filled_up, first_rows
-from engine.backends.cuda.cache import HostTable
-from engine.backends.cuda.device import Array, Carried, Device
-from engine.backends.cuda.draws import pack_draws
-from engine.backends.cuda.heads import HeadOps
-from engine.backends.cuda.kv import CacheOps
-from engine.backends.cuda.launch import Launcher
-from engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
-from engine.backends.cuda.linear import LinearOps
-from engine.backends.cuda.memory import prompt_bytes, step_bytes
-from engine.backends.cuda.rehearsal import FirstRow, RehearsalDevice
-from engine.backends.ops import Load, Rehearsal, Result
-from engine.errors import EngineError
-from engine.weight_formats import Matrix, StoredMatrix
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.cuda import sampling
+from polarlm.engine.backends.cuda.attention import AttentionOps
+from polarlm.engine.backends.cuda.batches import filled_up, first_rows
+from polarlm.engine.backends.cuda.cache import HostTable
+from polarlm.engine.backends.cuda.device import Array, Carried, Device
+from polarlm.engine.backends.cuda.draws import pack_draws
+from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.kv import CacheOps
+from polarlm.engine.backends.cuda.launch import Launcher
+from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
+from polarlm.engine.backends.cuda.linear import LinearOps
+from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
+from polarlm.engine.backends.cuda.rehearsal import FirstRow, RehearsalDevice
+from polarlm.engine.backends.ops import Load, Rehearsal, Result
+from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import Matrix, StoredMatrix
 
 # Left free for memory that `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
 # DEQUANTIZED_BYTES of products with packed matrices. Not yet checked on a GPU.

@@ -6,8 +6,8 @@ from functools import cache
 
 import numpy as np
 
-from engine.backends.cuda import kernel_source
-from engine.weight_formats import WeightFormat
+from polarlm.engine.backends.cuda import kernel_source
+from polarlm.engine.weight_formats import WeightFormat
 
 ROWS = 16  # of a tile
 

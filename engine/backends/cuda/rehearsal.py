@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from engine.backends.cuda.device import Device, Result
-from engine.weight_formats import StoredMatrix, WeightFormat
+from polarlm.engine.backends.cuda.device import Device, Result
+from polarlm.engine.weight_formats import StoredMatrix, WeightFormat
 
 
 class Blank:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda.device import Array, Device
-from engine.backends.hadamard import hadamard_signs
-from engine.backends.kv import HeadTransform
+from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.hadamard import hadamard_signs
+from polarlm.engine.backends.kv import HeadTransform
 
 
 class DeviceRotation(NamedTuple):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.backends.cuda.device import Array, Carried, Device
-from engine.backends.cuda.draws import Draws
-from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride
-from engine.errors import EngineError
-from engine.outputs import TokenLogprob
-from engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled, nothing_left
+from polarlm.engine.backends.cuda.device import Array, Carried, Device
+from polarlm.engine.backends.cuda.draws import Draws
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride
+from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import TokenLogprob
+from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled, nothing_left
 
 _THREADS = 512
 _NOTHING_LEFT = -2  # instead of an id, from `cuda/sampling/sample.cu`

@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.kv import SpanView
-from engine.backends.native.cache import TileCache
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.heads import NO_ROTATION, PreparedTransform
-from engine.backends.native.kernels.attention import Attention, attend, queries_at_once
-from engine.backends.native.kernels.partials import merge, partial_bytes
-from engine.backends.native.kernels.prefetch import PIECE, assign, list_pieces
-from engine.backends.native.launch import Launcher
-from engine.backends.native.prompts import PromptOps
-from engine.backends.native.spans import NO_WINDOW, StepTable, is_step
-from engine.backends.native.workers import aligned
-from engine.backends.numpy.attention import LayerCache
-from engine.backends.numpy.ops import NumpyOps
-from engine.weight_formats import Linear
+from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.native.cache import TileCache
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.kernels.attention import Attention, attend, queries_at_once
+from polarlm.engine.backends.native.kernels.partials import merge, partial_bytes
+from polarlm.engine.backends.native.kernels.prefetch import PIECE, assign, list_pieces
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.prompts import PromptOps
+from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable, is_step
+from polarlm.engine.backends.native.workers import aligned
+from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.weight_formats import Linear
 
 
 class AttentionOps:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.numpy.zeros import zeros
+from polarlm.engine.backends.numpy.zeros import zeros
 
 _LEAST = 1 << 12  # bytes of the smallest array of a pool
 MOST = 1 << 26  # bytes of the largest array that a pool keeps

@@ -11,8 +11,8 @@ from itertools import product
 
 from llvmlite import ir
 
-from engine.backends.native.emit import Emitter
-from engine.backends.native.values import I1, I8, I16, I32, I64, Type, Value, expect, vector
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.values import I1, I8, I16, I32, I64, Type, Value, expect, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:

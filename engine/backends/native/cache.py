@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends import transfer
-from engine.backends.kv import CacheFormat
-from engine.backends.native import codecs
-from engine.backends.native.codecs import KeyTiles, ValueTiles
-from engine.backends.native.workers import aligned
-from engine.backends.numpy.attention import LayerCache, Sides
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.numpy.zeros import zeros
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native import codecs
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
+from polarlm.engine.backends.native.workers import aligned
+from polarlm.engine.backends.numpy.attention import LayerCache, Sides
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.zeros import zeros
 
 _TILES = "tiles"
 

@@ -17,10 +17,10 @@ import llvmlite
 import numpy as np
 from llvmlite import ir
 
-from engine.backends.native import images
-from engine.backends.native.emit import Emitter
-from engine.backends.native.target import Level
-from engine.backends.native.values import F32, I64, POINTER, Value
+from polarlm.engine.backends.native import images
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.target import Level
+from polarlm.engine.backends.native.values import F32, I64, POINTER, Value
 
 
 @dataclass(frozen=True)

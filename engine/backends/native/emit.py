@@ -15,8 +15,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.backends.native.memory import MemoryEmitter
-from engine.backends.native.values import (
+from polarlm.engine.backends.native.memory import MemoryEmitter
+from polarlm.engine.backends.native.values import (
     F16,
     F32,
     F64,

@@ -7,28 +7,28 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engine.backends.kv import CacheFormat, FilledBlocks, Place
-from engine.backends.native.cache import TileCache
-from engine.backends.native.codecs._polar import PolarTiles
-from engine.backends.native.codecs._tables import TableKeys, TableValues
-from engine.backends.native.codecs.f16 import HalfKeys, HalfValues
-from engine.backends.native.codecs.ggml import GroupedKeys, GroupedValues
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.kernels.encode import encode
-from engine.backends.native.kernels.encode.groups import encode_groups, encode_halves
-from engine.backends.native.kernels.encode.polar import encode_polar
-from engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
-from engine.backends.native.launch import Launcher
-from engine.backends.native.workers import SCRATCH
-from engine.backends.numpy.attention import Fields, LayerCache
-from engine.backends.numpy.encoding import alike, encode_side, store_fields
-from engine.codecs import NotFinite
-from engine.codecs.ggml import Q4
-from engine.codecs.ring import RingTable
-from engine.codecs.turbo import TurboTable
-from engine.quantization.conditioning import mean_fields
-from engine.quantization.encode import decode_centred, fill_up
-from engine.quantization.metric import Metric
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.native.cache import TileCache
+from polarlm.engine.backends.native.codecs._polar import PolarTiles
+from polarlm.engine.backends.native.codecs._tables import TableKeys, TableValues
+from polarlm.engine.backends.native.codecs.f16 import HalfKeys, HalfValues
+from polarlm.engine.backends.native.codecs.ggml import GroupedKeys, GroupedValues
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.kernels.encode import encode
+from polarlm.engine.backends.native.kernels.encode.groups import encode_groups, encode_halves
+from polarlm.engine.backends.native.kernels.encode.polar import encode_polar
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.workers import SCRATCH
+from polarlm.engine.backends.numpy.attention import Fields, LayerCache
+from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
+from polarlm.engine.codecs import NotFinite
+from polarlm.engine.codecs.ggml import Q4
+from polarlm.engine.codecs.ring import RingTable
+from polarlm.engine.codecs.turbo import TurboTable
+from polarlm.engine.quantization.conditioning import mean_fields
+from polarlm.engine.quantization.encode import decode_centred, fill_up
+from polarlm.engine.quantization.metric import Metric
 
 
 class EncodingOps:

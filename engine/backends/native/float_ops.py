@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from engine.backends.native.emit import Emitter
-from engine.backends.native.values import F16, F32, F64, I16, I32, I64, Type, Value, vector
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.values import F16, F32, F64, I16, I32, I64, Type, Value, vector
 
 
 def gather(e: Emitter, pointer: Value, index: Value, element: Type) -> Value:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.native.launch import CannotRecord, Launcher, Recording
-from engine.backends.native.spans import StepTable
-from engine.backends.ops import Result
+from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Recording
+from polarlm.engine.backends.native.spans import StepTable
+from polarlm.engine.backends.ops import Result
 
 _MOST = 32  # recordings that are kept; each has the memory of a step
 

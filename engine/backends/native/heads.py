@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.hadamard import hadamard_signs
-from engine.backends.kv import HeadTransform, SpanView
-from engine.backends.native.kernels.heads import Heads, transform
-from engine.backends.native.launch import Launcher
-from engine.backends.native.spans import StepTable
-from engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.hadamard import hadamard_signs
+from polarlm.engine.backends.kv import HeadTransform, SpanView
+from polarlm.engine.backends.native.kernels.heads import Heads, transform
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.spans import StepTable
+from polarlm.engine.backends.numpy.attention import LayerCache
 
 Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
 Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and for keys, eps

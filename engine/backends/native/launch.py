@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from engine.backends.native.buffers import Buffers, is_leased
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.kernels.prefetch import NOTHING, Offer
-from engine.backends.native.library import library
-from engine.backends.native.target import Level, best
-from engine.backends.native.workers import Launch, Tape, workers
-from engine.errors import KernelError
+from polarlm.engine.backends.native.buffers import Buffers, is_leased
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.kernels.prefetch import NOTHING, Offer
+from polarlm.engine.backends.native.library import library
+from polarlm.engine.backends.native.target import Level, best
+from polarlm.engine.backends.native.workers import Launch, Tape, workers
+from polarlm.engine.errors import KernelError
 
 Units = int | Callable[[], int]
 Op = TypeVar("Op", bound=Callable[..., Any])

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
-from engine.backends.native.object_cache import ObjectCache, object_cache
-from engine.backends.native.target import Level
-from engine.errors import KernelError
-from model_loaders.forks import renew_in_children
+from polarlm.engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
+from polarlm.engine.backends.native.object_cache import ObjectCache, object_cache
+from polarlm.engine.backends.native.target import Level
+from polarlm.engine.errors import KernelError
+from polarlm.model_loaders.forks import renew_in_children
 
 
 class Library:

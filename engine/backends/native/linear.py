@@ -7,15 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.native import tiles
-from engine.backends.native.buffers import Arena
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
-from engine.backends.native.kernels.dequantize import dequantize_rows
-from engine.backends.native.kernels.product import Product, most_rows, prefetched_pieces, product, rows_at_once, units
-from engine.backends.native.kernels.rows import gate, norm_rows
-from engine.backends.native.launch import Launcher
-from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
+from polarlm.engine.backends.native import tiles
+from polarlm.engine.backends.native.buffers import Arena
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
+from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
+from polarlm.engine.backends.native.kernels.product import (
+    Product,
+    most_rows,
+    prefetched_pieces,
+    product,
+    rows_at_once,
+    units,
+)
+from polarlm.engine.backends.native.kernels.rows import gate, norm_rows
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
 _SLAB_BYTES = 1 << 20  # of a file that are packed at a time
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.backends.native.target import Level
-from engine.backends.native.values import I8, I32, I64, POINTER, Number, Type, Value, check_constant, expect
+from polarlm.engine.backends.native.target import Level
+from polarlm.engine.backends.native.values import I8, I32, I64, POINTER, Number, Type, Value, check_constant, expect
 
 
 class MemoryEmitter:

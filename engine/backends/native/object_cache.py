@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.backends.native.compiler import target_description
-from engine.backends.native.target import Level
-from model_loaders.errors import LoadError
-from model_loaders.user_dirs import cache_folder
+from polarlm.engine.backends.native.compiler import target_description
+from polarlm.engine.backends.native.target import Level
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import cache_folder
 
 _SETS = 8  # that stay: those used last, of all versions and levels
 _ENGINE = Path(__file__).resolve().parents[2]

@@ -7,25 +7,25 @@ from copy import copy
 
 import numpy as np
 
-from engine.backends.kv import Place
-from engine.backends.native.attention import AttentionOps
-from engine.backends.native.cache import CacheOps
-from engine.backends.native.encoding import EncodingOps
-from engine.backends.native.graphs import Graphs
-from engine.backends.native.heads import HeadOps
-from engine.backends.native.kernels.best import NONE, best_of_rows
-from engine.backends.native.launch import Launcher
-from engine.backends.native.linear import LinearOps
-from engine.backends.native.rehearsal import RehearsalLauncher
-from engine.backends.native.self_test import choose
-from engine.backends.native.thread_count import thread_count
-from engine.backends.native.workers import workers
-from engine.backends.numpy import host_memory
-from engine.backends.numpy.attention import LayerCache
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Rehearsal, Result
-from engine.outputs import Threads
-from engine.sampling.sample import Draw, Sampled, sample_all
+from polarlm.engine.backends.kv import Place
+from polarlm.engine.backends.native.attention import AttentionOps
+from polarlm.engine.backends.native.cache import CacheOps
+from polarlm.engine.backends.native.encoding import EncodingOps
+from polarlm.engine.backends.native.graphs import Graphs
+from polarlm.engine.backends.native.heads import HeadOps
+from polarlm.engine.backends.native.kernels.best import NONE, best_of_rows
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.rehearsal import RehearsalLauncher
+from polarlm.engine.backends.native.self_test import choose
+from polarlm.engine.backends.native.thread_count import thread_count
+from polarlm.engine.backends.native.workers import workers
+from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Rehearsal, Result
+from polarlm.engine.outputs import Threads
+from polarlm.engine.sampling.sample import Draw, Sampled, sample_all
 
 _PART_ROWS = 256  # of a prompt: as fast as 512, whose arrays take 5 MiB more
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.values import I64, POINTER, Value
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.values import I64, POINTER, Value
 
 MOST_ENTRIES = 1 << 13  # of a tape
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.native.byte_ops import Table, dot4, dot4_signed
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.launch import Launcher
-from engine.backends.native.linear import LinearOps
-from engine.backends.native.target import Level, permitted
-from engine.backends.native.values import I8, I32, Value, vector
-from engine.errors import KernelError
-from engine.weight_formats import Linear, WeightFormat, get
+from polarlm.engine.backends.native.byte_ops import Table, dot4, dot4_signed
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.target import Level, permitted
+from polarlm.engine.backends.native.values import I8, I32, Value, vector
+from polarlm.engine.errors import KernelError
+from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
 
 class Choice(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from engine.errors import EngineError
+from polarlm.engine.errors import EngineError
 
 VARIABLE = "POLARLM_CPU_LEVEL"  # restricts the level, for measurements and tests
 

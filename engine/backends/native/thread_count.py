@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from engine.backends.numpy.cgroups import groups, read_number
-from engine.backends.numpy.thread_choice import VARIABLES
-from engine.outputs import Threads
+from polarlm.engine.backends.numpy.cgroups import groups, read_number
+from polarlm.engine.backends.numpy.thread_choice import VARIABLES
+from polarlm.engine.outputs import Threads
 
 
 def thread_count(setting: int, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Threads:

@@ -22,7 +22,7 @@ from functools import cache
 
 import numpy as np
 
-from engine.weight_formats import WeightFormat
+from polarlm.engine.weight_formats import WeightFormat
 
 ROWS = 16  # of a tile
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits of a code → bits of its planes

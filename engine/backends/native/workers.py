@@ -25,11 +25,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.backends.native.buffers import aligned
-from engine.backends.native.library import library
-from engine.backends.native.run_tape import MOST_ENTRIES, MOST_THREADS, RUN, RUN_ALONE, SERVE, STATE_BYTES, set_up
-from engine.backends.native.target import LEVELS
-from model_loaders.forks import renew_in_children
+from polarlm.engine.backends.native.buffers import aligned
+from polarlm.engine.backends.native.library import library
+from polarlm.engine.backends.native.run_tape import (
+    MOST_ENTRIES,
+    MOST_THREADS,
+    RUN,
+    RUN_ALONE,
+    SERVE,
+    STATE_BYTES,
+    set_up,
+)
+from polarlm.engine.backends.native.target import LEVELS
+from polarlm.model_loaders.forks import renew_in_children
 
 SCRATCH = 1 << 20  # bytes of each thread
 

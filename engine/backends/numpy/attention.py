@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.kv import CacheFormat, Place, SpanView
-from engine.quantization.conditioning import read_mean
+from polarlm.engine.backends.kv import CacheFormat, Place, SpanView
+from polarlm.engine.quantization.conditioning import read_mean
 
 # Query rows per KV head that attend together.
 _QUERY_TILE = 768

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from threadpoolctl import LibController, ThreadpoolController
 
-from engine.backends.ops import Result
-from model_loaders.forks import renew_in_children
+from polarlm.engine.backends.ops import Result
+from polarlm.model_loaders.forks import renew_in_children
 
 
 class Cores:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from engine.backends.kv import FilledBlocks, Place
-from engine.backends.numpy.attention import Fields, LayerCache, Sides
-from engine.quantization.encode import encode_centred
-from engine.quantization.metric import join_layers
+from polarlm.engine.backends.kv import FilledBlocks, Place
+from polarlm.engine.backends.numpy.attention import Fields, LayerCache, Sides
+from polarlm.engine.quantization.encode import encode_centred
+from polarlm.engine.quantization.metric import join_layers
 
 _VALUES = 1 << 19  # most values that are encoded together
 

@@ -6,8 +6,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from engine.backends.numpy.cgroups import groups, read_number
-from engine.errors import EngineError
+from polarlm.engine.backends.numpy.cgroups import groups, read_number
+from polarlm.engine.errors import EngineError
 
 _GIB = 1 << 30
 

@@ -13,21 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends import transfer
-from engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
-from engine.backends.numpy import host_memory
-from engine.backends.numpy.activations import ACTIVATIONS
-from engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone
-from engine.backends.numpy.cores import cores
-from engine.backends.numpy.encoding import alike, encode_side, store_fields
-from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
-from engine.backends.numpy.thread_choice import StepThreads
-from engine.backends.numpy.zeros import zeros
-from engine.backends.ops import Load, Result
-from engine.outputs import Threads
-from engine.quantization.encode import read_back
-from engine.sampling.sample import Draw, Sampled, sample_all
-from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
+from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone
+from polarlm.engine.backends.numpy.cores import cores
+from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
+from polarlm.engine.backends.numpy.steps import (
+    StepSpans,
+    attend_together,
+    is_step,
+    is_thin,
+    multiplies_in_place,
+    thin_product,
+)
+from polarlm.engine.backends.numpy.thread_choice import StepThreads
+from polarlm.engine.backends.numpy.zeros import zeros
+from polarlm.engine.backends.ops import Load, Result
+from polarlm.engine.outputs import Threads
+from polarlm.engine.quantization.encode import read_back
+from polarlm.engine.sampling.sample import Draw, Sampled, sample_all
+from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
 # Products of fewer rows are memory-bound on the weights, which BLAS reads once for all cores; split rows would read
 # them once per part.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.backends.kv import SpanView
-from engine.backends.numpy.attention import LayerCache, read_blocks
+from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.numpy.attention import LayerCache, read_blocks
 
 # OpenBLAS's kernels for AVX-512 multiply without repacking the matrix, up to this many multiplications in a product.
 _IN_PLACE = 1_000_000

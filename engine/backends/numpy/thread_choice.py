@@ -16,9 +16,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from statistics import median
 
-from engine.backends.numpy.cores import Cores
-from engine.backends.ops import Result
-from engine.outputs import Threads
+from polarlm.engine.backends.numpy.cores import Cores
+from polarlm.engine.backends.ops import Result
+from polarlm.engine.outputs import Threads
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol, cast
 
 from starlette.routing import Route
 
-from server.driver import Driver
-from server.http.errors import ApiError
+from polarlm.server.driver import Driver
+from polarlm.server.http.errors import ApiError
 
 
 class Dialect(Protocol):

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import SamplingParams, TokenLogprob, Usage
-from engine.sampling.sample import resolve
-from model_loaders import Model
-from model_loaders.tokenizers import Tokenizer
-from server.http.completions import PromptText, read_raw
-from server.http.errors import ApiError
-from server.http.generation import About
-from server.http.streams import DATA, Event, Framing
-from server.infill import infill_of, infilled
-from server.parameters import Asked, read
-from server.pieces import Answer, Piece
-from server.values import flag, text, wrong
+from polarlm.engine import SamplingParams, TokenLogprob, Usage
+from polarlm.engine.sampling.sample import resolve
+from polarlm.model_loaders import Model
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.http.completions import PromptText, read_raw
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import About
+from polarlm.server.http.streams import DATA, Event, Framing
+from polarlm.server.infill import infill_of, infilled
+from polarlm.server.parameters import Asked, read
+from polarlm.server.pieces import Answer, Piece
+from polarlm.server.values import flag, text, wrong
 
 _ERROR_TYPES = {
     401: "authentication_error",

@@ -12,11 +12,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from model_loaders.config import ModelConfig
-from server.driver import Driver
-from server.http.bodies import read_body
-from server.infill import infill_of
-from server.values import text
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.server.driver import Driver
+from polarlm.server.http.bodies import read_body
+from polarlm.server.infill import infill_of
+from polarlm.server.values import text
 
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")

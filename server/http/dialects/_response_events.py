@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import TokenLogprob, Usage
-from server.http.errors import ApiError
-from server.http.logprobs import ChatLogprobs
-from server.http.streams import Event
-from server.pieces import Answer, CallStart, Piece
+from polarlm.engine import TokenLogprob, Usage
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.logprobs import ChatLogprobs
+from polarlm.server.http.streams import Event
+from polarlm.server.pieces import Answer, CallStart, Piece
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from server.http.generation import About
-from server.parameters import Asked, read
-from server.pieces import Call
-from server.values import BadRequest, text, wrong
+from polarlm.server.http.generation import About
+from polarlm.server.parameters import Asked, read
+from polarlm.server.pieces import Call
+from polarlm.server.values import BadRequest, text, wrong
 
 
 def read_own(

@@ -9,15 +9,15 @@ from typing import Any
 
 from starlette.routing import Route
 
-from engine import Usage
-from server.driver import Driver
-from server.http.dialects._shared import arguments_of, items, json_text, members, read_own
-from server.http.errors import ApiError
-from server.http.generation import About, Counting, Generation
-from server.http.streams import NAMED, Event, Framing
-from server.parameters import Asked
-from server.pieces import Answer, Piece
-from server.values import BadRequest, flag, shown, text, wrong
+from polarlm.engine import Usage
+from polarlm.server.driver import Driver
+from polarlm.server.http.dialects._shared import arguments_of, items, json_text, members, read_own
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import About, Counting, Generation
+from polarlm.server.http.streams import NAMED, Event, Framing
+from polarlm.server.parameters import Asked
+from polarlm.server.pieces import Answer, Piece
+from polarlm.server.values import BadRequest, flag, shown, text, wrong
 
 PATHS = ("/v1/messages",)
 

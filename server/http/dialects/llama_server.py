@@ -9,17 +9,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine import SamplingParams
-from engine.requests.prompts import chat_text
-from server.driver import Driver
-from server.http.bodies import read_body
-from server.http.dialects._llama_answers import Completion, Infilling, error_body, generation_settings
-from server.http.errors import ApiError
-from server.http.generation import Counting, Generation
-from server.http.openai import OpenAI
-from server.http.shapes import CHAT
-from server.http.streams import while_there
-from server.parameters import Asked, read
+from polarlm.engine import SamplingParams
+from polarlm.engine.requests.prompts import chat_text
+from polarlm.server.driver import Driver
+from polarlm.server.http.bodies import read_body
+from polarlm.server.http.dialects._llama_answers import Completion, Infilling, error_body, generation_settings
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import Counting, Generation
+from polarlm.server.http.openai import OpenAI
+from polarlm.server.http.shapes import CHAT
+from polarlm.server.http.streams import while_there
+from polarlm.server.parameters import Asked, read
 
 __all__ = ["PATHS", "error_body", "routes"]
 

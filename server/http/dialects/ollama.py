@@ -13,20 +13,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine import Embedding, Usage
-from server.driver import Driver
-from server.http.bodies import read_body
-from server.http.dialects._ollama_model import ModelFacts
-from server.http.dialects._shared import arguments_of, items, json_text, members, read_own
-from server.http.embeddings import MOST_INPUTS
-from server.http.errors import ApiError
-from server.http.generation import About, Generation
-from server.http.logprobs import ChatLogprobs
-from server.http.streams import LINES, Event, Framing, while_there
-from server.parameters import Asked
-from server.pieces import Answer, Call, Piece
-from server.prompts import read_options, read_prompts
-from server.values import BadRequest, flag, text, wrong
+from polarlm.engine import Embedding, Usage
+from polarlm.server.driver import Driver
+from polarlm.server.http.bodies import read_body
+from polarlm.server.http.dialects._ollama_model import ModelFacts
+from polarlm.server.http.dialects._shared import arguments_of, items, json_text, members, read_own
+from polarlm.server.http.embeddings import MOST_INPUTS
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import About, Generation
+from polarlm.server.http.logprobs import ChatLogprobs
+from polarlm.server.http.streams import LINES, Event, Framing, while_there
+from polarlm.server.parameters import Asked
+from polarlm.server.pieces import Answer, Call, Piece
+from polarlm.server.prompts import read_options, read_prompts
+from polarlm.server.values import BadRequest, flag, text, wrong
 
 PATHS = ("/api",)
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from starlette.routing import Route
 
-from server.driver import Driver
-from server.http.dialects._response_events import ResponseWriter
-from server.http.dialects._shared import items, members, read_own
-from server.http.errors import ApiError
-from server.http.generation import About, Counting, Generation
-from server.http.logprobs import ChatLogprobs
-from server.http.streams import NAMED, Framing
-from server.parameters import Asked
-from server.values import BadRequest, flag, shown, text, wrong
+from polarlm.server.driver import Driver
+from polarlm.server.http.dialects._response_events import ResponseWriter
+from polarlm.server.http.dialects._shared import items, members, read_own
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import About, Counting, Generation
+from polarlm.server.http.logprobs import ChatLogprobs
+from polarlm.server.http.streams import NAMED, Framing
+from polarlm.server.parameters import Asked
+from polarlm.server.values import BadRequest, flag, shown, text, wrong
 
 PATHS = ("/v1/responses", "/responses")
 

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine import codecs
-from engine.backends.kv import CacheFormat, Place, SpanView
-from engine.backends.numpy.attention import LayerCache, Sides, read_blocks
-from engine.backends.numpy.ops import NumpyOps
-from engine.quantization.conditioning import centre
+from polarlm.engine import codecs
+from polarlm.engine.backends.kv import CacheFormat, Place, SpanView
+from polarlm.engine.backends.numpy.attention import LayerCache, Sides, read_blocks
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.quantization.conditioning import centre
 from tests.backends.native.levels import launcher
 
-from engine.backends.native.attention import AttentionOps  # isort: skip
-from engine.backends.native.cache import CacheOps
-from engine.backends.native.heads import PreparedTransform
-from engine.backends.native.target import Level
+from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
+from polarlm.engine.backends.native.cache import CacheOps
+from polarlm.engine.backends.native.heads import PreparedTransform
+from polarlm.engine.backends.native.target import Level
 
 SCALE = 0.3
 

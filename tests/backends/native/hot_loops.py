@@ -10,8 +10,8 @@ pytest.importorskip("llvmlite")
 
 import llvmlite.binding as llvm
 
-from engine.backends.native.compiler import Kernel, assembly
-from engine.backends.native.target import LEVELS, Level
+from polarlm.engine.backends.native.compiler import Kernel, assembly
+from polarlm.engine.backends.native.target import LEVELS, Level
 
 # Dot products of 4 bytes and of 2 words: the instructions that `byte_ops.dot4` and `dot2` exist for.
 OF_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddubsw" for level in LEVELS}

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
-from engine.backends.native.launch import Launcher
-from engine.backends.native.library import library
-from engine.backends.native.target import Level, levels
+from polarlm.engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.library import library
+from polarlm.engine.backends.native.target import Level, levels
 
 every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
 

@@ -13,23 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.kv import HeadTransform
-from engine.backends.numpy.attention import LayerCache
-from engine.backends.numpy.ops import NumpyOps
-from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import every_level, launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
 
-from engine.backends.native import codecs  # isort: skip
-from engine.backends.native.attention import AttentionOps
-from engine.backends.native.graphs import Graphs
-from engine.backends.native.heads import HeadOps
-from engine.backends.native.kernels.attention import Attention, attend
-from engine.backends.native.launch import CannotRecord
-from engine.backends.native.spans import StepTable
-from engine.backends.native.target import Level, best
+from polarlm.engine.backends.native import codecs  # isort: skip
+from polarlm.engine.backends.native.attention import AttentionOps
+from polarlm.engine.backends.native.graphs import Graphs
+from polarlm.engine.backends.native.heads import HeadOps
+from polarlm.engine.backends.native.kernels.attention import Attention, attend
+from polarlm.engine.backends.native.launch import CannotRecord
+from polarlm.engine.backends.native.spans import StepTable
+from polarlm.engine.backends.native.target import Level, best
 
 TYPES = [
     ("ring4", "ring3.5"),

@@ -10,8 +10,8 @@ from hypothesis.extra.numpy import arrays
 
 from tests.backends.native.levels import every_level, run
 
-from engine.backends.native.kernels.best import NONE, best_of_rows  # isort: skip
-from engine.backends.native.target import Level
+from polarlm.engine.backends.native.kernels.best import NONE, best_of_rows  # isort: skip
+from polarlm.engine.backends.native.target import Level
 
 FEW = st.integers(1, 3), st.integers(1, 100)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.backends.native.levels import every_level, run
 
-from engine.backends.native.byte_ops import (  # isort: skip
+from polarlm.engine.backends.native.byte_ops import (  # isort: skip
     PairTable,
     Table,
     join_words,
@@ -18,10 +18,10 @@ from engine.backends.native.byte_ops import (  # isort: skip
     pair_products,
     scaled_product,
 )
-from engine.backends.native.compiler import Kernel, assembly
-from engine.backends.native.emit import Emitter
-from engine.backends.native.target import Level
-from engine.backends.native.values import I8, I16, Value, vector
+from polarlm.engine.backends.native.compiler import Kernel, assembly
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.target import Level
+from polarlm.engine.backends.native.values import I8, I16, Value, vector
 
 _BYTES = vector(I8, 64)
 

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine import codecs
-from engine.backends.kv import CacheFormat, FilledBlocks, Place
-from engine.backends.native import codecs as tiles
-from engine.backends.native.cache import TileCache
-from engine.backends.native.ops import NativeOps
-from engine.backends.numpy.ops import NumpyOps
+from polarlm.engine import codecs
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.backends.native.cache import TileCache
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
 
 K, N, D = 2, 64, 64
 TYPES = [("ring4", "ring3.5"), ("ring5", "f16"), ("turbo3", "q4_0"), ("f16", "f16"), ("polarquant", "polarquant")]

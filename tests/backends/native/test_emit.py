@@ -8,11 +8,11 @@ import numpy as np
 
 from tests.backends.native.levels import every_level, run
 
-from engine.backends.native.compiler import Kernel  # isort: skip
-from engine.backends.native.emit import Emitter
-from engine.backends.native.float_ops import float_to_half, gather, gather_pairs
-from engine.backends.native.target import Level
-from engine.backends.native.values import F32, I16, I32, Value, vector
+from polarlm.engine.backends.native.compiler import Kernel  # isort: skip
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.float_ops import float_to_half, gather, gather_pairs
+from polarlm.engine.backends.native.target import Level
+from polarlm.engine.backends.native.values import F32, I16, I32, Value, vector
 
 
 @every_level

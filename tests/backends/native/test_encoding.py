@@ -9,22 +9,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine import codecs
-from engine.backends.kv import CacheFormat, FilledBlocks, Place
-from engine.codecs import NotFinite
-from engine.quantization.conditioning import read_mean
-from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
+from polarlm.engine import codecs
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.codecs import NotFinite
+from polarlm.engine.quantization.conditioning import read_mean
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import launcher
 
-from engine.backends.native import encoding  # isort: skip
-from engine.backends.native.cache import CacheOps, TileCache
-from engine.backends.native.encoding import EncodingOps
-from engine.backends.native.kernels.encode import encode
-from engine.backends.native.kernels.encode.unit import Encoding
-from engine.backends.native.target import Level, levels
-from engine.backends.numpy.attention import LayerCache
-from engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.native import encoding  # isort: skip
+from polarlm.engine.backends.native.cache import CacheOps, TileCache
+from polarlm.engine.backends.native.encoding import EncodingOps
+from polarlm.engine.backends.native.kernels.encode import encode
+from polarlm.engine.backends.native.kernels.encode.unit import Encoding
+from polarlm.engine.backends.native.target import Level, levels
+from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.ops import NumpyOps
 
 WITH_KERNELS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
 HEADS = 2

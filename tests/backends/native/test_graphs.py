@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native.graphs import Graphs
-from engine.backends.native.launch import Launcher
-from engine.backends.native.linear import LinearOps
-from engine.weight_formats import Linear
+from polarlm.engine.backends.native.graphs import Graphs
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.weight_formats import Linear
 from tests import weights
 
 

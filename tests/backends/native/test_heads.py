@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
-from engine.backends.numpy.ops import NumpyOps, apply_rope, rms_norm, rotate
-from engine.codecs import get
-from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
+from polarlm.engine.backends.numpy.ops import NumpyOps, apply_rope, rms_norm, rotate
+from polarlm.engine.codecs import get
+from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.levels import every_level, launcher
 
-from engine.backends.native.heads import HeadOps  # isort: skip
-from engine.backends.native.target import Level, best
+from polarlm.engine.backends.native.heads import HeadOps  # isort: skip
+from polarlm.engine.backends.native.target import Level, best
 
 ROTATIONS = {"none": None, "hadamard": signed_hadamard, "two-sided": twice_signed_hadamard, "dense": dense}
 ROWS = 5

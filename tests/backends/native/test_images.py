@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native import images
-from engine.backends.native.compiler import Kernel, Loaded, LoadedObject, compile_object
-from engine.backends.native.emit import Emitter
-from engine.backends.native.images import LoadedImage, link
-from engine.backends.native.target import Level, levels
-from engine.backends.native.values import I8, I32, Value, vector
+from polarlm.engine.backends.native import images
+from polarlm.engine.backends.native.compiler import Kernel, Loaded, LoadedObject, compile_object
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.images import LoadedImage, link
+from polarlm.engine.backends.native.target import Level, levels
+from polarlm.engine.backends.native.values import I8, I32, Value, vector
 from tests.backends.native.levels import Function, every_level
 
 if not images.AVAILABLE:

@@ -13,11 +13,11 @@ from llvmlite import ir
 from scripts import fit_exp
 from tests.backends.native.levels import every_level, loaded, run
 
-from engine.backends.native.byte_ops import Table, dot4, dot4_signed  # isort: skip
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import EXP_COEFFICIENTS, Emitter
-from engine.backends.native.target import LEVELS, Level
-from engine.backends.native.values import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Type, Value, vector
+from polarlm.engine.backends.native.byte_ops import Table, dot4, dot4_signed  # isort: skip
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import EXP_COEFFICIENTS, Emitter
+from polarlm.engine.backends.native.target import LEVELS, Level
+from polarlm.engine.backends.native.values import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Type, Value, vector
 
 TYPES: dict[Any, Type] = {
     np.dtype(name): kind

@@ -11,15 +11,15 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine import Engine, SamplingParams, assembly
-from engine.backends import select as selection
-from engine.backends.native import library, self_test, target
-from engine.backends.native.compiler import Kernel, compile_object
-from engine.backends.native.ops import NativeOps
-from engine.backends.native.target import LEVELS, VARIABLE, Level, levels
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.select import select
-from engine.errors import EngineError, KernelError
+from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine.backends import select as selection
+from polarlm.engine.backends.native import library, self_test, target
+from polarlm.engine.backends.native.compiler import Kernel, compile_object
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.native.target import LEVELS, VARIABLE, Level, levels
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.select import select
+from polarlm.engine.errors import EngineError, KernelError
 from tests.backends.native.levels import every_level
 from tests.test_bare_python import ROOT, run_without
 
@@ -45,7 +45,7 @@ def broken(monkeypatch: pytest.MonkeyPatch):
 
         monkeypatch.setattr(library, "compile_object", compiled)
         libraries = {level: library.Library(level, None) for level in LEVELS}
-        monkeypatch.setattr("engine.backends.native.launch.library", libraries.__getitem__)
+        monkeypatch.setattr("polarlm.engine.backends.native.launch.library", libraries.__getitem__)
 
     return fail
 
@@ -149,7 +149,7 @@ def test_every_level_passes(level: Level) -> None:
 def test_it_needs_no_package_that_takes_memory() -> None:
     """That of GGUF files, with all that it imports, is for those alone."""
     program = """
-from engine.backends.select import select
+from polarlm.engine.backends.select import select
 print(type(select("cpu", 1, compiled=True)[0]).__name__)
 """
     assert run_without(["gguf"], program) == "NativeOps\n"
@@ -165,7 +165,7 @@ def test_a_level_that_gives_wrong_results_is_passed_over(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(self_test, "dot4", wrong)
     libraries = {level: library.Library(level, None) for level in LEVELS}
-    monkeypatch.setattr("engine.backends.native.launch.library", libraries.__getitem__)
+    monkeypatch.setattr("polarlm.engine.backends.native.launch.library", libraries.__getitem__)
     ops, note = select("cpu", 1, compiled=True)
     assert isinstance(ops, NativeOps)
     assert levels()[-1].name in note
@@ -205,7 +205,7 @@ def test_a_broken_llvmlite_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, e
     def choose() -> None:
         raise error
 
-    monkeypatch.setattr("engine.backends.native.ops.choose", choose)
+    monkeypatch.setattr("polarlm.engine.backends.native.ops.choose", choose)
     assert_numpy_with_a_reason("no library" if str(error) else type(error).__name__)
 
 
@@ -230,7 +230,7 @@ def test_a_model_loads_with_numpy_where_its_kernels_fail(tiny_path: Path, monkey
         raise KernelError("The kernel product_x cannot be compiled for this CPU: no registers")
 
     self_test.choose()
-    monkeypatch.setattr("engine.backends.native.linear.LinearOps.load", load)
+    monkeypatch.setattr("polarlm.engine.backends.native.linear.LinearOps.load", load)
     said: list[str] = []
     with Engine.load(tiny_path, device="cpu", block_size=8, threads=1, verbose=said.append) as engine:
         answer = engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
@@ -244,8 +244,8 @@ def test_where_memory_must_not_be_executed_numpy_computes() -> None:
         pytest.skip("prctl is Linux's")
     program = """
 import ctypes, sys
-from engine.backends.select import select
-import engine.backends.native.ops
+from polarlm.engine.backends.select import select
+import polarlm.engine.backends.native.ops
 if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN
     sys.exit("prctl")
 ops, note = select("cpu", 1, compiled=True)

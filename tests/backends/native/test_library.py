@@ -17,16 +17,16 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native import compiler
-from engine.backends.native import library as module
-from engine.backends.native import object_cache as cache_module
-from engine.backends.native.compiler import Kernel, compile_object
-from engine.backends.native.emit import Emitter
-from engine.backends.native.library import Library
-from engine.backends.native.object_cache import ObjectCache, object_cache
-from engine.backends.native.target import levels
-from engine.backends.native.values import I64, Value
-from engine.errors import KernelError
+from polarlm.engine.backends.native import compiler
+from polarlm.engine.backends.native import library as module
+from polarlm.engine.backends.native import object_cache as cache_module
+from polarlm.engine.backends.native.compiler import Kernel, compile_object
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.library import Library
+from polarlm.engine.backends.native.object_cache import ObjectCache, object_cache
+from polarlm.engine.backends.native.target import levels
+from polarlm.engine.backends.native.values import I64, Value
+from polarlm.engine.errors import KernelError
 from tests.small_disk import small_disk
 from tests.test_bare_python import ROOT
 

@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native import library as library_module
-from engine.backends.native.compiler import Kernel, compile_object
-from engine.backends.native.kernels.product import rows_at_once
-from engine.backends.native.launch import Launcher
-from engine.backends.native.library import Library
-from engine.backends.native.linear import LinearOps
-from engine.backends.native.target import Level, best
-from engine.backends.numpy.ops import NumpyOps, rms_norm
-from engine.weight_formats import Linear
+from polarlm.engine.backends.native import library as library_module
+from polarlm.engine.backends.native.compiler import Kernel, compile_object
+from polarlm.engine.backends.native.kernels.product import rows_at_once
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.library import Library
+from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.target import Level, best
+from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
+from polarlm.engine.weight_formats import Linear
 from tests import weights
 
 

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native import images
-from model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm.engine.backends.native import images
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts.make_random_model import Shape, write
 from tests.random_model import tokenizer_file
 from tests.test_bare_python import ROOT
@@ -27,8 +27,8 @@ MIB = 1 << 20
 PROGRAM = """
 import json, re, sys, threading
 from pathlib import Path
-from engine.assembly import assemble, settle
-import engine.backends.native.ops
+from polarlm.engine.assembly import assemble, settle
+import polarlm.engine.backends.native.ops
 
 def memory():
     found = re.findall(r"^(\\w+):\\s*(\\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)

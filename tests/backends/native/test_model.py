@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from bench.quality.arithmetic import chunk_logits, step_logits
-from engine import Engine
-from engine.assembly import assemble, settle
-from engine.backends.native.ops import NativeOps
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops
+from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
+from polarlm.engine import Engine
+from polarlm.engine.assembly import assemble, settle
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
 from scripts.make_golden import answer
 from scripts.make_random_model import write
 from tests.bare import kl

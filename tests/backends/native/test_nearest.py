@@ -7,14 +7,14 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine import codecs
+from polarlm.engine import codecs
 from tests.backends.native.levels import every_level, run
 
-from engine.backends.native.compiler import Kernel  # isort: skip
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
-from engine.backends.native.target import Level
-from engine.backends.native.values import F32, Value, vector
+from polarlm.engine.backends.native.compiler import Kernel  # isort: skip
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
+from polarlm.engine.backends.native.target import Level
+from polarlm.engine.backends.native.values import F32, Value, vector
 
 
 @cache

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.backends.numpy.activations import ACTIVATIONS
-from engine.weight_formats import WeightFormat, available, get
+from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
 from tests.backends.native.levels import every_level, run
 
-from engine.backends.native import tiles  # isort: skip
-from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
-from engine.backends.native.kernels.dequantize import dequantize_rows
-from engine.backends.native.kernels.prefetch import NOTHING
-from engine.backends.native.kernels.product import Product, product, rows_at_once, units
-from engine.backends.native.target import Level
+from polarlm.engine.backends.native import tiles  # isort: skip
+from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
+from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
+from polarlm.engine.backends.native.kernels.prefetch import NOTHING
+from polarlm.engine.backends.native.kernels.product import Product, product, rows_at_once, units
+from polarlm.engine.backends.native.target import Level
 
 every_format = pytest.mark.parametrize("name", available())
 

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
-from engine.backends.numpy.attention import LayerCache, attend
-from engine.backends.numpy.ops import NumpyOps
-from engine.codecs import get
-from engine.codecs._rotation import dense, signed_hadamard
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
+from polarlm.engine.backends.numpy.attention import LayerCache, attend
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.codecs import get
+from polarlm.engine.codecs._rotation import dense, signed_hadamard
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import every_level, launcher
 
-from engine.backends.native import prompts  # isort: skip
-from engine.backends.native.cache import CacheOps  # isort: skip
-from engine.backends.native.heads import HeadOps  # isort: skip
-from engine.backends.native.kernels.prompts import Prompt  # isort: skip
-from engine.backends.native.kernels.prompts import attend as attend_kernel  # isort: skip
-from engine.backends.native.ops import NativeOps  # isort: skip
-from engine.backends.native.prompts import PromptOps  # isort: skip
-from engine.backends.native.target import Level, best
+from polarlm.engine.backends.native import prompts  # isort: skip
+from polarlm.engine.backends.native.cache import CacheOps  # isort: skip
+from polarlm.engine.backends.native.heads import HeadOps  # isort: skip
+from polarlm.engine.backends.native.kernels.prompts import Prompt  # isort: skip
+from polarlm.engine.backends.native.kernels.prompts import attend as attend_kernel  # isort: skip
+from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
+from polarlm.engine.backends.native.prompts import PromptOps  # isort: skip
+from polarlm.engine.backends.native.target import Level, best
 
 N = 32  # tokens of a block
 PLAIN = NumpyOps(1)

@@ -16,15 +16,15 @@ from tqdm import tqdm
 
 pytest.importorskip("llvmlite")
 
-from engine import Engine, SamplingParams, assembly, codecs
-from engine.backends.kv import CacheFormat, Place
-from engine.backends.native import launch as launch_module
-from engine.backends.native import library as library_module
-from engine.backends.native.compiler import Kernel, compile_object
-from engine.backends.native.library import Library
-from engine.backends.native.ops import NativeOps
-from engine.backends.native.target import best
-from engine.backends.select import select
+from polarlm.engine import Engine, SamplingParams, assembly, codecs
+from polarlm.engine.backends.kv import CacheFormat, Place
+from polarlm.engine.backends.native import launch as launch_module
+from polarlm.engine.backends.native import library as library_module
+from polarlm.engine.backends.native.compiler import Kernel, compile_object
+from polarlm.engine.backends.native.library import Library
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.native.target import best
+from polarlm.engine.backends.select import select
 from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.kv import Place, SpanView
-from engine.backends.native.spans import SpanHeader, StepTable, is_step
+from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.backends.native.spans import SpanHeader, StepTable, is_step
 
 
 def view(first: int, rows: int, position: int, blocks: int, following: tuple[int, ...] = (), n: int = 16) -> SpanView:

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native import images
-from model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm.engine.backends.native import images
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.random_model import random_model
 from tests.test_bare_python import ROOT
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not images.AVAILABLE, reason="LLVM links kernels
 PROGRAM = """
 import json, sys, threading
 from pathlib import Path
-from engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 
 answers, threads = [], []
 for cache_type in ("f16", "balanced"):

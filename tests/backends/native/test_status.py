@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine import Engine, SamplingParams, assembly
-from engine.backends.native import thread_count as counting
-from engine.backends.native.ops import NativeOps
-from engine.backends.native.target import best
-from engine.backends.native.thread_count import thread_count
-from engine.backends.numpy.cores import cores
-from engine.backends.select import select
-from engine.chat import session
+from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine.backends.native import thread_count as counting
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.native.target import best
+from polarlm.engine.backends.native.thread_count import thread_count
+from polarlm.engine.backends.numpy.cores import cores
+from polarlm.engine.backends.select import select
+from polarlm.engine.chat import session
 
 
 @pytest.fixture(autouse=True)

@@ -13,16 +13,16 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine import Engine, EngineError, SamplingParams
-from engine.backends.native import thread_count as counting
-from engine.backends.native import workers as working
-from engine.backends.native.ops import NativeOps
-from engine.backends.native.thread_count import allowed_cpus, core_count, cpu_quota, thread_count
-from engine.backends.native.workers import Workers
-from engine.backends.numpy import host_memory
-from engine.backends.numpy.cores import cores
-from engine.backends.numpy.thread_choice import VARIABLES
-from engine.outputs import Threads
+from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.native import thread_count as counting
+from polarlm.engine.backends.native import workers as working
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.native.thread_count import allowed_cpus, core_count, cpu_quota, thread_count
+from polarlm.engine.backends.native.workers import Workers
+from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.numpy.cores import cores
+from polarlm.engine.backends.numpy.thread_choice import VARIABLES
+from polarlm.engine.outputs import Threads
 from tests.backends.numpy.cgroup_tree import tree
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -167,7 +167,7 @@ needs_affinity = pytest.mark.skipif(
 def test_a_process_restricted_to_one_cpu_has_one_thread() -> None:
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from engine.backends.native.ops import NativeOps\n"
+        "from polarlm.engine.backends.native.ops import NativeOps\n"
         "for threads in (0, 3): print(NativeOps(threads).threads())"
     )
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}

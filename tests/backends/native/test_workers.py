@@ -20,12 +20,12 @@ import pytest
 from tests.backends.native.levels import loaded
 from tests.requests.test_forks import begun_in_child
 
-from engine.backends.native import run_tape  # isort: skip
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.target import best
-from engine.backends.native.values import I64, Value
-from engine.backends.native.workers import Launch, Tape, Workers, workers
+from polarlm.engine.backends.native import run_tape  # isort: skip
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.target import best
+from polarlm.engine.backends.native.values import I64, Value
+from polarlm.engine.backends.native.workers import Launch, Tape, Workers, workers
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 60  # seconds until a test that hangs fails

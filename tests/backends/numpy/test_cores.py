@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.backends.numpy.cores import Cores, cores
+from polarlm.engine.backends.numpy.cores import Cores, cores
 
 PATIENCE = 60
 

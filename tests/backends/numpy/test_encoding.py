@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.backends.kv import CacheFormat, FilledBlocks, Place
-from engine.backends.numpy import encoding
-from engine.backends.numpy.ops import NumpyOps
-from engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine import codecs
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.numpy import encoding
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 
 K, N, D = 2, 8, 16
 BLOCKS, SLOTS = (4, 0), (1, 2)

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from engine import Engine, EngineError, SamplingParams
-from engine.backends.numpy import host_memory
-from engine.backends.numpy.host_memory import cgroup_room
-from engine.backends.numpy.ops import NumpyOps
-from engine.kv.plan import plan_for_tokens
+from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.numpy.host_memory import cgroup_room
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.kv.plan import plan_for_tokens
 from tests.backends.numpy.cgroup_tree import tree
 from tests.tiny import CONTEXT
 
@@ -127,7 +127,7 @@ def test_weights_that_cannot_fit_are_not_read(
     tiny_path: Path, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.available = 100
-    monkeypatch.setattr("engine.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("polarlm.engine.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(EngineError, match="weights take"):
         Engine.load(tiny_path, device="cpu")
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import SamplingParams
-from engine.backends.numpy.cores import Cores, cores
-from engine.backends.numpy.ops import NumpyOps
-from engine.backends.numpy.thread_choice import _AGAIN, _AT_MOST, VARIABLES, StepThreads, ThreadChoice
-from engine.outputs import Threads
+from polarlm.engine import SamplingParams
+from polarlm.engine.backends.numpy.cores import Cores, cores
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.thread_choice import _AGAIN, _AT_MOST, VARIABLES, StepThreads, ThreadChoice
+from polarlm.engine.outputs import Threads
 from tests.backends.numpy.test_cores import Library
 from tests.tiny import load_tiny
 

@@ -18,10 +18,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from engine import codecs
-from engine.backends.native.emit import Emitter
-from engine.backends.native.values import Value
-from engine.codecs import Codec
+from polarlm.engine import codecs
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.values import Value
+from polarlm.engine.codecs import Codec
 
 MOST_QUERIES = 4  # that read a block together
 

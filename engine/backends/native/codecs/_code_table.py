@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.native.byte_ops import PairTable, Table
-from engine.backends.native.emit import Emitter
-from engine.backends.native.values import Value
+from polarlm.engine.backends.native.byte_ops import PairTable, Table
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.values import Value
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.backends.native.byte_ops import Table, dot4, lookup_in_lanes, pair_products, scaled_product
-from engine.backends.native.codecs._polar import (
+from polarlm.engine.backends.native.byte_ops import Table, dot4, lookup_in_lanes, pair_products, scaled_product
+from polarlm.engine.backends.native.codecs._polar import (
     COSINES,
     SINES,
     Order,
@@ -28,9 +28,9 @@ from engine.backends.native.codecs._polar import (
     interleaved,
     pair_factors,
 )
-from engine.backends.native.codecs.f16 import sums_at_once
-from engine.backends.native.emit import Emitter
-from engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.backends.native.codecs.f16 import sums_at_once
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _BYTES = vector(I8, 64)

@@ -23,15 +23,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.native.byte_ops import dot4
-from engine.backends.native.codecs._arrangement import Arrangement
-from engine.backends.native.codecs._code_table import CodeTable
-from engine.backends.native.codecs._decoding import emit_points
-from engine.backends.native.codecs._norms import emit_norms, emit_pack_norms
-from engine.backends.native.codecs._packing import Packing, side_by_side
-from engine.backends.native.codecs._products import PAIR_LANES, emit_products, quantize_weights, read_codes, store_query
-from engine.backends.native.emit import Emitter
-from engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.backends.native.byte_ops import dot4
+from polarlm.engine.backends.native.codecs._arrangement import Arrangement
+from polarlm.engine.backends.native.codecs._code_table import CodeTable
+from polarlm.engine.backends.native.codecs._decoding import emit_points
+from polarlm.engine.backends.native.codecs._norms import emit_norms, emit_pack_norms
+from polarlm.engine.backends.native.codecs._packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs._products import (
+    PAIR_LANES,
+    emit_products,
+    quantize_weights,
+    read_codes,
+    store_query,
+)
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 

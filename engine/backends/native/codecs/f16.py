@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.rotation import pieces
-from engine.backends.native.values import F32, I16, Value, vector
-from engine.codecs import Codec
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.backends.native.values import F32, I16, Value, vector
+from polarlm.engine.codecs import Codec
 
 _F16, _I16 = vector(F32, 16), vector(I16, 16)
 

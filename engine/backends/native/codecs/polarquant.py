@@ -6,9 +6,9 @@ its pair, which is the product of cosines and sines of the levels above the firs
 
 from __future__ import annotations
 
-from engine.backends.native.codecs._polar_keys import PolarKeys
-from engine.backends.native.codecs._polar_values import PolarValues
-from engine.codecs.polarquant import PolarQuant
+from polarlm.engine.backends.native.codecs._polar_keys import PolarKeys
+from polarlm.engine.backends.native.codecs._polar_values import PolarValues
+from polarlm.engine.codecs.polarquant import PolarQuant
 
 
 def keys(codec: PolarQuant, block_size: int, head_dim: int) -> PolarKeys | None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine.backends.native.codecs._code_table import CodeTable
-from engine.backends.native.codecs._tables import TableKeys, TableStore, TableValues
-from engine.codecs.ring import Ring, points_of
+from polarlm.engine.backends.native.codecs._code_table import CodeTable
+from polarlm.engine.backends.native.codecs._tables import TableKeys, TableStore, TableValues
+from polarlm.engine.codecs.ring import Ring, points_of
 
 
 def keys(codec: Ring, block_size: int, head_dim: int) -> TableKeys | None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine.backends.native.codecs._code_table import CodeTable
-from engine.backends.native.codecs._tables import TableKeys, TableStore, TableValues
-from engine.codecs._bits import unpack_row_of_sixes
-from engine.codecs.turbo import Turbo, levels_of
+from polarlm.engine.backends.native.codecs._code_table import CodeTable
+from polarlm.engine.backends.native.codecs._tables import TableKeys, TableStore, TableValues
+from polarlm.engine.codecs._bits import unpack_row_of_sixes
+from polarlm.engine.codecs.turbo import Turbo, levels_of
 
 
 def keys(codec: Turbo, block_size: int, head_dim: int) -> TableKeys | None:

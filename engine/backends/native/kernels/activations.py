@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.rows import inverse_rms, over_columns
-from engine.backends.native.values import F32, I16, Type, Value, vector
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
+from polarlm.engine.backends.native.values import F32, I16, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
 ROW_BYTES = 2 * GROUP + 16  # of a row's group

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels import full_blocks
-from engine.backends.native.kernels.partials import LOWEST, MIX, padded, partial_bytes
-from engine.backends.native.kernels.rotation import pieces
-from engine.backends.native.spans import FULL, HEADER, UNIT, SpanHeader
-from engine.backends.native.values import F32, I8, I16, I32, I64, Value, Variable, vector
+from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels import full_blocks
+from polarlm.engine.backends.native.kernels.partials import LOWEST, MIX, padded, partial_bytes
+from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.backends.native.spans import FULL, HEADER, UNIT, SpanHeader
+from polarlm.engine.backends.native.values import F32, I8, I16, I32, I64, Value, Variable, vector
 
 _F16 = vector(F32, 16)
 _TOKENS_AT_ONCE = 256  # of a step of the softmax, at least a block

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from engine.backends.native.codecs import DecodedTiles, KeyTiles, ValueTiles
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.rotation import pieces
-from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
+from polarlm.engine.backends.native.codecs import DecodedTiles, KeyTiles, ValueTiles
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from functools import cache
 
 import numpy as np
 
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
-from engine.backends.native.tiles import layout
-from engine.backends.native.values import F32, I32, I64, Value
-from engine.weight_formats import WeightFormat
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
+from polarlm.engine.backends.native.tiles import layout
+from polarlm.engine.backends.native.values import F32, I32, I64, Value
+from polarlm.engine.weight_formats import WeightFormat
 
 
 @cache

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
-from engine.backends.native.kernels.rows import inverse_rms
-from engine.backends.native.values import F32, I64, Value, vector
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
+from polarlm.engine.backends.native.kernels.rows import inverse_rms
+from polarlm.engine.backends.native.values import F32, I64, Value, vector
 
 _TOGETHER = 4  # vectors that are multiplied by a matrix
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from engine.backends.native.byte_ops import Table, dot2
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.activations import GROUP, ROW_BYTES
-from engine.backends.native.kernels.prefetch import STEPS, Prefetch
-from engine.backends.native.kernels.rows import gated
-from engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
-from engine.backends.native.tiles import TileLayout, layout
-from engine.backends.native.values import F32, I8, I16, I32, Value, vector
-from engine.weight_formats import WeightFormat
+from polarlm.engine.backends.native.byte_ops import Table, dot2
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.activations import GROUP, ROW_BYTES
+from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
+from polarlm.engine.backends.native.kernels.rows import gated
+from polarlm.engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
+from polarlm.engine.backends.native.tiles import TileLayout, layout
+from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.weight_formats import WeightFormat
 
 Size = TypeVar("Size", int, Value)
 

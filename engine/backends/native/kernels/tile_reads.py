@@ -5,10 +5,10 @@ lanes: 16 for all rows of a tile, 0 for one of them.
 
 from __future__ import annotations
 
-from engine.backends.native.emit import Emitter
-from engine.backends.native.tiles import TileLayout
-from engine.backends.native.values import F32, I8, I16, I32, Type, Value, vector
-from engine.weight_formats import WeightFormat
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.tiles import TileLayout
+from polarlm.engine.backends.native.values import F32, I8, I16, I32, Type, Value, vector
+from polarlm.engine.weight_formats import WeightFormat
 
 
 def _type(element: Type, lanes: int) -> Type:

@@ -8,13 +8,13 @@ pytest.importorskip("llvmlite")
 
 import numpy as np
 
-from engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.target import Level, levels
-from engine.backends.native.values import F32, Value, vector
-from engine.backends.native.workers import aligned
-from engine.codecs import Codec
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.target import Level, levels
+from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.backends.native.workers import aligned
+from polarlm.engine.codecs import Codec
 from tests.backends.native.levels import run
 
 # (head dim, block size, queries that read a block together)

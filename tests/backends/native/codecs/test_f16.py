@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import codecs
+from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import every_level
 
-from engine.backends.native import codecs as tiles  # isort: skip
-from engine.backends.native.target import Level
+from polarlm.engine.backends.native import codecs as tiles  # isort: skip
+from polarlm.engine.backends.native.target import Level
 
 CODEC = codecs.get("f16")
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine import codecs
-from engine.backends.native import codecs as tiles
+from polarlm.engine import codecs
+from polarlm.engine.backends.native import codecs as tiles
 
 
 def test_a_codec_without_a_module_has_no_tiles() -> None:

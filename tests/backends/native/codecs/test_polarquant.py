@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import codecs
-from engine.codecs.polarquant import CENTRES, level_count, unpack, upper_codes, upper_table
+from polarlm.engine import codecs
+from polarlm.engine.codecs.polarquant import CENTRES, level_count, unpack, upper_codes, upper_table
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
 from tests.backends.native.levels import every_level
 
-from engine.backends.native import codecs as tiles  # isort: skip
-from engine.backends.native.target import Level, levels
+from polarlm.engine.backends.native import codecs as tiles  # isort: skip
+from polarlm.engine.backends.native.target import Level, levels
 
 CODEC = codecs.get("polarquant")
 # (head dim, block size, queries that read a block together): four levels or three, and odd numbers of groups

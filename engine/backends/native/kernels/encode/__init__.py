@@ -15,15 +15,15 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 
 from __future__ import annotations
 
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.encode.load import ANY, load, measure
-from engine.backends.native.kernels.encode.norms import write_norms
-from engine.backends.native.kernels.encode.rounding import round_all_tokens, round_alone, write_codes
-from engine.backends.native.kernels.encode.skewed import round_skewed
-from engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, PackedTiles, Unit
-from engine.backends.native.values import F32, Value, vector
-from engine.quantization.encode import LARGEST
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
+from polarlm.engine.backends.native.kernels.encode.norms import write_norms
+from polarlm.engine.backends.native.kernels.encode.rounding import round_all_tokens, round_alone, write_codes
+from polarlm.engine.backends.native.kernels.encode.skewed import round_skewed
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, PackedTiles, Unit
+from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.quantization.encode import LARGEST
 
 
 def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:

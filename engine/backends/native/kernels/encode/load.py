@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.backends.native.emit import Emitter
-from engine.backends.native.float_ops import float_to_half
-from engine.backends.native.kernels.encode.unit import LANES, Unit
-from engine.backends.native.values import F32, I8, I32, Value, Variable, vector
-from engine.codecs._arrays import HALF_MAX
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.float_ops import float_to_half
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
+from polarlm.engine.backends.native.values import F32, I8, I32, Value, Variable, vector
+from polarlm.engine.codecs._arrays import HALF_MAX
 
 ANY = float(np.finfo(np.float32).max)
 """A limit that no finite value exceeds."""

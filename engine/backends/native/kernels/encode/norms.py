@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.encode.unit import LANES, Unit
-from engine.backends.native.values import F32, I32, Value, Variable, vector
-from engine.quantization.encode import TILT_RANGE
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
+from polarlm.engine.backends.native.values import F32, I32, Value, Variable, vector
+from polarlm.engine.quantization.encode import TILT_RANGE
 
 _F16 = vector(F32, LANES)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.backends.native.codecs._polar import PolarTiles
-from engine.backends.native.compiler import Kernel
-from engine.backends.native.emit import Emitter
-from engine.backends.native.float_ops import float_to_half
-from engine.backends.native.kernels.encode.load import ANY, load
-from engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, Unit
-from engine.backends.native.values import F32, I32, Value, vector
-from engine.codecs._arrays import HALF_MAX
-from engine.codecs.polarquant import TAN_SQUARED
+from polarlm.engine.backends.native.codecs._polar import PolarTiles
+from polarlm.engine.backends.native.compiler import Kernel
+from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.float_ops import float_to_half
+from polarlm.engine.backends.native.kernels.encode.load import ANY, load
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, Unit
+from polarlm.engine.backends.native.values import F32, I32, Value, vector
+from polarlm.engine.codecs._arrays import HALF_MAX
+from polarlm.engine.codecs.polarquant import TAN_SQUARED
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 

@@ -1,0 +1,65 @@
+"""PolarLM: a local inference engine whose KV cache is stored as polar codes.
+
+>>> from polarlm import Engine, SamplingParams  # doctest: +SKIP
+>>> with Engine.load("./llama3") as engine:  # doctest: +SKIP
+...     for chunk in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
+...         print(chunk.text, end="", flush=True)
+
+Everything of the project is imported below this name: `polarlm.engine`, `polarlm.server`, `polarlm.model_loaders`. In a
+checkout these are folders beside this one. The names of `polarlm.engine` are imported when they are first used, so that
+a module that needs none of them starts without it.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polarlm import aliases
+
+if not (Path(__file__).parent / "engine").is_dir():  # a checkout on a system without symbolic links
+    __path__.append(str(Path(__file__).resolve().parents[1]))
+
+aliases.install()
+
+if TYPE_CHECKING:
+    from polarlm.engine import (
+        CacheStats,
+        Chunk,
+        Completion,
+        Embedding,
+        Engine,
+        EngineConfig,
+        EngineError,
+        PromptOptions,
+        SamplingParams,
+        Score,
+        Session,
+        TokenLogprob,
+        Usage,
+    )
+
+__all__ = [
+    "CacheStats",
+    "Chunk",
+    "Completion",
+    "Embedding",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "PromptOptions",
+    "SamplingParams",
+    "Score",
+    "Session",
+    "TokenLogprob",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'polarlm' has no attribute {name!r}")
+    return getattr(import_module("polarlm.engine"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,79 @@
+"""The packages under their short names: `engine.kv` is the module `polarlm.engine.kv`, not a second one.
+
+A user's own module of such a name stays the user's: only imports that Python would take from this project are aliases.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+NAMES = ("bench", "engine", "model_loaders", "server")
+_ROOT = Path(__file__).resolve().parents[1]  # where this package lies, and those with short names beside it
+
+
+class _Alias(InspectLoader):
+    """Loads a module by returning the one of its full name."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self._spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return import_module(self._spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # importlib has replaced it by the alias's
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code, for `python -m`."""
+        return self._spec.loader.get_code(self._spec.name)  # type: ignore[union-attr]
+
+    def get_source(self, fullname: str) -> str | None:
+        return self._spec.loader.get_source(self._spec.name)  # type: ignore[union-attr]
+
+    def is_package(self, fullname: str) -> bool:
+        return self._spec.submodule_search_locations is not None
+
+
+class _Aliases(MetaPathFinder):
+    """Finds modules of this project by their short names."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        top = fullname.partition(".")[0]
+        if top not in NAMES:
+            return None
+        if path is None:
+            found = PathFinder.find_spec(top)
+            ours = found is not None and found.origin is not None and _is_ours(found.origin)
+        else:
+            ours = sys.modules.get(top) is sys.modules.get(f"polarlm.{top}")
+        spec = find_spec(f"polarlm.{fullname}") if ours else None
+        if spec is None:
+            return None
+        alias = ModuleSpec(fullname, _Alias(spec), origin=spec.origin)
+        alias.submodule_search_locations = spec.submodule_search_locations
+        alias.has_location = spec.has_location
+        return alias
+
+
+def install() -> None:
+    """Make short names aliases, those that are being imported as well."""
+    ours = [
+        name
+        for name in NAMES
+        if (module := sys.modules.get(name)) is not None and module.__file__ is not None and _is_ours(module.__file__)
+    ]
+    sys.meta_path.insert(0, _Aliases())
+    for name in ours:
+        sys.modules[name] = import_module(f"polarlm.{name}")
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).resolve().parents[1] == _ROOT
