@@ -52,13 +52,18 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         *(route for dialect in dialects() for route in dialect.routes(driver)),
         Route("/", page),
     ]
-    shapes = ErrorShapes({first: dialect.error_body for dialect in dialects() for first in dialect.PATHS})
+    shapes = error_shapes()
     errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
     return Starlette(
         routes=routes,
         middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
         exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: _no_response},
     )
+
+
+def error_shapes() -> ErrorShapes:
+    """The shapes of errors at the paths of every API."""
+    return ErrorShapes({first: dialect.error_body for dialect in dialects() for first in dialect.PATHS})
 
 
 def _with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Response]], **more: Any) -> list[Route]:

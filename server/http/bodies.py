@@ -15,8 +15,13 @@ _BODY_SECONDS = 30  # for all of a request's body to arrive
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
     """The JSON object that a request of at most `limit` bytes holds. Raises ApiError or BadRequest."""
+    return read_json(await read_bytes(request, limit))
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The body of a request, of at most `limit` bytes. Raises ApiError, or ClientDisconnect."""
     try:
-        return read_json(await asyncio.wait_for(_bytes(request, limit), _BODY_SECONDS))
+        return await asyncio.wait_for(_bytes(request, limit), _BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ApiError(
             408, f"The request did not arrive within {_BODY_SECONDS} seconds", "timeout", headers=CLOSE

@@ -1,0 +1,1 @@
+"""Programs that use PolarLM beside other software; nothing imports them."""

@@ -1,0 +1,380 @@
+"""The application of examples/ray_serve on a Ray of its own, with replicas of the tiny model whose steps are slow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm.server.listening import tcp_socket
+from tests.server.http_server import serving
+from tests.server.lines import PATIENCE, eventually
+from tests.tiny import load_tiny
+
+ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+serve = pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+
+from examples.ray_serve.app import EngineReplica, Ingress, Replica  # noqa: E402
+from examples.ray_serve.router import PrefixRouter  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+# Ray asks nobody, needs no token, and says little.
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+ALWAYS = {"temperature": 0, "ignore_eos": True}
+STEP_SECONDS = 0.02
+
+
+def slow_replica() -> type:
+    """A replica whose steps take their time, so that tests can do something while an answer comes.
+
+    The class is made here for Ray to send it to its processes, which need not import this module.
+    """
+
+    class SlowReplica(EngineReplica):
+        async def __init__(self, settings: dict[str, Any]) -> None:
+            from polarlm.engine.model.forward import Transformer
+
+            step = Transformer.step
+
+            def slow(*arguments: Any) -> Any:
+                time.sleep(STEP_SECONDS)
+                return step(*arguments)
+
+            Transformer.step = slow
+            await super().__init__(settings)
+
+    return SlowReplica
+
+
+@dataclass
+class Cluster:
+    """A running application, and a client of it."""
+
+    http: httpx.Client
+    settings: dict[str, Any]
+
+    def deploy(self, **options: Any) -> None:
+        """Start replicas with these options of a deployment; they take the place of those that are there."""
+        slow = Replica.options(func_or_class=slow_replica(), graceful_shutdown_wait_loop_s=0.2, **options)
+        serve.run(Ingress.bind(slow.bind(self.settings), 1 << 20), name="polarlm")
+
+    def ask(self, *turns: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+        """The response to a conversation: a user's and an assistant's messages in turns."""
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        response = self.http.post(path, json={"messages": messages, "max_tokens": 4, **ALWAYS, **more})
+        assert response.status_code == 200, response.text
+        return response
+
+    def conversations(self) -> dict[str, str]:
+        """For each replica, two at most, the first question of a conversation that it answers."""
+        found: dict[str, str] = {}
+        for number in range(100):
+            question = f"what about {number}"
+            found.setdefault(self.ask(question, max_tokens=1).headers["x-replica"], question)
+            if len(found) == 2:
+                break
+        return found
+
+    def outcomes(self, replica: str, outcome: str) -> float:
+        """How many requests of a replica have ended so. The replica is asked until it is the one that answers."""
+        for _ in range(1000):
+            response = self.http.get("/metrics")
+            if response.headers["x-replica"] == replica:
+                name = f'polarlm_requests_total{{outcome="{outcome}"}} '
+                return sum(float(line[len(name) :]) for line in response.text.splitlines() if line.startswith(name))
+        raise AssertionError("the replica is gone")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Iterator[Cluster]:
+    listener = tcp_socket("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    listener.close()
+    workers = {"PYTHONPATH": str(ROOT), CACHE_VARIABLE: str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,  # sockets need a short path
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http,
+    ):
+        for name, value in {**QUIET, "RAY_TMPDIR": folder}.items():
+            patch.setenv(name, value)
+        ray.init(
+            "local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": workers},
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        settings = {"weights": str(tiny_path), "no-calibration": True, "cache-type": "f16"}
+        found = Cluster(http, settings)
+        found.deploy(num_replicas=2)
+        yield found
+        serve.shutdown()
+        ray.shutdown()
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The events of a stream as they come; fails unless it ends as it should."""
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+    raise AssertionError("the stream has no end")
+
+
+# -- where requests go -------------------------------------------------------------------------------------------------
+
+
+def test_turns_of_a_conversation_meet_the_same_replica(cluster: Cluster) -> None:
+    conversations = cluster.conversations()
+    assert len(conversations) == 2
+    for replica, question in conversations.items():
+        turns = [question]
+        for _ in range(3):
+            response = cluster.ask(*turns)
+            assert response.headers["x-replica"] == replica
+            usage = response.json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] > (usage["prompt_tokens"] // 64 - 1) * 64
+            turns += [response.json()["choices"][0]["message"]["content"], "go on"]
+
+
+def test_more_requests_than_a_replica_should_have_go_to_the_next_one(cluster: Cluster) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = pool.map(lambda _: cluster.ask("the same question", max_tokens=20), range(20))
+        replicas = [answer.headers["x-replica"] for answer in answers]
+    assert len(set(replicas)) == 2
+
+
+class Name(NamedTuple):
+    """A replica's, as the router sees it."""
+
+    unique_id: str
+
+
+def order(key: str, names: str, requests: dict[str, int] | None = None) -> str:
+    """The replicas for a key, the best one first; requests: how many some of them have."""
+    router = object.__new__(PrefixRouter)
+    router._replica_queue_len_cache = {Name(name): number for name, number in (requests or {}).items()}
+    router.initialize_state(slack=3)
+    candidates = [SimpleNamespace(replica_id=Name(name)) for name in names]
+    ranks = asyncio.run(router.choose_replicas(candidates, SimpleNamespace(args=[key, {}, b""])))
+    return "".join(replica.replica_id.unique_id for (replica,) in ranks)
+
+
+def test_a_new_replica_takes_keys_from_others_and_moves_none_between_them() -> None:
+    before = {key: order(key, "abcd") for key in map(str, range(400))}
+    after = {key: order(key, "abecd") for key in before}
+    moved = [key for key in before if before[key][0] != after[key][0]]
+    assert {after[key][0] for key in moved} == {"e"}
+    assert 400 / 5 / 2 < len(moved) < 400 / 5 * 2
+    assert all(after[key].replace("e", "") == before[key] for key in before)
+    assert {first[0] for first in before.values()} == set("abcd")
+
+
+def test_a_replica_with_much_to_do_comes_after_others() -> None:
+    best, second, third = order("key", "abc")
+    assert order("key", "abc", {best: 5, second: 2, third: 2}) == best + second + third
+    assert order("key", "abc", {best: 6, second: 2, third: 3}) == second + third + best
+    assert order("", "abc", {"a": 2, "b": 1, "c": 3}) == "bac"
+    assert {order("", "ab") for _ in range(100)} == {"ab", "ba"}
+
+
+# -- what clients see --------------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "the end"}]
+REQUESTS: dict[str, tuple[str, str, Any]] = {
+    "chat": ("POST", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 9, **ALWAYS}),
+    "completion": ("POST", "/v1/completions", {"prompt": "the end", "max_tokens": 9, "logprobs": 2, **ALWAYS}),
+    "Messages": ("POST", "/v1/messages", {"messages": MESSAGES, "max_tokens": 9, "temperature": 0}),
+    "Responses": ("POST", "/v1/responses", {"input": "the end", "max_output_tokens": 9, "temperature": 0}),
+    "Ollama": ("POST", "/api/chat", {"messages": MESSAGES, "stream": False, "options": {"num_predict": 3, "seed": 1}}),
+    "llama-server": ("POST", "/completion", {"prompt": "the end", "n_predict": 9, "temperature": 0}),
+    "embedding": ("POST", "/v1/embeddings", {"input": "the end"}),
+    "tokens": ("POST", "/tokenize", {"content": "the end"}),
+    "page": ("GET", "/", None),
+    "a wrong field": ("POST", "/v1/chat/completions", {"messages": "x"}),
+    "a wrong field for Messages": ("POST", "/v1/messages", {"messages": MESSAGES, "max_tokens": "x"}),
+    "a wrong field for Ollama": ("POST", "/api/chat", {"messages": "x"}),
+    "no path": ("GET", "/v1/nothing", None),
+    "a wrong method": ("GET", "/v1/chat/completions", None),
+    "a long prompt": ("POST", "/v1/completions", {"prompt": "the end " * 200}),
+    "a long body": ("POST", "/v1/completions", {"prompt": "x" * (1 << 20)}),
+    "a long body for Messages": ("POST", "/v1/messages", {"messages": "x" * (1 << 20)}),
+    "no JSON": ("POST", "/v1/completions", b"{"),
+}
+CHANGES = {"id", "created", "created_at", "completed_at", "timings", "system_fingerprint", "usage"}
+CHANGES |= {"tokens_cached"}  # of the same prompt by another request
+
+
+def lasting(value: Any) -> Any:
+    """What is the same in every response to a request."""
+    if isinstance(value, dict):
+        kept = {name: one for name, one in value.items() if name not in CHANGES and "duration" not in name}
+        return {name: lasting(one) for name, one in kept.items()}
+    return [lasting(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_path: Path) -> Iterator[httpx.Client]:
+    """A client of a server without Ray."""
+    settings = {"device": "cpu", "threads": 1, "cache_type": "f16", "calibration": False}
+    with load_tiny(tiny_path, **settings) as engine, serving(engine) as running:
+        yield running.http
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_responses_are_those_of_a_server_without_ray(cluster: Cluster, plain: httpx.Client, name: str) -> None:
+    method, path, body = REQUESTS[name]
+    content = body if isinstance(body, bytes) or body is None else json.dumps(body)
+    headers = {"Content-Type": "application/json"} if method == "POST" else {}
+    here, there = (http.request(method, path, content=content, headers=headers) for http in (cluster.http, plain))
+    assert here.status_code == there.status_code
+    for header in ("content-type", "content-security-policy", "allow", "retry-after"):
+        assert here.headers.get(header) == there.headers.get(header)
+    if here.headers["content-type"] == "application/json":
+        assert lasting(here.json()) == lasting(there.json())
+    else:
+        assert here.content == there.content
+
+
+def test_streams_arrive_token_by_token(cluster: Cluster) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 40, "stream": True, **ALWAYS}
+    with cluster.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        times = [time.monotonic() for _ in events(response)]
+    assert times[-1] - times[0] > 0.8 * 38 * STEP_SECONDS  # a text may need two tokens
+    assert len({round(at / STEP_SECONDS) for at in times}) > 10
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_cancels_its_request(cluster: Cluster, stream: bool) -> None:
+    question = f"is {stream} known"
+    replica = cluster.ask(question, max_tokens=1).headers["x-replica"]
+    before = cluster.outcomes(replica, "cancelled")
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "stream": stream, **ALWAYS}
+    with httpx.Client(base_url=cluster.http.base_url, timeout=PATIENCE if stream else 1) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                next(events(response))
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body)
+    eventually(lambda: cluster.outcomes(replica, "cancelled") == before + 1)
+
+
+# -- replicas that come and go -----------------------------------------------------------------------------------------
+
+
+def test_both_replicas_work_at_once(cluster: Cluster) -> None:
+    streams = []
+    with ExitStack() as open_streams:
+        for question in cluster.conversations().values():
+            body = {"messages": [{"role": "user", "content": question}], "max_tokens": 60, "stream": True, **ALWAYS}
+            response = open_streams.enter_context(cluster.http.stream("POST", "/v1/chat/completions", json=body))
+            streams.append((response.headers["x-replica"], events(response)))
+        assert len({replica for replica, _ in streams}) == 2
+        begun = [next(stream) for _, stream in streams]
+        assert not any(event["choices"][0]["finish_reason"] for event in begun)
+        running = {replica: cluster_running(cluster, replica) for replica, _ in streams}
+        assert list(running.values()) == [1, 1]
+
+
+def cluster_running(cluster: Cluster, replica: str) -> int:
+    """How many requests take part in a replica's steps."""
+    for _ in range(1000):
+        response = cluster.http.get("/stats")
+        if response.headers["x-replica"] == replica:
+            return int(response.json()["running"])
+    raise AssertionError("the replica is gone")
+
+
+def kill(replica: str) -> None:
+    """End a replica's process at once."""
+    ray.kill(ray.get_actor(f"SERVE_REPLICA::polarlm#Replica#{replica}", namespace="serve"))
+
+
+def test_conversations_of_a_replica_that_dies_go_on_at_another(cluster: Cluster) -> None:
+    (dying, question), (other, _) = cluster.conversations().items()
+    answer = cluster.ask(question).json()["choices"][0]["message"]["content"]
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, **ALWAYS}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cluster.ask, question, max_tokens=150)
+        with cluster.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+            assert response.headers["x-replica"] == dying
+            stream = events(response)
+            next(stream)
+            kill(dying)
+            with pytest.raises((httpx.RemoteProtocolError, AssertionError)):  # a stream that has begun is lost
+                list(stream)
+        assert waiting.result().headers["x-replica"] == other  # a response that has not is not
+    assert cluster.ask(question, answer, "go on").headers["x-replica"] == other
+    eventually(lambda: dying not in (found := cluster.conversations()) and len(found) == 2)
+
+
+SCALING = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 1}
+SCALING |= {"metrics_interval_s": 0.2, "look_back_period_s": 1, "upscale_delay_s": 0.5, "downscale_delay_s": 0.5}
+
+
+def test_scaling_up_and_down_loses_no_request(cluster: Cluster) -> None:
+    """The new application takes the place of the old one; it then grows with the number of clients, and shrinks."""
+    left, answers = [threading.Event() for _ in range(5)], []
+
+    def client(number: int) -> None:
+        """Asks until it has left."""
+        while not left[number].is_set():
+            messages = [{"role": "user", "content": f"client {number} asks {len(answers)}"}]
+            body = {"messages": messages, "max_tokens": 30, "stream": number % 2 == 0, **ALWAYS}
+            with cluster.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                assert response.status_code == 200, response.read()
+                if number % 2:
+                    assert json.loads(response.read())["usage"]["completion_tokens"] == 30
+                else:
+                    *_, last = events(response)
+                    assert last["choices"][0]["finish_reason"] == "length"
+            answers.append(response.headers["x-replica"])
+
+    with ThreadPoolExecutor(len(left)) as pool:
+        clients = [pool.submit(client, number) for number in range(len(left))]
+        try:
+            cluster.deploy(autoscaling_config=SCALING)
+            eventually(lambda: running_replicas() == 3 or any(one.done() for one in clients))
+            for one in left[1:]:
+                one.set()
+            eventually(lambda: running_replicas() == 1 or clients[0].done())
+            count = len(answers)
+            eventually(lambda: len(answers) > count + 1 or clients[0].done())
+        finally:
+            for one in left:
+                one.set()
+        for one in clients:
+            one.result()
+    assert len(set(answers)) >= 2 + 3
+
+
+def running_replicas() -> int:
+    """How many replicas there are, without those that start or end."""
+    states = serve.status().applications["polarlm"].deployments["Replica"].replica_states
+    return states.get("RUNNING", 0) if set(states) == {"RUNNING"} else 0
