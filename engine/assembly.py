@@ -24,6 +24,7 @@ from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.kv import cache_types
 from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens, format_bytes, parse_size
 from polarlm.engine.kv.store import KVStore, Metrics
+from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.magnitudes import Variances, variances
 from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_rows
@@ -90,6 +91,14 @@ def _check_values(config: EngineConfig) -> None:
         raise _wrong("parallel", config, "give the number of requests to compute at a time, 1 or more")
     if not 0 < config.prefill_share < 1:
         raise _wrong("prefill_share", config, "give a number between 0 and 1, such as 0.5")
+    if config.spec_type not in DRAFTS:
+        raise _wrong("spec_type", config, f"choose from {', '.join(DRAFTS)}")
+    if not 0 <= config.draft_max <= MOST_DRAFTED:
+        raise _wrong("draft_max", config, f"give the most tokens of a draft, 0 to {MOST_DRAFTED}")
+    if not 0 <= config.draft_min <= config.draft_max:
+        raise _wrong("draft_min", config, f"give the fewest tokens of a draft, 0 to draft_max ({config.draft_max})")
+    if config.spec_ngram_size_n < 1:
+        raise _wrong("spec_ngram_size_n", config, "give the number of newest tokens to look for, 1 or more")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     if config.kv_memory is not None:

@@ -99,6 +99,18 @@ class EngineConfig:
         metavar="SHARE",
         help="share of the time for prefill while answers are generated, between 0 and 1",
     )
+    spec_type: str = setting(
+        "none",
+        "--spec-type",
+        choices=limits.DRAFTS,
+        help="draft tokens and verify several in one step: ngram-simple drafts what followed the last place where the "
+        "newest tokens stood before",
+    )
+    draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
+    draft_min: int = setting(0, "--draft-min", metavar="N", help="fewest tokens of a draft; shorter ones are dropped")
+    spec_ngram_size_n: int = setting(
+        4, "--spec-ngram-size-n", metavar="N", help="newest tokens that ngram-simple looks for"
+    )
     kept_sequences: int = setting(
         4,
         help="finished sequences that the store has full-precision blocks for; 0 turns the prefix cache off",
@@ -203,6 +215,9 @@ class SamplingParams:
     regex: str | None = setting(None, help="the answer matches this regular expression as a whole; extra json")
 
     shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
+    spec_type: str | None = setting(None, help="none or ngram-simple, in place of the engine's")
+    draft_max: int | None = setting(None, help="most tokens of a draft, in place of the engine's; 0 drafts none")
+    draft_min: int | None = setting(None, help="fewest tokens of a draft, in place of the engine's")
 
     def __post_init__(self) -> None:
         limits.check(limits.SAMPLING, vars(self))

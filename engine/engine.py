@@ -17,6 +17,7 @@ from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.model import score
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
 from polarlm.engine.requests.answers import Answers
+from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
@@ -36,20 +37,18 @@ class Engine:
     """A loaded model with its KV store. May be shared by threads; requests are served in order of arrival."""
 
     def __init__(self, parts: assembly.Parts):
-        self.config = parts.config
-        self.model = parts.source
-        self.context = parts.plan.tokens
-        self.cache_shape = parts.plan.shape
+        self.config, self.model = parts.config, parts.source
+        self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
         self._parts = parts
         self._fit_line = assembly.fit_line(parts)
-        self._model = parts.model
-        self._store = parts.model.store
+        self._model, self._store = parts.model, parts.model.store
         self._identity = sessions.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
         self._prefixes = PrefixCache(self._store, json.dumps(self._identity).encode(), enabled=keeps)
         self.watch_blocks = self._prefixes.watch  # for servers: before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
-        self._runner = Runner(parts.model, self._prefixes, self._scheduler)
+        self._drafting = Drafting(parts.config, parts.source.vocabulary.stop)
+        self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting.seconds)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         self._answers = Answers(parts.source, enabled=keeps)
         self.keep_answer = self._answers.keep_message  # for servers, which parse answers
@@ -246,7 +245,8 @@ class Engine:
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
-        more |= {"answers": self._answers, "constraint": self._grammars.constraint(params, more.pop("constraint"))}
+        more |= {"answers": self._answers, "drafting": self._drafting}
+        more |= {"constraint": self._grammars.constraint(params, more.pop("constraint"))}
         return Request.create(prompt, params, options, self.model, self.context, **more)
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:

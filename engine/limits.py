@@ -10,6 +10,8 @@ from polarlm.engine.errors import EngineError, shown
 
 PENALTY_WINDOW = 64  # most last tokens, prompt included, that the penalties look at
 MOST_LOGPROBS = 20  # most tokens that log-probabilities can be requested for at each position
+DRAFTS = ("none", "ngram-simple")  # kinds of drafts
+MOST_DRAFTED = 15  # tokens of a draft: one fewer than a step has rows of a sequence
 _ROLES = ("system", "user", "assistant", "tool")  # that templates know
 _MAX_BIAS = 1e6  # far below the overflow of float32 logits
 
@@ -87,6 +89,15 @@ SAMPLING: Limits = {
     ),
     "grammar": (lambda value: value is None or isinstance(value, str), "the text of a grammar"),
     "regex": (lambda value: value is None or isinstance(value, str), "a regular expression"),
+    "spec_type": (lambda value: value is None or value in DRAFTS, f"None, or one of {', '.join(DRAFTS)}"),
+    "draft_max": (
+        lambda value: value is None or _whole(value, 0, MOST_DRAFTED),
+        f"None, or a whole number from 0 to {MOST_DRAFTED}",
+    ),
+    "draft_min": (
+        lambda value: value is None or _whole(value, 0, MOST_DRAFTED),
+        f"None, or a whole number from 0 to {MOST_DRAFTED}",
+    ),
 }
 
 CONSTRAINTS = ("schema", "grammar", "regex")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
-
-import numpy as np
 
 from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
@@ -19,21 +17,16 @@ from polarlm.engine.kv.store import SequenceKV, Span
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers
+from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
+from polarlm.engine.requests.draws import Draws
 from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
 from polarlm.engine.requests.scheduler import TokenSequence
-from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
+from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
-from polarlm.engine.sampling.dry import Dry
-from polarlm.engine.sampling.sample import NEWEST, Draw, Sampled, Sampling, resolve
+from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
-_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
-
-
-def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes of a token's text; for a control token, those of its name."""
-    return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
 
 @dataclass(frozen=True)
@@ -91,6 +84,7 @@ class Request:
     wants_progress: bool = False
     keep: Callable[[Sequence[int]], None] | None = None  # remembers the answer's ids
     constraint: Constraint | None = None
+    drafts: Drafts | None = None  # never beside a constraint or DRY
     kv: SequenceKV | None = None
     prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before the prefix is matched
@@ -107,6 +101,7 @@ class Request:
         context: int,
         *,
         answers: Answers,
+        drafting: Drafting,
         outbox: Outbox,
         wants_progress: bool,
         constraint: Constraint | None = None,
@@ -123,7 +118,7 @@ class Request:
             keep = None if question is None else partial(answers.keep, question)
         room = context - len(ids)
         most = room if params.max_tokens < 0 else min(params.max_tokens, room)
-        return cls(
+        request = cls(
             TokenSequence(tuple(ids), most),
             params,
             sampling,
@@ -140,21 +135,17 @@ class Request:
             keep,
             constraint,
         )
+        if request.draws.reach_ahead:
+            request.drafts = drafting.drafts(ids, params)
+        return request
 
     def __post_init__(self) -> None:
-        self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
         self._stop_filter = StopFilter(self.params.stop)
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._end_ids |= self.tokenizer.eos_ids
-        bans = {token: -math.inf for token in self._end_ids if token in self.vocabulary}
-        self._sampling_without_ends = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
-        self._mask: np.ndarray | None = None  # of the next token, where `_has_mask`; None if all may come
-        self._has_mask = self.constraint is None
-        self._dry: Dry | None = None
-        if self.sampling.is_dry:
-            self._dry = Dry(self.sampling, partial(_token_text, self.tokenizer), len(self.sequence.prompt))
-            self._dry.read(self.sequence.ids)  # here, outside the engine's lock
+        more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
+        self.draws = Draws(self.sequence, self.params, self.sampling, *more)
 
     def record_prefix_hit(self, length: int) -> None:
         """Record the length of the prefix hit, which is fixed once the first token exists."""
@@ -203,39 +194,24 @@ class Request:
     @property
     def draws_ahead(self) -> bool:
         """Whether the token of such a step can be drawn before the last one's token is known."""
-        return self.constraint is None and self._dry is None and self.begins_ahead
+        return self.draws.reach_ahead and self.begins_ahead
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether tokens may be drafted behind the next one, which is not known yet."""
+        return self.drafts is not None and self.drafts.is_ready(self.sequence.ids)
+
+    def draft(self, rows: int, batch: Batch) -> Sequence[int]:
+        """Tokens to verify in a step of `batch` that has room for so many rows of this request, the newest included."""
+        if self.drafts is None:
+            return ()
+        left = self.sequence.max_tokens - self.sequence.generated  # the last one has no row
+        return self.drafts.draft(self.sequence.ids, min(rows, left) - 1, batch)
 
     @property
     def expects_more(self) -> bool:
         """Whether more tokens may follow the next one."""
         return not self.sequence.finished and self.sequence.generated + 1 < self.sequence.max_tokens
-
-    def draw(self, *, ahead: bool = False) -> Draw:
-        """How to draw the next token. Raises whatever the constraint raises.
-
-        ahead: how to draw the one behind that, which is not known yet.
-        """
-        window = self.params.repeat_last_n
-        recent = self.sequence.ids[max(0, len(self.sequence.ids) + ahead - window) :]
-        if ahead and window:
-            recent.append(NEWEST)
-        dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
-        may_end = self.sequence.generated + ahead >= self.params.min_tokens
-        sampling = self.sampling if may_end else self._sampling_without_ends
-        vocabulary, allowed = self.vocabulary.stop, self._allowed()
-        return Draw(sampling, recent, self._rng.random(), vocabulary, self.params.logprobs, dry, allowed)
-
-    @property
-    def no_draw(self) -> Draw:
-        """The draw of a row whose next token is known: its result says only whether the row's logits are finite."""
-        return Draw(_GREEDY, (), 0.0, self.vocabulary.stop)
-
-    def _allowed(self) -> np.ndarray | None:
-        """The constraint's mask of the next token, which it is asked for once; None if all may come."""
-        if not self._has_mask and self.constraint is not None:
-            mask = self.constraint.allowed()
-            self._mask, self._has_mask = None if mask is None else checked_mask(mask, self.vocabulary.stop), True
-        return self._mask
 
     def take(self, sampled: Sampled) -> None:
         """Append the sampled token and emit its text, finish the request, or fail it with a sampling error.
@@ -251,21 +227,26 @@ class Request:
             return
         self._take(sampled)
         try:
-            while not self.sequence.finished and (token := self._only_token()) is not None:
-                self._rng.random()  # as the token's draw would, so that later draws are the same
+            while not self.sequence.finished and (token := self.draws.only_token()) is not None:
                 self._take(token)
         except Exception as error:  # of the constraint; the other requests of the step go on
             self.fail(error)
 
-    def _only_token(self) -> int | None:
-        """The next token where the constraint allows one only; None where a draw chooses it, or finds that none may."""
-        if self.constraint is None or self.params.logprobs is not None:
-            return None
-        mask = self._allowed()
-        token = None if mask is None else only_token(mask, self.vocabulary.stop)
-        may_end = self.sequence.generated >= self.params.min_tokens
-        sampling = self.sampling if may_end else self._sampling_without_ends
-        return None if token is None or sampling.logit_bias.get(token) == -math.inf else token
+    def take_verified(self, drafted: Sequence[int], sampled: Iterable[Sampled]) -> int:
+        """Take the sampled tokens as far as drafted ones are right → the number of these whose K/V are kept.
+
+        sampled: the token behind the newest one, and those behind the drafted ones. As in steps of one token, the last
+        one that is taken has no K/V.
+        """
+        assert self.drafts is not None
+        right = 0
+        for token, guess in zip_longest(sampled, drafted):
+            self.take(token)
+            if self.sequence.finished or self.sequence.ids[-1] != guess:
+                break
+            right += 1
+        self.drafts.verified(self.sequence.ids, len(drafted), right)
+        return right
 
     def _take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         sequence = self.sequence
@@ -274,7 +255,8 @@ class Request:
             return
         self.clock.lap()  # usage counts the time of a step only if the step gives a token
         sequence.ids.append(token)
-        self._has_mask, complete = self.constraint is None, False
+        self.draws.went_on()
+        complete = False
         if self.constraint is not None:
             try:
                 self.constraint.accept(token)
@@ -309,6 +291,13 @@ class Request:
         self.damaged = isinstance(error, EngineError) and error.code == "model_damaged"
         self.sequence.finish_reason = "error"
         self.outbox.append(error)
+
+    def damage(self, error: EngineError | None) -> None:
+        """Fail because stored K/V are damaged, if there is an error; an answer that has ended stays as it is."""
+        if error is not None and self.sequence.finished:
+            self.damaged = True
+        elif error is not None:
+            self.fail(error)
 
     def report_progress(self, layers: int) -> None:
         """Emit the prefill's progress, unless a preempted request recomputes a prompt that it has begun to answer."""

@@ -13,6 +13,7 @@ from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.outputs import Status
+from polarlm.engine.requests.drafts import StepSeconds
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
@@ -30,12 +31,13 @@ class StoredSequence:
 class Runner:
     """All queued and running requests, and the unit of work that comes next. The caller holds the engine's lock."""
 
-    def __init__(self, model: Transformer, prefixes: PrefixCache, scheduler: Scheduler):
+    def __init__(self, model: Transformer, prefixes: PrefixCache, scheduler: Scheduler, seconds: StepSeconds):
+        """seconds: see `Steps`."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler = scheduler
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
-        self._steps = Steps(model, prefixes, scheduler, self._preempt)
+        self._steps = Steps(model, prefixes, scheduler, self._preempt, seconds)
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -197,6 +199,6 @@ class Runner:
                 request.clock.lap()
                 request.finish("length")
             else:
-                (sampled,) = self._model.choose(end.value, [request.draw()])
+                (sampled,) = self._model.choose(end.value, [request.draws.next()])
                 request.clock.lap()
                 request.take(sampled)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine.errors import EngineError
@@ -11,9 +12,10 @@ from polarlm.engine.kv.blocks import OutOfBlocks
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import Span
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.requests.drafts import Batch, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler
-from polarlm.engine.sampling.sample import Draw, Fetch
+from polarlm.engine.sampling.sample import NEWEST, Draw, Fetch, Sampled
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class _Step:
     """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token.
 
     fetch: the token of each request; None while `logits` wait for their draws, which wait for the last step's tokens.
-    known: requests whose next token is known already, and whose rows are only computed.
+    known: requests whose next token is known already, and whose rows are only computed. drafted: the drafted tokens of
+    requests that have any; `sampled` are then those behind each of their rows, from that of the newest token on.
     """
 
     requests: Sequence[Request]
@@ -29,17 +32,25 @@ class _Step:
     fetch: Fetch | None
     known: Collection[Request] = ()
     logits: Any = None
+    drafted: Mapping[Request, Sequence[int]] = field(default_factory=dict)
+    sampled: Mapping[Request, Sequence[Sampled]] = field(default_factory=dict)
 
 
 class Steps:
     """The steps of a `Runner`, whose caller holds the engine's lock."""
 
     def __init__(
-        self, model: Transformer, prefixes: PrefixCache, scheduler: Scheduler, preempt: Callable[[], bool]
+        self,
+        model: Transformer,
+        prefixes: PrefixCache,
+        scheduler: Scheduler,
+        preempt: Callable[[], bool],
+        seconds: StepSeconds,
     ) -> None:
-        """preempt: takes the youngest request's blocks away; False if only one computes."""
+        """preempt: takes the youngest request's blocks away; False if only one computes. seconds: gets those of steps
+        with requests that may draft."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._preempt = scheduler, preempt
+        self._scheduler, self._preempt, self._seconds = scheduler, preempt, seconds
         self._begun: _Step | None = None  # the step behind the last one whose tokens were taken
 
     @property
@@ -56,15 +67,18 @@ class Steps:
     def run(self, requests: Sequence[Request]) -> None:
         """Run a step: feed the newest token of each request, oldest request first, and take the next one.
 
-        Where every request allows it, the step after that begins first, with the tokens as they are on the device, so
-        that it is computed while these are taken, and the masks of constraints found. It is the next unit of work.
+        Drafted tokens that are right are taken with it. Where every request allows it, the step after that begins
+        first, with the tokens as they are on the device, so that it is computed while these are taken, and the masks of
+        constraints found. It is the next unit of work.
         """
+        started = time.perf_counter()
         step, self._begun = self._begun or self._begin(requests), None
         if step is None:
             return
         try:
             fetch, known = (step.fetch, step.known) if step.fetch is not None else self._draw(step)
-            damaged = self._store.commit_steps(list(step.spans.values()))
+            kept = [self._take_verified(step, request) for request in step.spans] if step.drafted else None
+            damaged = self._store.commit_steps(list(step.spans.values()), kept)
         except BaseException:
             for span in step.spans.values():
                 self._store.abort(span)
@@ -77,8 +91,21 @@ class Steps:
         finally:  # an error in the next step takes no token of this one
             for request, token in zip(step.requests, fetch.wait(), strict=True):
                 result = found.get(request, token)
-                if request in step.spans and (request not in known or isinstance(result, EngineError)):
+                if request in step.drafted:
+                    request.damage(found.get(request))
+                elif request in step.spans and (request not in known or isinstance(result, EngineError)):
                     request.take(result)
+        if any(request.drafts is not None for request in step.requests):
+            rows = sum(span.count for span in step.spans.values())
+            self._seconds.record(rows, time.perf_counter() - started)
+
+    @staticmethod
+    def _take_verified(step: _Step, request: Request) -> int | None:
+        """Take what a step of drafted tokens gives a request → how many rows are kept; None for all of one without."""
+        drafted = step.drafted.get(request)
+        if drafted is None:
+            return None
+        return step.spans[request].count - len(drafted) + request.take_verified(drafted, step.sampled[request])
 
     def _begin(self, requests: Sequence[Request]) -> _Step | None:
         """Begin a step of `requests`, except those that are preempted for it or fail; None if none is left."""
@@ -87,23 +114,30 @@ class Steps:
         draws: list[Draw] = []
         ends: list[int] = []  # rows before the end of each span
         known: set[Request] = set()
+        drafted: dict[Request, Sequence[int]] = {}
+        batch = Batch(len(requests))
         try:
             for request in requests:
-                span = self._open(request)
+                guesses = () if request.drafts is None else self._draft(request, batch)
+                span = self._open(request, len(guesses))
                 if span is None:
                     continue
                 spans[request] = span
-                stop = span.start + span.count
-                if stop < len(request.sequence.ids):
+                stop, present = span.start + span.count, len(request.sequence.ids)
+                if stop < present:
                     known.add(request)
                 try:
-                    last = request.no_draw if request in known else request.draw()
+                    last = request.draws.none if request in known else request.draws.next()
                 except Exception as error:  # from the request's constraint
                     self._store.abort(spans.pop(request))
                     request.fail(error)
                     continue
                 ids += request.sequence.ids[span.start : stop]
-                draws += [*[request.no_draw] * (span.count - 1), last]
+                draws += [*[request.draws.none] * (min(stop, present) - span.start - 1), last]
+                if stop > present:
+                    drafted[request] = guesses
+                    ids += guesses
+                    draws += [request.draws.next(guesses[:count]) for count in range(1, len(guesses) + 1)]
                 ends.append(len(ids))
             if not spans:
                 return None
@@ -113,23 +147,31 @@ class Steps:
             rows = self._model.step(list(spans.values()), ids, draws)
             own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
             tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
-            return _Step([*spans], spans, Fetch(None, lambda: tokens), known)
+            sampled = dict(zip(spans, own, strict=True)) if drafted else {}
+            return _Step([*spans], spans, Fetch(None, lambda: tokens), known, drafted=drafted, sampled=sampled)
         except BaseException:
             for span in spans.values():
                 self._store.abort(span)
             raise
+
+    def _draft(self, request: Request, batch: Batch) -> Sequence[int]:
+        """Tokens to verify behind the newest one, as many as go into the current block with it."""
+        if request.kv is None:  # it was preempted for this step
+            return ()
+        missing = len(request.sequence.ids) - request.kv.length
+        return request.draft(self._store.rows_of_block(request.kv) - missing + 1, batch)
 
     def _draw(self, step: _Step) -> tuple[Fetch, Collection[Request]]:
         """Draw the tokens of a step whose rows have begun, and return the requests whose next token is known."""
         draws: list[Draw] = []
         known: set[Request] = set()
         for request in step.requests:
-            draw = request.no_draw
+            draw = request.draws.none
             if request in step.spans and len(request.sequence.ids) > step.spans[request].start + 1:
                 known.add(request)
             elif request in step.spans:
                 try:
-                    draw = request.draw()
+                    draw = request.draws.next()
                 except Exception as error:  # from the request's constraint
                     self._store.abort(step.spans.pop(request))
                     request.fail(error)
@@ -141,6 +183,8 @@ class Steps:
         requests = step.requests
         if fetch.ids is None or known or self._scheduler.has_prefill:
             return None
+        if any(request.may_draft for request in requests):
+            return None
         if not all(request.expects_more for request in requests):  # as none that has left the step does
             return None
         spans: dict[Request, Span] = {}
@@ -150,7 +194,7 @@ class Steps:
                 spans[request] = self._store.open_step(request.kv)
             if not all(request.draws_ahead for request in requests):
                 return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
-            draws = [request.draw(ahead=True) for request in requests]
+            draws = [request.draws.next((NEWEST,)) for request in requests]
             return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, draws))
         except BaseException as error:
             for span in spans.values():
@@ -159,19 +203,22 @@ class Steps:
                 raise
             return None
 
-    def _open(self, request: Request) -> Span | None:
-        """A span of the newest token, for which younger requests may be preempted.
+    def _open(self, request: Request, drafted: int) -> Span | None:
+        """A span of the newest token, for which younger requests may be preempted, and of `drafted` ones behind it.
 
         With tokens before it that no step has computed: as many of all of them as go into a step and into the current
-        block, so that each attends to the codes that it would attend to in a step of its own. None if the request was
-        preempted itself, or finishes because it runs alone and there is no room.
+        block, so that each attends to the codes that it would attend to in a step of its own. Without the drafted ones
+        where they need a block more. None if the request was preempted itself, or finishes because it runs alone and
+        there is no room.
         """
         while request.kv is not None:
             missing = len(request.sequence.ids) - request.kv.length
             try:
-                return self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
+                return self._store.open_step(request.kv, min(missing + drafted, self._store.rows_of_block(request.kv)))
             except OutOfBlocks:
-                if not self._preempt():
+                if drafted:
+                    drafted = 0
+                elif not self._preempt():
                     request.finish("length")
                     return None
         return None

@@ -13,7 +13,7 @@ import pytest
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.outputs import Chunk, Completion, fold
-from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.draws import Draws
 from tests.sampling.constrained import InTurn
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
 
@@ -53,7 +53,7 @@ def in_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], A
 
     def call(work: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(Request, "_only_token", lambda request: None)
+            patch.setattr(Draws, "only_token", lambda draws: None)
             return work()
 
     return call

@@ -1,0 +1,105 @@
+"""How the next tokens of a request are drawn: its sampling parameters, random numbers, DRY and constraint."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.requests.scheduler import TokenSequence
+from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
+from polarlm.engine.sampling.dry import Dry
+from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.model_loaders.tokenizers import Tokenizer
+
+_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+
+
+def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes of a token's text; for a control token, those of its name."""
+    return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
+
+
+class Draws:
+    """The draws of one sequence. Each of its tokens has a random number of its own, whether it needs one or not."""
+
+    def __init__(
+        self,
+        sequence: TokenSequence,
+        params: SamplingParams,
+        sampling: Sampling,
+        ends: Collection[int],
+        tokenizer: Tokenizer,
+        vocabulary: range,
+        constraint: Constraint | None,
+    ) -> None:
+        """sampling: `params` with the model's defaults filled in. ends: tokens that end the answer."""
+        self._sequence, self._params, self._sampling = sequence, params, sampling
+        self._vocabulary, self._constraint = vocabulary.stop, constraint
+        bans = {token: -math.inf for token in ends if token in vocabulary}
+        self._sampling_without_ends = replace(sampling, logit_bias={**sampling.logit_bias, **bans})
+        self._rng = np.random.default_rng(None if params.seed < 0 else params.seed)
+        self._numbers: deque[float] = deque()  # random ones of the next tokens, in order, that are drawn already
+        self._mask: np.ndarray | None = None  # of the next token, where `_has_mask`; None if all may come
+        self._has_mask = constraint is None
+        self._dry: Dry | None = None
+        if sampling.is_dry:
+            self._dry = Dry(sampling, partial(_token_text, tokenizer), len(sequence.prompt))
+            self._dry.read(sequence.ids)  # here, outside the engine's lock
+
+    @property
+    def reach_ahead(self) -> bool:
+        """Whether there are draws behind tokens that are not in the sequence: not with a constraint or DRY."""
+        return self._constraint is None and self._dry is None
+
+    def next(self, after: Sequence[int] = ()) -> Draw:
+        """How to draw the next token. Raises whatever the constraint raises.
+
+        after: how to draw the one behind these, which are drafted, or NEWEST for one that is not known yet.
+        """
+        window, beyond = self._params.repeat_last_n, len(after)
+        recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
+        recent += after[max(0, beyond - window) :]
+        dry = None if self._dry is None else self._dry.penalties(self._sequence.ids)
+        while len(self._numbers) <= beyond:
+            self._numbers.append(self._rng.random())
+        sampling, allowed = self._sampling_after(beyond), self._allowed()
+        return Draw(sampling, recent, self._numbers[beyond], self._vocabulary, self._params.logprobs, dry, allowed)
+
+    @property
+    def none(self) -> Draw:
+        """The draw of a row whose next token is known: its result says only whether the row's logits are finite."""
+        return Draw(_GREEDY, (), 0.0, self._vocabulary)
+
+    def only_token(self) -> int | None:
+        """The next token where the constraint allows one only; None where a draw chooses it, or finds that none may."""
+        if self._constraint is None or self._params.logprobs is not None:
+            return None
+        mask = self._allowed()
+        token = None if mask is None else only_token(mask, self._vocabulary)
+        return None if token is None or self._sampling_after(0).logit_bias.get(token) == -math.inf else token
+
+    def went_on(self) -> None:
+        """Take note that the sequence has one more token, drawn or not."""
+        if self._numbers:
+            self._numbers.popleft()
+        else:
+            self._rng.random()
+        self._has_mask = self._constraint is None
+
+    def _sampling_after(self, beyond: int) -> Sampling:
+        """That of the token behind `beyond` more."""
+        may_end = self._sequence.generated + beyond >= self._params.min_tokens
+        return self._sampling if may_end else self._sampling_without_ends
+
+    def _allowed(self) -> np.ndarray | None:
+        """The constraint's mask of the next token, which it is asked for once; None if all may come."""
+        if not self._has_mask and self._constraint is not None:
+            mask = self._constraint.allowed()
+            self._mask, self._has_mask = None if mask is None else checked_mask(mask, self._vocabulary), True
+        return self._mask
