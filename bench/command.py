@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polarlm.engine import EngineConfig, EngineError, codecs
+from polarlm.engine.assembly import settle
 from polarlm.engine.encoding import WHOLE, Encoding
 from polarlm.engine.flags import Check, FlagError, in_flags
 from polarlm.engine.kv.cache_types import PRESETS
@@ -18,6 +19,7 @@ from polarlm.model_loaders import LoadError
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 _PLAIN = ":plain"
 
+HF_REPO_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
 WEIGHTS_HELP = "folder of safetensors or a .gguf file; without it, the demonstration model"
 TYPES_HELP = (
     "cache types, separated by commas: polarquant for keys and values alike, f16/polarquant for one each, "
@@ -67,6 +69,11 @@ class CacheType:
     def settings(self) -> dict[str, Any]:
         """Fields of EngineConfig."""
         return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
+
+
+def model_named(weights: str | None, hf_repo: str | None) -> str | None:
+    """The model of these two flags, as `model_loaders.load` takes it. Raises EngineError if both are given."""
+    return settle(None, EngineConfig(weights=weights, hf_repo=hf_repo), {}).weights
 
 
 def at_least(least: int) -> Check:

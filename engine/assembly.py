@@ -35,6 +35,7 @@ from polarlm.engine.quantization.statistics import LayerStatistics, neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.sizes import cache_shape, fits_beside, store_plan, weight_format
 from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -76,6 +77,10 @@ def settle(
             wanted = getattr(kind, "__name__", kind)
             raise EngineError(f"{name} is {value!r}, but must be of type {wanted}")
     _check_values(config)
+    if config.hf_repo is not None:
+        if config.weights is not None:
+            raise _wrong("hf_repo", config, "a path is given as well; leave one of the two out")
+        config = replace(config, weights=HUB_PREFIX + config.hf_repo.removeprefix(HUB_PREFIX), hf_repo=None)
     return config
 
 

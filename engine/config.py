@@ -35,6 +35,13 @@ class EngineConfig:
         metavar="PATH",
         help="folder of safetensors or a .gguf file; without it, the demonstration model (SmolLM2-135M-Instruct)",
     )
+    hf_repo: str | None = setting(
+        None,
+        "-hf",
+        "--hf-repo",
+        metavar="USER/REPO[:QUANT]",
+        help="model of the Hugging Face hub, downloaded once; of GGUF files the one named, or else the best that fits",
+    )
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",

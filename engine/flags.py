@@ -27,6 +27,8 @@ from polarlm.engine.errors import EngineError
 Check = Callable[[Any], "str | None"]
 """From a value to what is wrong with it, as a sentence for the user; None if it is valid."""
 
+_HUB_NAME = re.compile(r"(hf:)?\w[\w.-]*/\w[\w.-]*(?<!\.gguf)([@:]\S+)?")
+
 
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
     """A check that complains with `sentence` unless `holds(value)`."""
@@ -179,6 +181,8 @@ def _meant(word: str, groups: Mapping[str, type]) -> str:
     known = [flag for flag in flags if flag.startswith("-")]
     if not word.startswith("-"):
         is_path = "/" in word or os.sep in word or word.endswith(".gguf") or os.path.exists(word)
+        if is_path and "-hf" in known and _HUB_NAME.fullmatch(word) and not os.path.exists(word.split("/")[0]):
+            return f" (did you mean -hf {word}?)"
         return f" (did you mean --weights {word}?)" if is_path and "--weights" in known else ""
     flag = close_to(word.partition("=")[0], ["--help", "--version", *known])
     return f" (did you mean {flag}?)" if flag else ""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from polarlm.bench.command import model_named
 from polarlm.engine import Engine, EngineConfig, EngineError
+from polarlm.engine.assembly import settle
 from polarlm.engine.backends.select import select
+from polarlm.engine.chat import terminal
+from polarlm.engine.chat.config import read_command_line as chat_flags
 from polarlm.engine.encoding import WHOLE
+from polarlm.engine.flags import in_flags
 from polarlm.engine.sizes import fits_beside
 from polarlm.model_loaders import load_weights
+from polarlm.server.config import read_command_line as server_flags
 from tests.model_loaders.checkpoints import MODELS
 from tests.model_loaders.hub_server import Hub, Repository
 
@@ -56,3 +62,29 @@ def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> 
         config = EngineConfig(ctx_size=context, parallel=1, kept_sequences=0)
         assert fits_beside(config, WHOLE, ops)(model, 1000) is expected
     assert fits_beside(EngineConfig(), WHOLE, ops)(None, 1000)
+
+
+@pytest.mark.parametrize("name", ["user/tiny:q4_k_m", "hf:user/tiny:q4_k_m"])
+def test_the_flag_names_a_model_without_the_prefix(name: str) -> None:
+    for flag in ("-hf", "--hf-repo"):
+        config, *_ = chat_flags([flag, name])
+        assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"
+        config, *_ = server_flags([flag, name])
+        assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"
+    assert model_named(None, name) == "hf:user/tiny:q4_k_m"
+    assert model_named("a/path", None) == "a/path"
+
+
+def test_a_path_and_a_name_are_one_model_too_many() -> None:
+    with pytest.raises(EngineError) as caught:
+        chat_flags(["-hf", "user/tiny", "-m", "model.gguf"])
+    assert in_flags(caught.value) == "--hf-repo user/tiny: a path is given as well; leave one of the two out"
+
+
+def test_the_chat_takes_a_name(hub: Hub, small_ggufs: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    flags = ["-hf", "user/tiny:q4_k_m", "-c", "128", "--device", "cpu", "--no-calibration", "-n", "4", "--temp", "0"]
+    assert terminal.main([*flags, "-no-cnv", "-p", "the"]) == 0
+    assert "tiny: Q4_K weights" in capsys.readouterr().err
+    assert terminal.main(["-hf", "user/none", "-p", "the"]) == 2
+    assert "error: There is no model user/none on the hub" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.process import Process
 from tests.tiny import make_model
 
@@ -73,8 +74,11 @@ def runs(page: Path) -> bool:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout that is set up, as far as the commands see it, with a model at ./smollm2."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_ggufs: dict[str, bytes]) -> Path:
+    """A checkout that is set up, as far as the commands see it, with a model at ./smollm2, and a hub."""
+    for page in PAGES:
+        for name in re.findall(r"\bhf:(\w[\w.-]*/\w[\w.-]*)", page.read_text(encoding="utf-8")):
+            hub.repositories[name] = Repository(small_ggufs)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     make_model_at = tmp_path / "smollm2"
     make_model_at.mkdir()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, note, run
+from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named, note, run
 from polarlm.bench.quality import angles, needle, plots
 from polarlm.bench.quality.arithmetic import (
     ArithmeticRow,
@@ -45,6 +45,7 @@ class Options:
 
     text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text to score; this flag is needed")
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
+    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
     types: str | None = setting(None, "--types", metavar="TYPES", help=f"{TYPES_HELP}; all, if not given")
     windows: int = setting(4, "--windows", metavar="N", help="windows to score at most, from the start of the text")
     window: int = setting(2048, "--window", metavar="N", help="tokens in a window, the one that starts it included")
@@ -100,7 +101,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
             raise FlagError("--arithmetic measures cache types; leave --weight-types, --ablate and --needle out")
         compiled_ops()
     text = _read(options.text)
-    with Reference(options.weights, options.window) as reference:
+    with Reference(model_named(options.weights, options.hf_repo), options.window) as reference:
         name = reference.model.name + (f" with key bias {options.key_bias:g}" if options.key_bias else "")
         kind = "weights" if of_weights else "arithmetic" if options.arithmetic else "quality"
         output = destination.path(kind, name)

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from polarlm.bench import report
-from polarlm.bench.command import WEIGHTS_HELP, at_least, note, run
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named, note, run
 from polarlm.bench.report import Output
 from polarlm.bench.serving import plot
 from polarlm.bench.serving.load import Answer, Load, Plan, Seen, poisson, prompts, vocabulary
@@ -45,6 +45,9 @@ class Options:
     )
     weights: str | None = setting(
         None, "--weights", "-m", metavar="PATH", help=f"of the server that is started: {WEIGHTS_HELP}"
+    )
+    hf_repo: str | None = setting(
+        None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=f"of that server: {HF_REPO_HELP}"
     )
     threads: int = setting(0, "--threads", metavar="N", help="CPU threads of that server; 0 follows OMP_NUM_THREADS")
     clients: int = setting(8, "--clients", metavar="N", help="requests under way at a time, at most")
@@ -74,9 +77,10 @@ def _measure_and_report(argv: Sequence[str]) -> None:
             **dict.fromkeys(("rate", "seconds"), lambda value: None if value > 0 else "must be more than 0"),
         },
     )
-    if options.url is not None and options.weights is not None:
-        raise FlagError("--url and --weights both say which server it is; leave one of them out")
-    with _server(options) as url:
+    model = model_named(options.weights, options.hf_repo)
+    if options.url is not None and model is not None:
+        raise FlagError("--url and --weights or -hf both say which server it is; leave one of them out")
+    with _server(options, model) as url:
         key = os.environ.get(KEY_VARIABLE)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         model = _model(url, headers)
@@ -104,11 +108,11 @@ def _show(
 
 
 @contextmanager
-def _server(options: Options) -> Iterator[str]:
+def _server(options: Options, model: str | None) -> Iterator[str]:
     if options.url is not None:
         yield options.url.rstrip("/").removesuffix("/v1")
         return
-    flags = [] if options.weights is None else ["--weights", options.weights]
+    flags = [] if model is None else ["--weights", model]
     flags += ["--threads", str(options.threads), "--parallel", str(options.clients)]
     with own_server(flags) as url:
         yield url
@@ -159,7 +163,7 @@ def summary(options: Options, seen: Seen) -> dict[str, Any]:
         "request_seconds": [answer.ended - answer.sent for answer in whole],
         "behind_arrival_seconds": [answer.sent - answer.planned for answer in seen.answers],
     }
-    load = {name: value for name, value in asdict(options).items() if name not in ("url", "weights")}
+    load = {name: value for name, value in asdict(options).items() if name not in ("url", "weights", "hf_repo")}
     return {
         "load": load,
         "seconds": seen.seconds,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, note, run
+from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, model_named, note, run
 from polarlm.bench.gpu.setup import about_gpu
 from polarlm.bench.report import Output
 from polarlm.bench.speed import peer
@@ -38,6 +38,7 @@ class Options:
     """The measurements."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
+    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
     types: str = setting(
         _OURS, "--types", metavar="TYPES", help=f"{TYPES_HELP}; the first decides the threads and runs the batches"
     )
@@ -79,7 +80,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     peer_types = _peer_types(options.peer_types)
     device = _chosen(options.device)
     gpu = about_gpu() if device == "cuda" else None
-    source = model_loaders.load(options.weights, verbose=note)
+    source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
     try:
         path, config, vocabulary = source.path, source.config, len(source.vocabulary)
         for cache_type in types:

@@ -177,7 +177,7 @@ def closed_port() -> int:
     [
         (["--url", "http://127.0.0.1:{port}"], "--url http://127.0.0.1:{port}: no such server answers there"),
         (["--url", "nonsense"], "--url nonsense: no such server answers there"),
-        (["--url", "http://a", "--weights", "b"], "--url and --weights both say which server it is"),
+        (["--url", "http://a", "--weights", "b"], "--url and --weights or -hf both say which server it is"),
         (["--rate", "0"], "--rate: must be more than 0"),
         (["--clients", "0"], "--clients: must be at least 1"),
         (["--weights", "{tmp}/none"], "The server did not start: {tmp}/none does not exist"),

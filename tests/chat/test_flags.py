@@ -225,6 +225,13 @@ def test_a_path_without_a_flag_is_answered_with_the_flag_that_it_needs(word, tmp
     assert str(error.value) == f"unrecognized arguments: {word} (did you mean --weights {word}?)"
 
 
+@pytest.mark.parametrize("word", ["Qwen/Qwen3-0.6B", "user/repo:Q4_K_M", "user/repo@main"])
+def test_a_models_name_without_a_flag_is_answered_with_the_flag_for_names(word):
+    with pytest.raises(FlagError) as error:
+        read_command_line([word])
+    assert str(error.value) == f"unrecognized arguments: {word} (did you mean -hf {word}?)"
+
+
 @pytest.mark.parametrize("word", ["--no-such-thing-at-all", "stray", "temprature"])
 def test_a_word_that_is_similar_to_no_flag_gets_no_suggestion(word):
     with pytest.raises(FlagError) as error:
