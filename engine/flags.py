@@ -90,7 +90,7 @@ def parser(
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    made.add_argument("--version", action="version", version=_version(), help="show the version and exit")
+    made.add_argument("--version", action="version", version=version(), help="show the version and exit")
     for title, cls in groups.items():
         group = made.add_argument_group(title)
         types = typing.get_type_hints(cls)
@@ -107,9 +107,17 @@ def parse(
     checks: field name → check. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
     """
     made = parser(groups, prog=prog, description=description, checks=checks)
-    namespace, unknown = made.parse_known_args(_join_values(argv, groups))
+    joined = _join_values(argv, groups)
+    try:
+        namespace, unknown = made.parse_known_args(joined)
+    except FlagError:
+        # A misspelt flag leaves a word too much or too little; it is the mistake to be told.
+        known = made._option_string_actions
+        unknown = [word for word in joined if word.startswith("--") and word.partition("=")[0] not in known]
+        if not unknown:
+            raise
     if unknown:
-        raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}")
+        raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}") from None
     given = vars(namespace)
     return [cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in groups.values()]
 
@@ -188,7 +196,7 @@ def _meant(word: str, groups: Mapping[str, type]) -> str:
     return f" (did you mean {flag}?)" if flag else ""
 
 
-def _version() -> str:
+def version() -> str:
     """The line that `--version` prints. A checkout that is not installed has no version."""
     try:
         return f"polarlm {importlib.metadata.version('polarlm')}"

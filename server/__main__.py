@@ -21,7 +21,7 @@ from polarlm.engine import Engine, EngineError
 from polarlm.engine.flags import FlagError, in_flags, use_utf8
 from polarlm.engine.kv.plan import parse_size
 from polarlm.server import journal
-from polarlm.server.config import KEY_VARIABLE, ServerConfig, read_command_line
+from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.driver import Driver
 from polarlm.server.listening import (
     BACKLOG,
@@ -35,6 +35,8 @@ from polarlm.server.listening import (
 )
 from polarlm.server.sessions import SessionFolder
 from polarlm.server.socket_server import SocketServer
+
+__all__ = ["GROUPS", "main"]
 
 _DRAIN_SECONDS = 30.0
 _FAILED, _BAD_REQUEST, _SIGNALLED = 1, 2, 128

@@ -108,7 +108,7 @@ def read_command_line(
     engine, server = parse(
         argv,
         GROUPS,
-        prog="python -m server",
+        prog="polarlm serve",
         description="Serve a local language model: OpenAI's HTTP API, and JSON lines over a socket.",
         checks=_CHECKS,
     )

@@ -71,7 +71,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     options, destination = parse(
         argv,
         GROUPS,
-        prog="python -m bench.speed",
+        prog="polarlm speed",
         description="Tokens a second and memory, beside llama-cpp-python on the same file.",
         checks={"repeat": at_least(1)},
     )

@@ -97,7 +97,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
     engine, sampling, chat = parse(
         argv,
         GROUPS,
-        prog="python -m engine.chat",
+        prog="polarlm chat",
         description=(
             "Chat with a local language model; /help in the chat lists its commands. "
             "Piped input is one message per line, and standard output holds the answers alone."

@@ -326,12 +326,18 @@ def test_a_word_may_stand_before_and_behind_flags(argv):
         (("a", "b"), "unrecognized arguments: b"),
         (("a", "--MODEL"), "unrecognized arguments: --MODEL"),
         (("a", "--cuont", "4"), "unrecognized arguments: --cuont 4 (did you mean --count?)"),
+        (("--cuont=4",), "unrecognized arguments: --cuont=4 (did you mean --count?)"),
     ],
 )
 def test_a_word_that_is_missing_or_too_much_is_named(argv, sentence):
     with pytest.raises(FlagError) as error:
         read_asked(*argv)
     assert str(error.value) == sentence
+
+
+def test_a_misspelt_flag_is_named_before_the_word_that_its_value_seems_to_be():
+    with pytest.raises(FlagError, match=r"^unrecognized arguments: --colour$"):
+        parse(["--colour", "4"], {"Painted": Painted}, prog="paint", description="Paints.", checks={})
 
 
 def test_a_word_may_have_choices():
