@@ -32,7 +32,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 chat: $(VENV)/.installed  ## chat with the demonstration model (PROMPT="…" answers once, ARGS="…" adds flags)
-	@$(PY) -m engine.chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS)
+	@$(PY) -m polarlm chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS)
 chat: export PROMPT := $(PROMPT)
 
 $(VENV)/.installed-serve: $(VENV)/.installed
@@ -41,7 +41,7 @@ $(VENV)/.installed-serve: $(VENV)/.installed
 	@touch $@
 
 serve: $(VENV)/.installed-serve  ## serve an HTTP API (ARGS="…" adds flags)
-	@$(PY) -m server $(ARGS)
+	@$(PY) -m polarlm serve $(ARGS)
 
 # One process for each core, with one BLAS thread: two threads each on two cores are many times slower than one.
 test: export OMP_NUM_THREADS = 1
@@ -55,7 +55,7 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 	@$(PY) -m mypy
 
 bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)
-	@$(PY) -m bench.speed $(ARGS)
+	@$(PY) -m polarlm speed $(ARGS)
 
 quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=FILE, ARGS="…" adds flags)
 	@$(PY) -m bench.quality $(if $(TEXT),--text "$(TEXT)") $(ARGS)

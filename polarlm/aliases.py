@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,8 @@ NAMES = ("bench", "engine", "model_loaders", "server")
 _ROOT = Path(__file__).resolve().parents[1]  # where this package lies, and those with short names beside it
 
 
-class _Alias(InspectLoader):
+# Neither class has a base of `importlib.abc`, which takes longer to import than everything else here.
+class _Alias:
     """Loads a module by returning the one of its full name."""
 
     def __init__(self, spec: ModuleSpec) -> None:
@@ -42,7 +42,7 @@ class _Alias(InspectLoader):
         return self._spec.submodule_search_locations is not None
 
 
-class _Aliases(MetaPathFinder):
+class _Aliases:
     """Finds modules of this project by their short names."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
@@ -57,7 +57,7 @@ class _Aliases(MetaPathFinder):
         spec = find_spec(f"polarlm.{fullname}") if ours else None
         if spec is None:
             return None
-        alias = ModuleSpec(fullname, _Alias(spec), origin=spec.origin)
+        alias = ModuleSpec(fullname, _Alias(spec), origin=spec.origin)  # type: ignore[arg-type]
         alias.submodule_search_locations = spec.submodule_search_locations
         alias.has_location = spec.has_location
         return alias

@@ -32,14 +32,13 @@ PAGES = [
     ROOT / "cuda" / "README.md",
 ]
 # What needs the network, a GPU, minutes, or the whole test suite.
-NOT_RUN = (".venv/bin/hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
-NOT_RUN += ("python3 -m venv", "CMAKE_ARGS=")
+NOT_RUN = ("hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
+NOT_RUN += ("python3 -m venv", "CMAKE_ARGS=", "pip install", ". .venv/bin/activate")
 PYTHON = """\
 import json, os, subprocess, sys
-module = sys.argv[2]
 with open("asked", "a") as asked:
     print(json.dumps(sys.argv[2:]), file=asked)
-if module == "engine.chat":
+if sys.argv[2:4] == ["polarlm", "chat"] or sys.argv[2] == "engine.chat":
     # The last --weights counts, and one thread is enough.
     sys.exit(subprocess.call([sys.executable, *sys.argv[1:], "--weights", "./smollm2", "--device", "cpu", "-n", "8"]))
 """
@@ -88,10 +87,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
     for name in (".installed", ".installed-dev", ".installed-serve"):
         (tmp_path / ".venv" / name).touch()
     (tmp_path / "python.py").write_text(PYTHON, encoding="utf-8")
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{tmp_path / 'python.py'}' \"$@\"\n", encoding="utf-8")
-    python.chmod(0o755)
+    programs = tmp_path / ".venv" / "bin"
+    for name, words in (("python", ""), ("polarlm", "-m polarlm")):
+        text = f"#!/bin/sh\nexec '{sys.executable}' '{tmp_path / 'python.py'}' {words} \"$@\"\n"
+        (programs / name).write_text(text, encoding="utf-8")
+        (programs / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("POLARLM_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -164,13 +167,15 @@ _HELP: dict[str, str] = {}
 
 
 def _check_flags(module: str, *arguments: str) -> None:
-    """Raises AssertionError for a flag that the module does not have; engine.chat has been run."""
-    if module not in _HELP:
-        command = [sys.executable, "-m", module, "--help"]
-        _HELP[module] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=ROOT).stdout
+    """Raises AssertionError for a flag that a module, or a command of `polarlm`, does not have."""
+    words = [module, *(arguments[:1] if module == "polarlm" else ())]
+    name = " ".join(words)
+    if name not in _HELP:
+        command = [sys.executable, "-m", *words, "--help"]
+        _HELP[name] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=ROOT).stdout
     for argument in arguments:
         if argument.startswith("-"):
-            assert re.search(rf"(?<![\w-]){re.escape(argument)}(?![\w-])", _HELP[module]), f"{module} has no {argument}"
+            assert re.search(rf"(?<![\w-]){re.escape(argument)}(?![\w-])", _HELP[name]), f"{name} has no {argument}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

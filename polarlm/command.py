@@ -1,0 +1,68 @@
+"""The command `polarlm`. Each of its commands is a module, which is imported only when the command is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+
+# Name → (module, one line of help). The module has `main(argv) -> int`, which returns the exit code, and `GROUPS`, the
+# dataclasses of its flags.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "chat": ("polarlm.engine.chat.__main__", "chat with a model in the terminal"),
+    "serve": ("polarlm.server.__main__", "serve a model: a chat page, and OpenAI's, Anthropic's and Ollama's APIs"),
+    "speed": ("polarlm.bench.speed.__main__", "measure tokens a second and memory on this machine"),
+    "completion": ("polarlm.completion", "print a script that completes flags in bash, zsh or fish"),
+}
+
+_BAD_REQUEST, _INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` begins with, and returns its exit code; 2 if there is no such command.
+
+    argv: without the program; None is the process's own.
+    """
+    name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    try:
+        if name in COMMANDS:
+            return int(importlib.import_module(COMMANDS[name][0]).main(rest))
+    except KeyboardInterrupt:  # while modules are imported; commands handle it themselves
+        return _INTERRUPTED
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        from polarlm.engine.flags import version
+
+        print(version())
+        return 0
+    print(f"error: {_unknown(name)}; polarlm --help lists the commands", file=sys.stderr)
+    return _BAD_REQUEST
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{meaning}" for name, (_, meaning) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: polarlm COMMAND [flags]",
+            "",
+            "Run language models on this machine.",
+            "",
+            *lines,
+            "",
+            "polarlm COMMAND --help lists the flags of a command; polarlm --version shows the version.",
+        ]
+    )
+
+
+def _unknown(word: str) -> str:
+    """What is wrong with the first word of a command line, with the word that was meant if one is similar."""
+    from difflib import get_close_matches
+
+    if close := get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1):
+        return f"there is no {'flag' if word.startswith('-') else 'command'} {word!r} (did you mean {close[0]}?)"
+    if word.startswith("-"):
+        return f"{word}: flags stand behind a command, as in polarlm chat {word}"
+    return f"there is no command {word!r}"

@@ -1,0 +1,88 @@
+"""`polarlm completion SHELL`: a script that completes commands, flags and their values in a shell.
+
+It is made from the dataclasses of the flags, and holds all names itself: no program runs when a key is pressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
+
+from polarlm.command import COMMANDS
+from polarlm.engine import codecs, weight_formats
+from polarlm.engine.config import AS_STORED, setting
+from polarlm.engine.flags import FlagError, parse, parser, use_utf8
+from polarlm.engine.kv.cache_types import PRESETS
+
+_SHELLS = ("bash", "zsh", "fish")
+_FAILED, _BAD_REQUEST = 1, 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """The shell that is to complete."""
+
+    shell: str = setting(MISSING, "SHELL", choices=_SHELLS, help="bash, zsh or fish")
+
+
+GROUPS: Mapping[str, type] = {"Completion": Options}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the script and returns the exit code."""
+    use_utf8()
+    try:
+        (options,) = parse(
+            sys.argv[1:] if argv is None else argv,
+            GROUPS,
+            prog="polarlm completion",
+            description=(
+                "Print a script that completes polarlm's commands, flags and their values. For bash: polarlm completion "
+                "bash > ~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for zsh and fish."
+            ),
+            checks={},
+        )
+    except FlagError as error:
+        print(f"error: {error}; --help lists the flags", file=sys.stderr)
+        return _BAD_REQUEST
+    try:
+        print(script(options.shell))
+    except ImportError as error:
+        print(f"error: {error}; pip install shtab adds it", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def script(shell: str) -> str:
+    """The script for "bash", "zsh" or "fish". Raises ImportError without shtab."""
+    import shtab
+
+    places = {"PATH": shtab.FILE, "FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY}
+    whole = argparse.ArgumentParser("polarlm", description="Run language models on this machine.")
+    whole.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = whole.add_subparsers()
+    for name, (module, meaning) in COMMANDS.items():
+        groups = importlib.import_module(module).GROUPS
+        made = parser(groups, prog=f"polarlm {name}", description=meaning, checks={})
+        for action in made._actions:
+            if action.metavar in places:
+                action.complete = places[action.metavar]  # type: ignore[attr-defined]
+            action.choices = _NAMES.get(action.dest, action.choices)
+            if shell == "fish":  # it is told names of one letter, and names behind two dashes
+                action.option_strings = [n for n in action.option_strings if n.startswith("--") or len(n) == 2]
+        commands.add_parser(name, help=meaning, description=meaning, parents=[made], add_help=False)
+    return shtab.complete(whole, shell)
+
+
+_CODECS = codecs.available()
+_NAMES: Mapping[str, Sequence[str]] = {
+    "cache_type": (*PRESETS, *_CODECS),
+    "cache_type_k": _CODECS,
+    "cache_type_v": _CODECS,
+    "types": (*PRESETS, *_CODECS),
+    "weight_type": (AS_STORED, *weight_formats.writable()),
+}
+"""Field → values of a flag whose `choices` do not list them, since others can be written as well."""

@@ -1,0 +1,95 @@
+"""The command `polarlm`: what it lists, what it says about a word that it does not know, and how little it imports."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polarlm import command
+from polarlm.command import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_it_lists_its_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, meaning) in COMMANDS.items():
+        assert [line for line in lines if line.split(maxsplit=1) == [name, meaning]], name
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: polarlm {name} ")
+    groups = importlib.import_module(COMMANDS[name][0]).GROUPS
+    assert all(isinstance(title, str) and isinstance(cls, type) for title, cls in groups.items())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_an_unknown_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--no-such-flag", "word"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: ")
+    assert "--no-such-flag" in told.err
+    assert len(told.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("caht", "there is no command 'caht' (did you mean chat?)"),
+        ("server", "there is no command 'server' (did you mean serve?)"),
+        ("help", "there is no command 'help' (did you mean --help?)"),
+        ("--verson", "there is no flag '--verson' (did you mean --version?)"),
+        ("zzz", "there is no command 'zzz'"),
+        ("", "there is no command ''"),
+        ("-m", "-m: flags stand behind a command, as in polarlm chat -m"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_a_sentence(
+    word: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word, "--help"]) == 2
+    assert capsys.readouterr().err == f"error: {sentence}; polarlm --help lists the commands\n"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"polarlm {importlib.metadata.version('polarlm')}\n"
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.importlib, "import_module", interrupted)
+    assert main(["chat"]) == 130
+
+
+def test_help_imports_nothing_that_takes_time() -> None:
+    program = "import sys; from polarlm.command import main; main([]); main(['caht']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    imported = {*done.stdout.splitlines()[-1].split()}
+    assert "polarlm.command" in imported
+    ours = {name for name in imported if name.split(".")[0] in ("polarlm", "engine", "model_loaders", "server")}
+    assert ours <= {"polarlm", "polarlm.aliases", "polarlm.command"}
+    assert not imported & {"numpy", "argparse", "dataclasses", "inspect", "importlib.metadata", "tokenizers"}
+
+
+def test_python_runs_the_package() -> None:
+    command = [sys.executable, "-m", "polarlm", "serev"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "(did you mean serve?)" in done.stderr
