@@ -99,7 +99,7 @@ def _web() -> MakeWeb:
         from polarlm.server.http.app import create_app
         from polarlm.server.http.uvicorn_server import Web
     except ImportError as error:
-        raise _Missing(f"{error}: the server needs the packages of polarlm[serve]") from None
+        raise _Missing(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
     return lambda driver, config, bound: Web(journal.Journaled(create_app(driver, config)), config, bound)
 
 

@@ -147,10 +147,10 @@ def test_the_addresses_of_a_server_that_still_loads_are_in_use(tmp_path: Path, c
 
 
 def test_packages_that_are_missing(capsys, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "server.http.uvicorn_server", raising=False)
+    monkeypatch.delitem(sys.modules, "polarlm.server.http.uvicorn_server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["--weights", "/no/such/model"]) == 1
-    assert "polarlm[serve]" in capsys.readouterr().err
+    assert "pip install 'polarlm[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
