@@ -6,7 +6,7 @@ plans with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polarlm.engine import codecs, weight_formats
@@ -18,7 +18,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.kv.plan import CacheShape, StorePlan, format_bytes, plan_for_tokens
 from polarlm.engine.model.weights import weight_bytes
-from polarlm.engine.sizes import cache_shape, store_plan, weight_format, work_bytes
+from polarlm.engine.sizes import cache_shape, loaded_bytes, store_plan, weight_format, work_bytes
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.weights import WeightSource
 
@@ -110,6 +110,28 @@ def fit_device(
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
 
+def fit_files(
+    config: EngineConfig,
+    device: str,
+    ops: Ops,
+    model: ModelConfig,
+    files: Mapping[str, int],
+    cache_types: Sequence[str] = CACHE_TYPES,
+    contexts: Sequence[int] = (),
+) -> DeviceFit:
+    """What fits on a device with each of several files of a model, none of which has been fetched.
+
+    files: name, in the place of a weight type → bytes; sequences of `contexts` are counted with the first.
+    """
+    found = [
+        fit_weights(
+            config, ops, model, loaded_bytes(config, ops, model, size), cache_types, () if number else contexts, name
+        )
+        for number, (name, size) in enumerate(files.items())
+    ]
+    return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
+
+
 def _bits(weight_type: str) -> float:
     format = weight_formats.get(weight_type)
     return 8 * format.nbytes / format.values
@@ -122,15 +144,16 @@ def fit_weights(
     size: int,
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
+    name: str | None = None,
 ) -> WeightFit:
-    """What fits beside weights of `size` bytes."""
+    """What fits beside weights of `size` bytes. name: in the place of their type."""
     room, lacking = 0, 0
     try:
         room = ops.room_beside(size)
     except EngineError as error:
         lacking = error.numbers["lacking"]
     caches = [_fit_cache(config, ops, model, room, lacking, cache_type, contexts) for cache_type in cache_types]
-    return WeightFit(config.weight_type, size, room, lacking, tuple(caches))
+    return WeightFit(name or config.weight_type, size, room, lacking, tuple(caches))
 
 
 def _fit_cache(
@@ -219,8 +242,9 @@ def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig)
                 continue
             cache, sentence = _best_cache(weights, target)
             if number:
-                first = device.weights[0]
-                sentence = f"The weights are converted: {_type(first)}, they leave too little room. {sentence}"
+                first = "as the file has them" if device.weights[0].weight_type == AS_STORED else ""
+                first = first or f"as {device.weights[0].weight_type}"
+                sentence = f"{weights.weight_type} is taken: {first}, the weights leave too little room. {sentence}"
             changed: dict[str, str | int] = {}
             if device is not found[0]:
                 changed["device"] = device.device
@@ -239,13 +263,11 @@ def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig)
     return Advice(f"This model does not fit here: {most:,} tokens of context are left beside it; {_SMALLEST}.", None)
 
 
-def _type(weights: WeightFit) -> str:
-    return "as the file has them" if weights.weight_type == AS_STORED else f"as {weights.weight_type}"
-
-
 def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
-    """The default preset if it holds `target` tokens, else the one that holds most; and why."""
-    presets = [one for one in weights.caches if one.cache_type in PRESETS and not one.problem]
+    """The default preset if it holds `target` tokens, else the one that holds most; and why. A model whose heads no
+    preset admits gets another type."""
+    usable = [one for one in weights.caches if not one.problem]
+    presets = [one for one in usable if one.cache_type in PRESETS] or usable
     best = next((one for one in presets if one.cache_type == DEFAULT_CACHE_TYPE), presets[0])
     if best.tokens < target:
         best = max(presets, key=lambda one: one.tokens)

@@ -45,7 +45,7 @@ def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[
 
     def fits(model: ModelConfig | None, size: int) -> bool:
         try:
-            room = ops.room_beside(size if model is None else _loaded_bytes(config, ops, model, size))
+            room = ops.room_beside(size if model is None else loaded_bytes(config, ops, model, size))
             if model is None:
                 return True
             context = config.ctx_size or min(model.max_context, _CONTEXT_TO_CHOOSE_BY)
@@ -57,7 +57,7 @@ def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[
     return fits
 
 
-def _loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
+def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
     """Bytes of the weights of a file of `size` bytes, once they are loaded."""
     format = weight_format(config)
     if format is None and ops.weight_type("Q8_0") == "Q8_0":

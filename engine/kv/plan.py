@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -179,11 +180,14 @@ def plan_for_memory(
     ("out_of_memory") if two blocks do not fit.
     """
 
+    def slots(sequences: int) -> int:
+        return plan_for_tokens(shape, 0, sequences).bytes
+
+    sequences = max(1, bisect_right(range(1, sequences + 1), memory // 4, key=slots))
+
     def plan(tokens: int) -> StorePlan:
         return plan_for_tokens(shape, tokens, sequences)
 
-    while sequences > 1 and plan(0).bytes > memory // 4:
-        sequences -= 1
     least = plan(min(max_tokens, 2 * shape.block_size))
     left = memory - beside(least.tokens)
     if least.bytes > left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,11 +28,12 @@ from polarlm.model_loaders.hub.problems import cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 from polarlm.model_loaders.safetensors_source import INDEX, SINGLE
 
-__all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse"]
+__all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse", "sizes"]
 
 Fits = Callable[[ModelConfig | None, int], bool]
 """Whether a model of this configuration (None: unknown), whose files have so many bytes, fits in memory here."""
 
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _WORTH_SAYING = 1 << 20  # bytes; configurations are fetched silently
 _HEAD_BYTES = 1 << 18  # of a GGUF file: its sizes, which come before its vocabulary
 
@@ -51,6 +53,16 @@ def fetch(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None
     except KeyboardInterrupt:
         fetching.say("Stopped. The next attempt goes on from what has been downloaded.")
         raise
+
+
+def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
+    """The configuration of a model on the hub, and what there is of it, the best first: (name of the GGUF file's
+    quantization, its bytes), or one ("", bytes) of safetensors. Fetches no weights. Raises LoadError."""
+    client = Client()
+    try:
+        return _Fetching(client, name, lambda config, size: True, None).sizes()
+    except (client.http_error, OSError) as error:
+        raise sentence(client, name, error) from error
 
 
 class _Fetching:
@@ -88,6 +100,24 @@ class _Fetching:
         path = self._model()
         self._client.remember(self._name, self._listing.commit)
         return path
+
+    def sizes(self) -> tuple[ModelConfig, list[tuple[str, int]]]:
+        """See `sizes` of this module."""
+        self._listing = self._client.listing(self._name)
+        files = self._listing.files
+        if self._name.quantization is None and has_safetensors(files):
+            weights = [SINGLE] if SINGLE in files else [path for path in files if _SHARD.fullmatch(path)]
+            folder = self._fetch([files[CONFIG]])[0].parent
+            return read_configuration(folder), [("", sum(files[path].size for path in weights))]
+        models = quantizations(files.values())
+        if self._name.quantization is not None:
+            models = [choose_gguf(self._name, files.values(), lambda size: True)]
+        config = next((found for one in models if (found := self._configuration(one.files[0])) is not None), None)
+        if config is None:
+            raise LoadError(
+                self._no_model() if not models else f"The files of {self._name.repo} do not say their sizes."
+            )
+        return config, [(model.label, model.size) for model in models]
 
     def _model(self) -> Path:
         files = self._listing.files

@@ -1,0 +1,238 @@
+"""`polarlm fit`: what of a model fits on this machine, per type of weights and of the cache, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from polarlm import model_loaders
+from polarlm.engine.assembly import settle
+from polarlm.engine import weight_formats
+from polarlm.engine.config import AS_STORED, EngineConfig, setting
+from polarlm.engine.errors import EngineError
+from polarlm.engine.fit import Advice, DeviceFit, advise, devices, fit_device, fit_files, fit_weights, steps_to
+from polarlm.engine.flags import FlagError, in_flags, parse, that, use_utf8
+from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.sizes import loaded_bytes
+from polarlm.model_loaders import LoadError, ModelConfig, hub
+from polarlm.model_loaders.demo import demo_model
+from polarlm.model_loaders.hub import PREFIX
+
+_BAD_REQUEST, _INTERRUPTED = 2, 130
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """The model, and the settings to load it with."""
+
+    weights: str | None = setting(
+        None,
+        "MODEL",
+        bare=None,
+        help="folder of safetensors or a .gguf file; without it, the demonstration model",
+    )
+    contexts: str | None = setting(
+        None,
+        "-c",
+        "--ctx-size",
+        metavar="N[,N]",
+        help="tokens of sequences to count; else some steps up to the model's context",
+    )
+    weight_type: str = setting(
+        AS_STORED, "--weight-type", metavar="TYPE", help="count sequences beside weights converted to this type"
+    )
+    device: str = setting(
+        "auto",
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        help="the memory to look at; auto takes a GPU's, if it can be used, and the CPU's",
+    )
+    json: bool = setting(False, "--json", help="print everything as JSON")
+
+
+GROUPS: Mapping[str, type] = {"Fit": FitConfig}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what fits, and returns the exit code."""
+    use_utf8()
+    try:
+        print(_report(sys.argv[1:] if argv is None else argv))
+    except FlagError as error:
+        return _complain(f"{error}; --help lists the flags")
+    except EngineError as error:
+        return _complain(in_flags(error))
+    except LoadError as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _complain(sentence: str) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return _BAD_REQUEST
+
+
+def _report(argv: Sequence[str]) -> str:
+    """The text to print. Raises FlagError, EngineError or LoadError."""
+    (options,) = parse(
+        argv,
+        GROUPS,
+        prog="polarlm fit",
+        description="What of a model fits on this machine, computed from its configuration before anything is loaded.",
+        checks={"contexts": that(_is_list, "takes whole numbers above 0, separated by commas")},
+    )
+    settings = {"weight_type": options.weight_type, "device": options.device}
+    config = settle(None, None, settings)
+    numbers = None if options.contexts is None else _numbers(options.contexts)
+    if numbers is not None and len(numbers) == 1:
+        config = replace(config, ctx_size=numbers[0])
+    path = str(demo_model(_note)) if options.weights is None else options.weights
+    if path.startswith(PREFIX) and not Path(path).exists():
+        model, dtype, found = _fit_hub(path, config, numbers)
+    else:
+        model, source, dtype = model_loaders.load_weights(path)
+        try:
+            asked = numbers or steps_to(model.max_context)
+            found = [
+                fit_device(config, device, ops, model, source, contexts=asked)
+                for device, ops in devices(options.device)
+            ]
+        finally:
+            source.close()
+    advice = advise(found, config, model)
+    command = _command(advice, options)
+    if options.json:
+        about = {"model": str(path), "family": model.family, "max_context": model.max_context, "weights": dtype}
+        result = {**about, "devices": [asdict(one) for one in found], "advice": asdict(advice), "command": command}
+        return json.dumps(result, indent=1, ensure_ascii=False)
+    lines = [f"{path if path.startswith(PREFIX) else Path(path).name}: {model.layers} layers, {model.max_context:,} tokens of context, {dtype} weights"]
+    for device in found:
+        lines += ["", *_device_lines(device, model)]
+    lines += ["", advice.sentence]
+    if command:
+        lines.append(f"  {command}")
+    return "\n".join(lines)
+
+
+def _fit_hub(
+    path: str, config: EngineConfig, numbers: Sequence[int] | None
+) -> tuple[ModelConfig, str, list[DeviceFit]]:
+    """The configuration, the format of the files and what fits of a model on the hub, of which nothing is fetched."""
+    name = hub.parse(path)
+    model, files = hub.sizes(name)
+    asked = numbers or steps_to(model.max_context)
+    plain = f"{PREFIX}{replace(name, quantization=None)}"
+    found = []
+    for device, ops in devices(config.device):
+        if not files[0][0]:  # safetensors
+            types = dict.fromkeys((config.weight_type, AS_STORED, *weight_formats.writable()))
+            rows = []
+            for number, weight_type in enumerate(types):
+                settings = replace(config, weight_type=weight_type)
+                size = loaded_bytes(settings, ops, model, files[0][1])
+                rows.append(fit_weights(settings, ops, model, size, contexts=() if number else asked))
+            found.append(DeviceFit(device, ops.name, ops.free_memory(), tuple(rows)))
+        else:
+            sizes = {f"{plain}:{label}": size for label, size in files}
+            found.append(fit_files(config, device, ops, model, sizes, contexts=asked))
+    return model, "GGUF" if files[0][0] else "safetensors", found
+
+
+def _is_list(text: str) -> bool:
+    return all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in text.split(","))
+
+
+def _numbers(text: str) -> list[int]:
+    return sorted({int(word) for word in text.split(",")})
+
+
+def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
+    """Two tables: cache types beside the weights that were asked for, and all weights."""
+    chosen = device.weights[0]
+    what = "The weights" if chosen.weight_type == AS_STORED else f"The weights as {chosen.weight_type}"
+    room = f", {format_bytes(chosen.lacking)} too much." if chosen.lacking else ""
+    room = room or f"; up to {format_bytes(chosen.room)} is for the KV cache."
+    lines = [
+        f"{'CPU' if device.device == 'cpu' else device.name}: {format_bytes(device.free)} of memory free. {what} take "
+        f"{format_bytes(chosen.bytes)}{room}",
+        "",
+    ]
+    usable = [cache for cache in chosen.caches if not cache.problem]
+    if not usable:
+        return [*lines, *(cache.problem for cache in chosen.caches)]
+    contexts = [one.tokens for one in usable[0].contexts]
+    header = ["cache type", "bits/value", "KV per token", "longest context", *(f"× {tokens:,}" for tokens in contexts)]
+    rows = [
+        [
+            cache.cache_type,
+            f"{cache.bits_per_value:.2f}",
+            format_bytes(cache.bytes_per_token),
+            f"{cache.tokens:,}",
+            *(f"{one.sequences:,}" if one.sequences else f"lacks {format_bytes(one.lacking)}" for one in cache.contexts),
+        ]
+        for cache in usable
+    ]
+    lines += [*_columns([header, *rows]), f"× {contexts[0]:,}: how many sequences of {contexts[0]:,} tokens fit at a time"]
+    lines += [cache.problem for cache in chosen.caches if cache.problem]
+    if max(contexts) > model.max_context:
+        lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")
+    return [*lines, "", *_weight_lines(device, [cache.cache_type for cache in usable])]
+
+
+def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
+    """A table of all weights: their memory, and the longest contexts beside them where these differ."""
+    same = len({one.cache(name).tokens for one in device.weights for name in types}) == 1
+    shown = () if same else types
+    rows = [
+        [
+            one.weight_type,
+            format_bytes(one.bytes),
+            *(f"lacks {format_bytes(one.lacking)}" if one.lacking else f"{one.cache(name).tokens:,}" for name in shown),
+        ]
+        for one in device.weights
+    ]
+    if same:
+        tokens = device.weights[0].cache(types[0]).tokens
+        return [f"Beside any of these weights, {tokens:,} tokens fit:", *_columns([["weights", "memory"], *rows])]
+    title = "The longest context beside the weights, with each cache type:"
+    return [title, *_columns([["weights", "memory", *shown], *rows])]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _command(advice: Advice, options: Any) -> str | None:
+    """The command that starts a chat with the advised settings; None if the model does not fit."""
+    if advice.settings is None:
+        return None
+    flags = {name: str(value) for name, value in advice.settings.items()}
+    if options.device != "auto":
+        flags["device"] = options.device
+    model = options.weights
+    if flags.get("weight_type", "").startswith(PREFIX):  # one of the files of a repository
+        model = flags.pop("weight_type")
+    words = [] if model is None else ["--model", model]
+    for name, value in flags.items():
+        words += [f"--{name.replace('_', '-')}", value]
+    return shlex.join(["polarlm", "chat", *words])
+
+
+def _note(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
