@@ -18,6 +18,8 @@ class Usage:
     completion_tokens: int
     prefill_seconds: float  # up to the logits of the first token
     generation_seconds: float  # of the later steps that gave a token
+    drafted_tokens: int = 0  # that steps verified
+    accepted_tokens: int = 0  # of these, the ones that are part of the answer
 
     @property
     def prompt_rate(self) -> float:
@@ -26,7 +28,7 @@ class Usage:
 
     @property
     def generation_rate(self) -> float:
-        """Steps per second; the first token comes from the prefill."""
+        """Tokens of steps per second; the first token comes from the prefill."""
         return max(0, self.completion_tokens - 1) / max(self.generation_seconds, 1e-9)
 
 

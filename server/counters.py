@@ -16,9 +16,11 @@ class Totals:
     requests: Counter[str] = field(default_factory=Counter)
     """By how they ended: "stop", "length", "saved", "cancelled", "error", a refusal's code, …"""
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of answers that came to their end, as the two below
+    cached_tokens: int = 0  # of answers that came to their end, as the four below
     prefill_seconds: float = 0.0
     generation_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0  # from arrival to the end, summed over requests
     answers: int = 0  # generation requests that have ended
@@ -40,6 +42,8 @@ class Totals:
             self.cached_tokens += chunk.usage.cached_tokens
             self.prefill_seconds += chunk.usage.prefill_seconds
             self.generation_seconds += chunk.usage.generation_seconds
+            self.drafted_tokens += chunk.usage.drafted_tokens
+            self.accepted_tokens += chunk.usage.accepted_tokens
 
     def usual_seconds(self) -> int:
         """The mean time that an answer has taken so far, rounded up; at least 1 and at most 60."""

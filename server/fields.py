@@ -140,6 +140,9 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "n_cmpl", "L", "another name of `n`, which counts if both are given"
     yield "stream", "OLV", "[false]"
     yield "stream_options", "OLV", "`include_usage`; its other fields are ignored"
+    yield "speculative.type", "L", "`none` or `ngram-simple`: how tokens are drafted [`--spec-type`]"
+    yield "speculative.n_max", "L", "tokens of a draft at most, 0 to 15 [`--draft-max`]"
+    yield "speculative.n_min", "L", "tokens of a draft at least, 0 to 15 [`--draft-min`]"
     yield (
         "response_format",
         "OLV",

@@ -41,6 +41,8 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
     counts = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
     if hide_cached:
         del counts["cached_tokens"]
+    if not usage.drafted_tokens:
+        del counts["drafted_tokens"], counts["accepted_tokens"]
     seconds = {name: round(value, 6) for name, value in asdict(usage).items() if name.endswith("_seconds")}
     return {"done": True, "finish_reason": chunk.finish_reason, "usage": counts, "timings": seconds}
 

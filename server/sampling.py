@@ -40,11 +40,15 @@ _WHOLE = (
     "repeat_last_n",
     "dry_allowed_length",
     "dry_penalty_last_n",
+    "speculative.n_max",
+    "speculative.n_min",
 )
 _PARAMETERS = {
     "repetition_penalty": "repeat_penalty",
     "n_predict": "max_tokens",
     "max_completion_tokens": "max_tokens",
+    "speculative.n_max": "draft_max",
+    "speculative.n_min": "draft_min",
 }  # of fields that are called otherwise
 _TEXTS = ("stop", "dry_sequence_breakers")
 _MEANT: dict[tuple[str, float], float] = {
@@ -69,6 +73,9 @@ def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logpr
         chosen["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
     if "stop_token_ids" in body:
         chosen["stop_token_ids"] = _ids("stop_token_ids", body["stop_token_ids"])
+    if "speculative.type" in body:
+        kind = text("speculative.type", body["speculative.type"])
+        chosen["spec_type"] = _within_limits("speculative.type", "spec_type", kind)
     if "ignore_eos" in body:
         chosen["ignore_eos"] = flag("ignore_eos", body["ignore_eos"])
     return SamplingParams(**chosen, **read_constraint(body), logprobs=_logprobs(body, switched_logprobs))

@@ -227,6 +227,8 @@ def numbers(turn: Turn, engine: Engine) -> str:
             f"{usage.prompt_rate:.1f} tokens/s | "
             f"answer: {usage.completion_tokens} tokens, {usage.generation_rate:.1f} tokens/s"
         )
+        if usage.drafted_tokens:
+            speed += f", {usage.accepted_tokens} of {usage.drafted_tokens} drafted ones right"
     cache = engine.cache_stats()
     return (
         f"{speed}\ncontext: {cache.tokens} of {cache.context} tokens | "

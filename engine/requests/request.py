@@ -314,4 +314,6 @@ class Request:
             completion_tokens=sequence.generated,
             prefill_seconds=self.clock.prefill,
             generation_seconds=self.clock.generation,
+            drafted_tokens=0 if self.drafts is None else self.drafts.drafted,
+            accepted_tokens=0 if self.drafts is None else self.drafts.accepted,
         )

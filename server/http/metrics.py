@@ -32,6 +32,8 @@ class _Numbers(Collector):
             ("prompt_tokens", "Tokens of prompts", done.prompt_tokens),
             ("cached_tokens", "Tokens of prompts that were in the cache already", done.cached_tokens),
             ("completion_tokens", "Tokens generated", done.completion_tokens),
+            ("drafted_tokens", "Tokens drafted and verified", done.drafted_tokens),
+            ("accepted_tokens", "Drafted tokens that are part of answers", done.accepted_tokens),
             ("prefill_seconds", "Time spent on computing prompts", done.prefill_seconds),
             ("generation_seconds", "Time spent on computing answers, summed over requests", done.generation_seconds),
             ("request_seconds", "Time from arrival to the end, summed over requests", done.seconds),

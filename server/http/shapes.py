@@ -171,9 +171,16 @@ def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     prompt = sum(answers[0].prompt_tokens for answers in prompts)
     cached = sum(min(answer.cached_tokens for answer in answers) for answers in prompts)
     completion = sum(answer.completion_tokens for answer in usages)
-    return {
+    written = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if drafted := sum(answer.drafted_tokens for answer in usages):
+        accepted = sum(answer.accepted_tokens for answer in usages)
+        written["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return written

@@ -236,6 +236,25 @@ def test_metrics_count_what_was_served(server: Serving) -> None:
     assert after["polarlm_requests_active"] == 0
 
 
+def test_drafted_tokens_are_counted(server: Serving) -> None:
+    """Only where there are any: in the usage, in llama-server's timings, and in the metrics."""
+    body = {"prompt": "the rain then ran on " * 3, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
+    body["cache_prompt"] = False
+    plain = server.post("/v1/completions", body).json()
+    assert "completion_tokens_details" not in plain["usage"]
+    drafted = server.post("/v1/completions", body | {"speculative.type": "ngram-simple"}).json()
+    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+    details = drafted["usage"]["completion_tokens_details"]
+    right, wrong = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert min(right, wrong) >= 0 < right + wrong
+    after = metrics(server)
+    assert after["polarlm_drafted_tokens_total"] == right + wrong
+    assert after["polarlm_accepted_tokens_total"] == right
+    timings = server.post("/completion", body | {"speculative.type": "ngram-simple"}).json()["timings"]
+    assert timings["draft_n"] >= timings["draft_n_accepted"] >= 0
+    assert "draft_n" not in server.post("/completion", body | {"speculative.n_max": 0}).json()["timings"]
+
+
 def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
     idle = metrics(server)
     assert idle["polarlm_kv_blocks"] == idle["polarlm_kv_blocks_free"] > 0

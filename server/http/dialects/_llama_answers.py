@@ -190,10 +190,12 @@ class Writer:
 def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
     """Counts, milliseconds and rates of an answer's two parts."""
     read = usage.prompt_tokens - (usage.cached_tokens if tells_cached else 0)
+    drafts = {"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens}
     return {
         "cache_n": usage.prompt_tokens - read,
         **_rates("prompt", read, usage.prefill_seconds),
         **_rates("predicted", usage.completion_tokens, usage.generation_seconds),
+        **(drafts if usage.drafted_tokens else {}),
     }
 
 
