@@ -6,6 +6,7 @@
 ...         print(chunk.text, end="", flush=True)
 """
 
+from polarlm.engine.async_engine import AsyncEngine
 from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
@@ -13,6 +14,7 @@ from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Sco
 from polarlm.engine.sessions import Session
 
 __all__ = [
+    "AsyncEngine",
     "CacheStats",
     "Chunk",
     "Completion",

@@ -23,6 +23,7 @@ aliases.install()
 
 if TYPE_CHECKING:
     from polarlm.engine import (
+        AsyncEngine,
         CacheStats,
         Chunk,
         Completion,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AsyncEngine",
     "CacheStats",
     "Chunk",
     "Completion",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.outputs import Status, embedding
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import Ticket
@@ -56,15 +56,12 @@ class Driver:
         self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: they generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
         self._closing = False
-        self._stopping = False
-        self._wake = threading.Event()
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # delays no prompt
         # One is compiled at a time. The others wait in threads, as do requests whose constraint is known: these do not
         # stay there.
         self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -73,7 +70,7 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread.start()
+        self._thread = EngineThread(self.engine, self._failed)
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, wait for those under way, and end those left after `seconds`."""
@@ -85,10 +82,9 @@ class Driver:
 
     async def stop(self) -> None:
         """End all requests; returns when the engine's thread has ended, even if a disk hangs."""
-        self._closing = self._stopping = True
+        self._closing = True
         self._end_all(refused.closing())
-        self._wake.set()
-        await self._loop.run_in_executor(None, self._thread.join)
+        await self._loop.run_in_executor(None, self._thread.stop)
         for pool in (self._pool, self._text_pool, self._grammar_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
@@ -106,10 +102,14 @@ class Driver:
         """How many answers may be under way at the same time, waiting ones included."""
         return self._answers.room
 
+    def _failed(self, error: Exception) -> None:
+        """Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._end_all, error)
+
     def _end_all(self, reason: Exception) -> None:
         for job in [job for queue in self._queues for job in queue.jobs]:
             job.end(reason)
-        self._wake.set()
+        self._thread.wake()
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -159,11 +159,11 @@ class Driver:
         return found
 
     async def _next(self, job: Job) -> Any:
-        """The next item that a job's thread has appended; raises it if it is an exception."""
-        item = await job.arrived.get()
-        if isinstance(item, Exception):
-            raise for_clients(item)
-        return item
+        """The next item that a job's thread has appended. Raises Refused or EngineError in place of one."""
+        try:
+            return await job.next()
+        except Exception as error:
+            raise for_clients(error) from None
 
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
@@ -201,7 +201,7 @@ class Driver:
 
     def _leave(self, job: Job, queue: _Queue) -> None:
         job.close()
-        self._wake.set()  # for the engine to drop it
+        self._thread.wake()  # for the engine to drop it
         queue.jobs.discard(job)
         answer = queue is self._answers and job.outcome != "error"  # most errors come before anything is computed
         self._totals.ended(job.outcome, time.monotonic() - job.started, answer=answer)
@@ -226,7 +226,7 @@ class Driver:
         def submit() -> Ticket:
             ticket = self.engine.submit(prompt, params, options, into=job)
             job.queued(ticket)
-            self._wake.set()
+            self._thread.wake()
             return ticket
 
         entry.prompt = prompt if self.config.log_prompts else None
@@ -322,19 +322,3 @@ class Driver:
             raise
         except Exception as error:
             raise for_clients(error) from None
-
-    # -- the engine's thread ---------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        """One unit after another; sleeps while there is none. No error ends this thread before `stop` does."""
-        while True:
-            self._wake.clear()
-            if self._stopping:  # read after `clear`, so that a call of `stop` is not missed
-                return
-            try:
-                busy = self.engine.work()
-            except Exception as error:  # of the engine as a whole: an error in a step ends only its requests
-                busy = False
-                self._loop.call_soon_threadsafe(self._end_all, error)
-            if not busy:
-                self._wake.wait()

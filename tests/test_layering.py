@@ -56,6 +56,7 @@ ROOMS["sizes"] = ROOMS["encoding"] | {"codecs", "encoding"}
 ROOMS["fit"] = ROOMS["sizes"] | {"backends.select", "sizes"}
 ROOMS["assembly"] = ROOMS["sizes"] | {"backends.select", "calibration", "progress", "sizes"}
 ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions"} | TOLD
+ROOMS["async_engine"] = {"engine", "requests", "sampling"} | TOLD
 ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "sessions"} | TOLD
 
 # What some rooms may not import of those that theirs may.

@@ -1,0 +1,178 @@
+"""`AsyncEngine`: an engine for asyncio. Its requests are in the same queue as those of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
+from polarlm.engine.engine import Engine
+from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding, fold
+from polarlm.engine.requests.mailbox import Mailbox
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.sampling.constraints import Constraint
+
+Params = SamplingParams | None
+Options = PromptOptions | None
+
+
+class EngineThread:
+    """A thread that runs an engine's units of work, and sleeps while there is none."""
+
+    def __init__(self, engine: Engine, failed: Callable[[Exception], None]) -> None:
+        """failed: called in the thread with an error of the engine as a whole; one of a step ends only its requests."""
+        self._engine, self._failed = engine, failed
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look for work: a request was queued or cancelled."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread after its unit of work, and wait for it."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """No error ends this thread before `stop` does."""
+        while True:
+            self._wake.clear()
+            if self._stopping:  # read after `clear`, so that a call of `stop` is not missed
+                return
+            try:
+                busy = self._engine.work()
+            except Exception as error:
+                busy = False
+                self._failed(error)
+            if not busy:
+                self._wake.wait()
+
+
+class AsyncEngine:
+    """What `Engine` does, for coroutines of any event loop; a thread of its own computes.
+
+    Cancelling the task that waits for an answer cancels its request. `engine` may be used by threads at the same time.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """An asynchronous engine over `engine`, which `close` closes as well."""
+        self.engine = engine
+        self._waiting: set[Mailbox] = set()
+        self._lock = threading.Lock()  # of the set: mailboxes may belong to several event loops
+        self._thread: EngineThread | None = None
+        self._closed = False
+
+    @classmethod
+    async def load(
+        cls,
+        path: str | PathLike[str] | None = None,
+        *,
+        config: EngineConfig | None = None,
+        verbose: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> AsyncEngine:
+        """`Engine.load` in a thread, in which `verbose` is called. Raises EngineError as it does."""
+        load = partial(Engine.load, path, config=config, verbose=verbose, **settings)
+        return cls(await asyncio.to_thread(load))
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        options: Options = None,
+        *,
+        progress: bool = False,
+        constraint: Constraint | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the continuation of `prompt` in chunks; see `Engine.stream` for arguments and errors.
+
+        Closing the generator cancels the request: read it inside `contextlib.aclosing` where a loop may be left early.
+        """
+        mailbox = Mailbox(asyncio.get_running_loop())
+        submit = partial(self._submit, mailbox, prompt, params, options, progress=progress, constraint=constraint)
+        with self._lock:
+            self._waiting.add(mailbox)
+        try:
+            await asyncio.to_thread(submit)
+            finished = False
+            while not finished:
+                chunk: Chunk = await mailbox.next()
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._leave(mailbox)
+
+    async def generate(self, prompt: Prompt, params: Params = None, options: Options = None) -> Completion:
+        """The whole answer: `stream`, folded."""
+        return fold(await self._chunks(prompt, params, options))
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: Params = None, options: Options = None
+    ) -> Completion:
+        """The answer to a conversation; see `Engine.chat`."""
+        return await self.generate(messages, params, options)
+
+    async def embed(self, prompt: Prompt, pooling: str = "mean", options: Options = None) -> Embedding:
+        """The embedding of `prompt`; see `Engine.embed`."""
+        options = replace(options or PromptOptions(), pooling=pooling)
+        found = embedding(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
+        if found is None:
+            raise EngineError("The request for an embedding was cancelled", "closed")
+        return found
+
+    async def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
+        """Log-probabilities of `ids`; see `Engine.score`. Cancelling the task does not end the computation."""
+        return await asyncio.to_thread(self.engine.score, ids, every_token_coded, logits=logits)
+
+    async def close(self) -> None:
+        """End requests under way with an EngineError ("closed") and free the engine. Closing twice is fine."""
+        with self._lock:
+            self._closed, thread, self._thread = True, self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.stop)
+        await asyncio.to_thread(self.engine.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def _chunks(self, prompt: Prompt, params: Params, options: Options) -> list[Chunk]:
+        async with aclosing(self.stream(prompt, params, options)) as chunks:
+            return [chunk async for chunk in chunks]
+
+    def _submit(self, mailbox: Mailbox, *request: Any, **more: Any) -> None:
+        """Queue a request, in a thread: its prompt is tokenized here, and the engine takes it between two units."""
+        ticket = self.engine.submit(*request, into=mailbox, **more)
+        with self._lock:
+            if not self._closed:  # otherwise the engine ends the request as it closes
+                self._thread = self._thread or EngineThread(self.engine, self._fail_all)
+                self._thread.wake()
+        mailbox.queued(ticket)
+
+    def _leave(self, mailbox: Mailbox) -> None:
+        mailbox.close()
+        with self._lock:
+            self._waiting.discard(mailbox)
+            if self._thread is not None:
+                self._thread.wake()  # for the engine to drop the request
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._lock:
+            waiting = list(self._waiting)
+        for mailbox in waiting:
+            mailbox.append(error)

@@ -1,0 +1,62 @@
+"""The link between a coroutine that waits for a request and the thread that computes it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from typing import Any
+
+from polarlm.engine.requests.request import Ticket
+
+_LOG = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """Threads append to it; one coroutine of `loop` reads. Closing it cancels the request that it is for."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._ticket: Ticket | None = None
+        self._closed = False
+
+    def append(self, item: Any, /) -> None:
+        """Append a chunk, a result, or an exception in its place. Never raises: that would end the engine's step."""
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the loop is closed
+            _LOG.debug("a chunk came after the event loop was closed")
+
+    async def next(self) -> Any:
+        """The next item; raises it if it is an exception."""
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def queued(self, ticket: Ticket) -> None:
+        """Note the engine's ticket; cancel the request if the mailbox is closed already."""
+        with self._lock:
+            self._ticket, closed = ticket, self._closed
+        if closed:
+            ticket.cancel()
+
+    def close(self) -> None:
+        """Cancel the request, now or as soon as the engine has it."""
+        with self._lock:
+            self._closed, ticket = True, self._ticket
+        if ticket is not None:
+            ticket.cancel()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called: no coroutine waits any more."""
+        with self._lock:
+            return self._closed
+
+    def end(self, reason: Exception) -> None:
+        """Cancel the request and raise `reason` in the coroutine that reads; called in the event loop."""
+        self.close()
+        self._items.put_nowait(reason)
