@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("polarlm.engine.chat.__main__", "chat with a model in the terminal"),
     "serve": ("polarlm.server.__main__", "serve a model: a chat page, and OpenAI's, Anthropic's and Ollama's APIs"),
+    "pull": ("polarlm.pull", "download a model of the Hugging Face hub"),
     "speed": ("polarlm.bench.speed.__main__", "measure tokens a second and memory on this machine"),
     "completion": ("polarlm.completion", "print a script that completes flags in bash, zsh or fish"),
 }

@@ -19,6 +19,7 @@ from polarlm.model_loaders.hub.choice import (
     HubFile,
     choose_gguf,
     has_safetensors,
+    quantization_of,
     quantizations,
     size_text,
 )
@@ -28,7 +29,7 @@ from polarlm.model_loaders.hub.problems import cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 from polarlm.model_loaders.safetensors_source import INDEX, SINGLE
 
-__all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse", "sizes"]
+__all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse", "quantization_of", "sizes"]
 
 Fits = Callable[[ModelConfig | None, int], bool]
 """Whether a model of this configuration (None: unknown), whose files have so many bytes, fits in memory here."""

@@ -86,6 +86,16 @@ def quantizations(files: Iterable[HubFile]) -> list[Quantization]:
     return sorted(made, key=_rank)
 
 
+def quantization_of(file_name: str) -> str:
+    """The quantization in the name of a GGUF file; the whole name if there is none.
+
+    >>> quantization_of("SmolLM2-1.7B-Instruct-Q4_K_M.gguf"), quantization_of("model.gguf")
+    ('Q4_K_M', 'model.gguf')
+    """
+    stem = file_name[: -len(".gguf")]
+    return file_name if (label := _label(stem)) == stem else label
+
+
 def _label(stem: str) -> str:
     name = stem.rpartition("/")[2]
     found = _LABEL.search(name)

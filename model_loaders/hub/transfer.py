@@ -134,5 +134,5 @@ def _receive(client: Client, url: str, content: _Content) -> None:
     with client.stream(url, f"bytes={begin}-" if begin else None) as response:
         if begin and response.status_code != 206:
             content.restart()  # the server does not know ranges
-        for part in response.iter_bytes(_PART_BYTES):
+        for part in response.iter_bytes():  # as they come: of parts of a fixed size the last one would be lost
             content.append(part)
