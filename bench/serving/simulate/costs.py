@@ -1,0 +1,122 @@
+"""What work costs on one machine, fitted to results of `bench.speed` (measured) or `bench.gpu.predict` (predicted)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polarlm.bench.command import CacheType
+from polarlm.engine import EngineError, codecs
+from polarlm.engine.kv.plan import CacheShape, LayerShape
+
+_MEASURED_CACHE = "balanced"  # of the columns of a speed file
+_BLOCK = 64  # tokens
+_PREDICTED_SHAPES = {"8b": (32, 8, 128)}  # layers, KV heads, head dim
+_NEEDED = "bench.speed and bench.gpu.predict write such files"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a prefill of n tokens after h: prompt_token × n + pair × n (h + n / 2). Seconds of a step of b
+    sequences that have c tokens together: step + sequence × b + context_token × c.
+    """
+
+    name: str
+    source: str  # how they are known: "measured: …" or "PREDICTED, …"
+    cache: str  # the cache type
+    prompt_token: float
+    pair: float
+    step: float
+    sequence: float
+    context_token: float
+    bytes_per_token: float  # of keys and values
+    most_sequences: int  # of a step that was measured or predicted
+
+    def prefill(self, tokens: int, before: int) -> float:
+        """Seconds of a prefill of `tokens` after `before`."""
+        return self.prompt_token * tokens + self.pair * tokens * (before + tokens / 2)
+
+
+def read(path: Path) -> Costs:
+    """The costs in a result file: for its cache type, the default one of a file with several. Raises EngineError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("benchmark") == "speed":
+            return _measured(found)
+        if found.get("benchmark") == "gpu.predict":
+            return _predicted(found)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise EngineError(f"--costs {path}: no costs can be read from it ({error!r}); {_NEEDED}") from None
+    raise EngineError(f"--costs {path}: this is a file of another benchmark; {_NEEDED}")
+
+
+def _measured(found: dict[str, Any]) -> Costs:
+    """Costs from rows of prompts, of generation at a depth, and of steps of several sequences."""
+    prompts: list[tuple[float, float]] = []  # tokens, seconds
+    steps: list[tuple[float, float, float]] = []  # sequences, tokens together, seconds
+    ours = "polarlm", _MEASURED_CACHE
+    for row in found["rows"]:
+        cell = next((c for c in row["cells"] if (c.get("engine"), c.get("cache")) == ours), None)
+        if cell is None:
+            continue
+        if row["section"] == "prompt":
+            prompts.append((row["tokens"], row["tokens"] / cell["median"]))
+        elif row["section"] == "generation":
+            steps.append((1, row["tokens"], 1 / cell["median"]))
+        else:
+            count = int(row["name"].split()[2])  # "steps of 16 at 128"
+            steps.append((count, count * row["tokens"], count / cell["median"]))
+    memory = next(m for m in found["memory"] if (m["engine"], m["cache"]) == ours)
+    machine = f"{found['machine']['cores']} cores of {found['machine']['cpu']}"
+    source = f"measured: {found['model']}, {found['weights']}, on {machine}, {found['date']}"
+    return _fitted(found["model"], source, _MEASURED_CACHE, prompts, steps, memory["cache_bytes"] / memory["tokens"])
+
+
+def _predicted(found: dict[str, Any]) -> Costs:
+    """Costs from predicted steps and prompts."""
+    layers, heads, dim = _PREDICTED_SHAPES[found["model"]]
+    prompts = [(prompt["tokens"], prompt["seconds"]) for prompt in found["prompts"]]
+    steps = [(step["batch"], step["batch"] * step["context"], step["seconds"]) for step in found["steps"]]
+    chosen = CacheType.read(found["cache"])
+    layer = LayerShape(codecs.get(chosen.key), codecs.get(chosen.value), mean_bits=8)
+    nbytes = CacheShape(_BLOCK, heads, dim, (layer,) * layers).bytes_per_token
+    gpu = found["gpu"]["name"]
+    source = f"PREDICTED, not measured: Llama's {found['model']}, weights {found['weights']}, on an {gpu}"
+    return _fitted(f"{found['model']} {gpu}", source, found["cache"], prompts, steps, nbytes)
+
+
+def _fitted(
+    name: str,
+    source: str,
+    cache: str,
+    prompts: Sequence[tuple[float, float]],
+    steps: Sequence[tuple[float, float, float]],
+    bytes_per_token: float,
+) -> Costs:
+    """Least squares of relative errors, none of whose terms may be negative. Raises EngineError."""
+    tokens, seconds = np.array(prompts).T
+    sequences, together, step_seconds = np.array(steps).T
+    if len(set(tokens)) < 2 or len(set(sequences)) < 2:
+        raise EngineError(f"--costs: {name} needs prompts of two lengths, and steps of one and of several sequences")
+    prompt_token, pair = _positive(np.stack([tokens, tokens * tokens / 2], 1), seconds)
+    fixed, sequence, token = _positive(np.stack([np.ones_like(sequences), sequences, together], 1), step_seconds)
+    most = int(sequences.max())
+    return Costs(name, source, cache, prompt_token, pair, fixed, sequence, token, bytes_per_token, most)
+
+
+def _positive(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """The factors ≥ 0 of the terms that fit `seconds` best: terms that would get negative ones are left out."""
+    used = list(range(terms.shape[1]))
+    while True:
+        factors = np.linalg.lstsq(terms[:, used] / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
+        if factors.min() >= 0:
+            break
+        used.remove(used[int(factors.argmin())])
+    whole = np.zeros(terms.shape[1])
+    whole[used] = factors
+    return whole.tolist()

@@ -1,0 +1,169 @@
+"""Seeded loads: conversations of people and of agents, with shared system prompts, turns and pauses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+_LEAST, _MOST = 4, 16384  # tokens of one message
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """A distribution by its median and the standard deviation of its logarithm."""
+
+    median: float
+    sigma: float
+
+    def draw(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        return self.median * np.exp(self.sigma * rng.standard_normal(size))
+
+    @property
+    def mean(self) -> float:
+        return float(self.median * np.exp(self.sigma**2 / 2))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of conversation. Tokens are of messages, pauses are seconds from an answer's end to the next turn."""
+
+    systems: int  # how many system prompts there are, the first ones used most (Zipf)
+    system: Lognormal
+    opening: Lognormal  # the first message
+    message: Lognormal  # later ones
+    answer: Lognormal
+    turns: float  # on average, geometrically distributed
+    pause: Lognormal
+    away: float  # part of the pauses that are long ones
+    away_seconds: float  # their mean, exponentially distributed
+
+
+CHAT = Kind(
+    systems=50,
+    system=Lognormal(800, 0.7),
+    opening=Lognormal(60, 1.2),
+    message=Lognormal(60, 1.2),
+    answer=Lognormal(150, 0.9),
+    turns=3.5,
+    pause=Lognormal(30, 1.0),
+    away=0.05,
+    away_seconds=600,
+)
+AGENT = Kind(
+    systems=10,
+    system=Lognormal(6000, 0.4),
+    opening=Lognormal(2000, 0.8),
+    message=Lognormal(400, 1.2),
+    answer=Lognormal(120, 0.8),
+    turns=15,
+    pause=Lognormal(4, 1.0),
+    away=0.1,
+    away_seconds=300,
+)
+
+
+_ROWS = 1_000_000  # turns that are drawn at a time
+_PILOT = 2000  # conversations, for the mean number of turns
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Conversations in the order of their first turns. Turns of conversation c are first[c] to first[c + 1] - 1."""
+
+    begins: np.ndarray  # seconds, of each conversation's first turn
+    system: np.ndarray  # its system prompt
+    history: np.ndarray  # tokens of turns that it had before, beside the system prompt
+    first: np.ndarray
+    prompt: np.ndarray  # of each turn: new tokens, without the conversation before
+    answer: np.ndarray  # tokens
+    pause: np.ndarray  # seconds before the turn, after the answer before; not for the first turn
+    system_tokens: np.ndarray  # of each system prompt
+
+    @property
+    def requests(self) -> int:
+        """How many there are, at most: a turn whose answer before comes after the end is none."""
+        return len(self.prompt)
+
+
+def make(
+    rate: float, begin: float, end: float, agents: float, context: int, seed: int, before: float = 1200.0
+) -> Trace:
+    """About `rate` requests a second from `begin` to `end`.
+
+    agents: the part of the requests that are agents'. context: a conversation ends before it has more tokens. before:
+    conversations that began within so many seconds before `begin` are under way then; answers of their turns until
+    then count as taking no time.
+    """
+    rng = np.random.default_rng(seed)
+    parts = []
+    for kind, part, base in ((CHAT, 1 - agents, 0), (AGENT, agents, CHAT.systems)):
+        pilot = _conversations(kind, np.zeros(_PILOT), context, base, rng)
+        turns_mean = pilot[2].mean()  # fewer than kind.turns: of some, the context ends
+        windows = max(1, round(rate * part * (before + end - begin) / _ROWS))
+        edges = np.linspace(begin - before, end, windows + 1)
+        for left, right in pairwise(edges):
+            count = rng.poisson(rate * part / turns_mean * (right - left))
+            if count:
+                drawn = _conversations(kind, rng.uniform(left, right, count), context, base, rng)
+                parts.append(_within(begin, end, *drawn))
+    begins, system, history, turns, *columns = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    order = np.argsort(begins, kind="stable")
+    starts = np.cumsum(turns) - turns
+    first = np.concatenate([[0], np.cumsum(turns[order])])
+    rows = np.arange(first[-1]) + np.repeat(starts[order] - first[:-1], turns[order])
+    prompt, answer, pause = (column[rows] for column in columns)
+    tokens = np.concatenate([kind.system.draw(rng, kind.systems) for kind in (CHAT, AGENT)]).astype(int)
+    return Trace(begins[order], system[order], history[order], first, prompt, answer, pause, tokens)
+
+
+def _conversations(
+    kind: Kind, begins: np.ndarray, context: int, base: int, rng: np.random.Generator
+) -> tuple[np.ndarray, ...]:
+    """(begins, system, turns, prompt, answer, pause) of conversations of one kind."""
+    count = len(begins)
+    weights = 1 / np.arange(1, kind.systems + 1)
+    system = base + rng.choice(kind.systems, count, p=weights / weights.sum())
+    turns = rng.geometric(1 / kind.turns, count)
+    owner, number = _owners(turns)
+    rows = len(owner)
+    prompt = np.where(number == 0, kind.opening.draw(rng, rows), kind.message.draw(rng, rows))
+    prompt = np.clip(prompt, _LEAST, _MOST).astype(int)
+    answer = np.clip(kind.answer.draw(rng, rows), _LEAST, _MOST).astype(int)
+    away = rng.random(rows) < kind.away
+    pause = np.where(away, rng.exponential(kind.away_seconds, rows), kind.pause.draw(rng, rows))
+    pause[number == 0] = 0
+    room = context - kind.system.median * np.exp(3 * kind.system.sigma)
+    fits = (_sums(prompt + answer, turns) <= room) | (number == 0)
+    kept = np.bincount(owner[fits], minlength=count)
+    return begins, system, kept, prompt[fits], answer[fits], pause[fits]
+
+
+def _within(
+    begin: float, end: float,
+    begins: np.ndarray, system: np.ndarray, turns: np.ndarray, prompt: np.ndarray, answer: np.ndarray,
+    pause: np.ndarray,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """(begins, system, history, turns, prompt, answer, pause) of the turns from `begin` to `end`."""
+    owner, _ = _owners(turns)
+    times = begins[owner] + _sums(pause, turns)
+    kept = (times >= begin) & (times < end)
+    history = np.bincount(owner[times < begin], (prompt + answer)[times < begin], len(begins)).astype(int)
+    left = np.bincount(owner[kept], minlength=len(begins))
+    some = left > 0
+    firsts = times[kept][(np.cumsum(left) - left)[some]]
+    return firsts, system[some], history[some], left[some], prompt[kept], answer[kept], pause[kept]
+
+
+def _owners(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row: the number of its conversation, and which of its turns it is."""
+    owner = np.repeat(np.arange(len(turns)), turns)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(turns) - turns, turns)
+
+
+def _sums(values: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    """Of each row: the sum of its conversation's values up to it."""
+    total = np.cumsum(values)
+    starts = np.cumsum(turns) - turns
+    return total - np.repeat((total - values)[starts], turns)
