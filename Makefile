@@ -13,7 +13,7 @@ comma := ,
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help chat serve test lint bench quality gpu-test gpu-bench compile-all readme clean
+.PHONY: help chat serve ray test lint bench quality gpu-test gpu-bench compile-all readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -42,6 +42,14 @@ $(VENV)/.installed-serve: $(VENV)/.installed
 
 serve: $(VENV)/.installed-serve  ## serve an HTTP API (ARGS="…" adds flags)
 	@$(PY) -m polarlm serve $(ARGS)
+
+$(VENV)/.installed-ray: $(VENV)/.installed
+	@echo "Installing Ray Serve and the server's packages into $(VENV)"
+	@$(INSTALL) '.[serve,ray$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@
+
+ray: $(VENV)/.installed-ray  ## serve two replicas with Ray Serve (CONFIG=FILE takes another configuration)
+	@$(PY) -m examples.ray_serve $(if $(CONFIG),"$(CONFIG)")
 
 # One process for each core, with one BLAS thread: two threads each on two cores are many times slower than one.
 test: export OMP_NUM_THREADS = 1

@@ -29,17 +29,9 @@ serve = pytest.importorskip("ray.serve", reason="the extra ray is not installed"
 
 from examples.ray_serve.app import EngineReplica, Ingress, Replica  # noqa: E402
 from examples.ray_serve.router import PrefixRouter  # noqa: E402
+from tests.examples.quiet import QUIET  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-# Ray asks nobody, needs no token, and says little.
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-}
 ALWAYS = {"temperature": 0, "ignore_eos": True}
 STEP_SECONDS = 0.02
 
