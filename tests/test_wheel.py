@@ -1,35 +1,80 @@
-"""What is installed: the packages and the CUDA sources inside `polarlm`, aliases of the packages, and no `cuda`."""
+"""What is installed, and what of it works in an empty environment, in folders with modules of a user's own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from polarlm import aliases
+from polarlm.command import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def members(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def build(out: Path, *flags: str) -> Path:
+    """The wheel of the checkout; without --wheel, that of a source distribution, which is made first."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.glob("*.whl")
-    return zipfile.ZipFile(wheel).namelist()
+    return wheel
 
 
-def test_no_member_shadows_nvidias_namespace(members: list[str]) -> None:
-    assert not [name for name in members if name.split("/")[0] == "cuda"]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
-def test_the_server_brings_its_page(members: list[str]) -> None:
-    assert "polarlm/server/page.html" in members
+@pytest.fixture(scope="module")
+def members(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_top_level_has_the_package_and_aliases(members: list[str]) -> None:
+    """Nothing called `cuda` hides NVIDIA's packages, and there are no tests."""
+    assert {name.split("/")[0] for name in members} == {
+        "polarlm",
+        "engine",
+        "model_loaders",
+        "server",
+        "polarlm-0.1.0.dist-info",
+    }
+
+
+def test_every_file_is_there_below_one_name(members: list[str]) -> None:
+    packages = [p for folder in ("engine", "model_loaders", "server", "bench") for p in (ROOT / folder).rglob("*.py")]
+    sources = [p for p in (ROOT / "cuda").rglob("*") if p.is_file()]
+    own = [p.relative_to(ROOT / "polarlm") for p in (ROOT / "polarlm").glob("*.py")]
+    assert {f"polarlm/{path.relative_to(ROOT)}" for path in packages + sources} <= set(members)
+    assert {f"polarlm/{path}" for path in own} <= set(members)
+    assert {name for name in members if name.split("/")[0] in aliases.NAMES} == {
+        f"{package}/{file}" for package in ("engine", "model_loaders", "server") for file in ("__init__.py", "py.typed")
+    }
+
+
+def test_there_is_nothing_but_code(members: list[str]) -> None:
+    """No results of measurements, data of tests, or compiled leftovers."""
+    inside = [name for name in members if name.startswith("polarlm/")]
+    assert {name for name in inside if not name.endswith((".py", ".cu", ".cuh", "/py.typed"))} == {
+        "polarlm/cuda/README.md",
+        "polarlm/engine/calibration_text.txt",
+        "polarlm/server/page.html",
+    }
+    assert not [name for name in inside if {"results", "tests", "fixtures", "__pycache__"} & {*name.split("/")}]
 
 
 @pytest.mark.parametrize("package", ["polarlm", "polarlm/engine", "engine", "model_loaders", "server"])
@@ -37,11 +82,104 @@ def test_type_checkers_may_read_the_annotations(members: list[str], package: str
     assert f"{package}/py.typed" in members
 
 
-def test_every_file_is_there_below_one_name(members: list[str]) -> None:
-    packages = [p for folder in ("engine", "model_loaders", "server", "bench") for p in (ROOT / folder).rglob("*.py")]
-    sources = [p for p in (ROOT / "cuda").rglob("*") if p.is_file()]
-    assert {f"polarlm/{path.relative_to(ROOT)}" for path in packages + sources} <= set(members)
-    assert {name for name in members if name.split("/")[0] in aliases.NAMES} == {
-        f"{package}/{file}" for package in ("engine", "model_loaders", "server") for file in ("__init__.py", "py.typed")
-    }
-    assert not [name for name in members if "results" in name or name.startswith(("tests/", "scripts/"))]
+def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    assert contents(build(tmp_path)) == contents(wheel)
+    (source,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = {name.split("/")[0] for name in names if "/" in name}
+    assert folders >= {"polarlm", "engine", "model_loaders", "server", "bench", "cuda", "tests", "docs", "scripts"}
+    assert not [name for name in names if name.startswith("polarlm/") and name.count("/") > 1]
+    assert {"Makefile", "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
+
+
+class Installed:
+    """An environment with the wheel, and the packages that it needs."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        venv.create(folder, with_pip=False)
+        self.bin = folder / ("Scripts" if os.name == "nt" else "bin")
+        self.folder = folder
+        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300)
+        # The packages of this environment, without the checkout that may be installed there.
+        (site,) = {path.parent for path in folder.rglob("polarlm-0.1.0.dist-info")}
+        (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+
+    def run(self, folder: Path, program: str, *words: str) -> str:
+        """What a program of the environment prints in `folder`."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"POLARLM_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [str(self.bin / program), *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("installed") / "environment", wheel)
+
+
+def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
+    assert installed.run(tmp_path, "polarlm", "--version") == "polarlm 0.1.0\n"
+    assert all(f"  {name} " in installed.run(tmp_path, "polarlm") for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_installed(name: str, installed: Installed, tmp_path: Path) -> None:
+    assert installed.run(tmp_path, "polarlm", name, "--help").startswith(f"usage: polarlm {name} ")
+
+
+def test_a_model_answers_in_a_folder_with_modules_of_the_same_names(
+    installed: Installed, tiny_path: Path, tmp_path: Path
+) -> None:
+    own_modules(tmp_path)
+    words = ["chat", "--weights", str(tiny_path), "--device", "cpu", "--single-turn", "--prompt", "the end", "-n", "8"]
+    answer = installed.run(tmp_path, "polarlm", *words, "--seed", "1", "--ignore-eos")
+    assert answer.strip()
+    assert installed.run(tmp_path, "python", "-m", "polarlm", *words, "--seed", "1", "--ignore-eos") == answer
+
+
+def test_a_users_own_modules_are_theirs(installed: Installed, tmp_path: Path) -> None:
+    own_modules(tmp_path)
+    program = """
+import engine, server
+from polarlm import Engine
+print(engine.mine, server.mine, Engine.__module__)
+"""
+    assert installed.run(tmp_path, "python", "-c", program) == "engine server polarlm.engine.engine\n"
+
+
+def test_short_names_are_the_installed_package(installed: Installed, tmp_path: Path) -> None:
+    program = """
+from engine import Engine
+import engine.kv.store, server.config, model_loaders, polarlm.engine.kv.store
+assert Engine is polarlm.Engine and engine.kv.store is polarlm.engine.kv.store
+print(polarlm.__file__, engine.__file__, server.__file__, model_loaders.__file__, sep="\\n")
+"""
+    files = installed.run(tmp_path, "python", "-c", program).splitlines()
+    assert all(Path(file).is_relative_to(installed.folder) for file in files), files
+    assert installed.run(tmp_path, "python", "-m", "engine.chat", "--version") == "polarlm 0.1.0\n"
+    assert installed.run(tmp_path, "python", "-m", "server", "--help").startswith("usage: polarlm serve ")
+
+
+def test_kernels_and_the_page_are_found(installed: Installed, tmp_path: Path) -> None:
+    program = """
+from polarlm.engine.backends.cuda.kernel_source import folder
+from polarlm.server.http.page import _page
+print(len(list(folder().rglob("*.cu"))), "<html" in _page()[0])
+"""
+    own_modules(tmp_path)
+    assert installed.run(tmp_path, "python", "-c", program) == f"{len(list((ROOT / 'cuda').rglob('*.cu')))} True\n"
+
+
+def test_measurements_are_written_to_the_current_folder(installed: Installed, tmp_path: Path) -> None:
+    program = "from polarlm.bench.report import Output; print(Output().path('speed', 'my model').parent)"
+    assert Path(installed.run(tmp_path, "python", "-c", program).strip()) == tmp_path
+
+
+def own_modules(folder: Path) -> None:
+    for name in ("engine", "server"):
+        (folder / f"{name}.py").write_text(f"mine = {name!r}\n", encoding="utf-8")

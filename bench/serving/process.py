@@ -19,7 +19,7 @@ _LAST_SECONDS = 60.0  # for the process to end
 def own_server(flags: Sequence[str]) -> Iterator[str]:
     """The URL of a server with `flags` on a free port; it ends with the context. Raises EngineError."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        command = [sys.executable, "-m", "server", "--port", "0", *flags]
+        command = [sys.executable, "-m", "polarlm", "serve", "--port", "0", *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
             try:

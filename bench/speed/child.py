@@ -21,6 +21,17 @@ from typing import Any, TextIO
 import polarlm
 
 _ROOT = Path(polarlm.__file__).resolve().parents[1]  # where the package is
+# `polarlm` is this package, and everything else is the interpreter's own: beside an installed package lie others, which
+# may be for another version of Python.
+_START = """
+import runpy, sys
+module, root = sys.argv[1:]
+sys.path.insert(0, root)
+import polarlm
+sys.path.append(sys.path.pop(0))
+del sys.argv[1:]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
 _LAST_SECONDS = 10.0  # for the process to end
 
 
@@ -34,16 +45,14 @@ class Child:
     def __init__(self, module: str, python: str = sys.executable) -> None:
         """python: the interpreter. Raises Failed if it cannot be started."""
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._process = subprocess.Popen(
-                [python, "-m", module],
+                [python, "-c", _START, module, str(_ROOT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,  # Ctrl-C is for the parent, which ends it
             )
         except OSError as error:

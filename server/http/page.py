@@ -15,7 +15,7 @@ from starlette.responses import Response
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, dict[str, str]]:
     """The page and its headers, which allow its own script and style by their hashes, and no others."""
-    text = files("server").joinpath("page.html").read_text(encoding="utf-8")
+    text = files("polarlm.server").joinpath("page.html").read_text(encoding="utf-8")
     policy = [
         "default-src 'none'",
         f"script-src {_hash_of('script', text)}",

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,16 @@ from polarlm.bench.speed.child import Child, Failed
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "tests.bench.contestant"
+ASKED = """
+import library, polarlm
+from polarlm.bench.speed.child import serve
+
+class Asked:
+    def places(self):
+        return [library.place, polarlm.__file__]
+
+serve(Asked, [])
+"""
 
 
 @pytest.fixture
@@ -33,6 +44,23 @@ def test_a_child_answers_and_reports_failures_and_goes_on(child: Child) -> None:
     with pytest.raises(Failed, match=r"^ZeroDivisionError: division by zero$"):
         child.call("divide", 0)
     assert child.call("divide", 4) == 0.25
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a symbolic link")
+def test_only_our_own_package_comes_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an installed package lie others, which may be for another Python than the child's."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+        (folder / "library.py").write_text(f"place = {folder.name!r}\n", encoding="utf-8")
+    (ours / "polarlm").symlink_to(ROOT / "polarlm")
+    (theirs / "polarlm.py").write_text("raise ImportError\n", encoding="utf-8")
+    (theirs / "asked.py").write_text(ASKED, encoding="utf-8")
+    monkeypatch.setattr("polarlm.bench.speed.child._ROOT", ours)
+    monkeypatch.setenv("PYTHONPATH", str(theirs))
+    with closing(Child("asked")) as child:
+        child.call("start")
+        assert child.call("places") == ["theirs", str(ours / "polarlm" / "__init__.py")]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no signals")
