@@ -20,10 +20,10 @@ help:  ## show this list
 
 $(VENV)/.installed: pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "Installing polarlm into $(VENV), with the extra 'cpu'$(if $(EXTRA), and '$(EXTRA)')"
-	@$(INSTALL) '.[cpu$(if $(EXTRA),$(comma)$(EXTRA))]' || { \
+	@echo "Installing polarlm into $(VENV), with the extras 'cpu' and 'hub'$(if $(EXTRA), and '$(EXTRA)')"
+	@$(INSTALL) '.[cpu,hub$(if $(EXTRA),$(comma)$(EXTRA))]' || { \
 	    echo "The extra 'cpu' cannot be installed here: the CPU will compute with NumPy alone." >&2; \
-	    $(INSTALL) '.$(if $(EXTRA),[$(EXTRA)])'; }
+	    $(INSTALL) '.[hub$(if $(EXTRA),$(comma)$(EXTRA))]'; }
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

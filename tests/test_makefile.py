@@ -69,7 +69,7 @@ def test_the_kernels_of_the_cpu_are_installed_if_they_can_be(tmp_path: Path, has
     target = f"{tmp_path}/.installed"
     command = [make_command(), "-C", str(ROOT), f"VENV={tmp_path}", f"PY={python}", "EXTRA=cuda13", target]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    wanted = [".[cpu,cuda13]"] if has_wheel else [".[cpu,cuda13]", ".[cuda13]"]
+    wanted = [".[cpu,hub,cuda13]"] if has_wheel else [".[cpu,hub,cuda13]", ".[hub,cuda13]"]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.split()[-1] for call in calls] == wanted
     assert all("--only-binary llvmlite" in call for call in calls)

@@ -40,7 +40,10 @@ with open("asked", "a") as asked:
     print(json.dumps(sys.argv[2:]), file=asked)
 if sys.argv[2:4] == ["polarlm", "chat"] or sys.argv[2] == "engine.chat":
     # The last --weights counts, and one thread is enough.
-    sys.exit(subprocess.call([sys.executable, *sys.argv[1:], "--weights", "./smollm2", "--device", "cpu", "-n", "8"]))
+    model = [] if "-hf" in sys.argv else ["--weights", "./smollm2"]
+    sys.exit(subprocess.call([sys.executable, *sys.argv[1:], *model, "--device", "cpu", "-n", "8"]))
+if sys.argv[2:4] == ["polarlm", "pull"]:
+    sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
 """
 
 
@@ -76,7 +79,7 @@ def runs(page: Path) -> bool:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_ggufs: dict[str, bytes]) -> Path:
     """A checkout that is set up, as far as the commands see it, with a model at ./smollm2, and a hub."""
     for page in PAGES:
-        for name in re.findall(r"\bhf:(\w[\w.-]*/\w[\w.-]*)", page.read_text(encoding="utf-8")):
+        for name in re.findall(r"(?:\bhf:|-hf |polarlm pull )(\w[\w.-]*/\w[\w.-]*)", page.read_text(encoding="utf-8")):
             hub.repositories[name] = Repository(small_ggufs)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     make_model_at = tmp_path / "smollm2"
@@ -97,6 +100,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
     monkeypatch.setenv("PATH", os.pathsep.join([str(programs), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("POLARLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     return tmp_path
 
 
