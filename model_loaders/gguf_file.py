@@ -126,9 +126,9 @@ def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     """The numbers of tensors and of metadata entries. Raises LoadError for a file of another format."""
-    magic, version = cursor.take(4), cursor.number("<u4")
-    if magic != b"GGUF":
+    if cursor.take(4) != b"GGUF":
         raise LoadError(f"{cursor.path} is not a GGUF file: it does not begin with the letters GGUF.")
+    version = cursor.number("<u4")
     if version not in (2, 3):
         raise LoadError(
             f"{cursor.path} is a GGUF file of a version that is not supported (version field {version:#x}); "

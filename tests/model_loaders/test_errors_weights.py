@@ -332,6 +332,7 @@ def gguf_error(path: Path, raw: bytes) -> str:
 def test_a_file_that_is_not_gguf(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     assert "not a GGUF file" in gguf_error(path, b"PK\3\4" + bytes(100))
+    assert "not a GGUF file" in gguf_error(path, b"mine=1\n")
     assert "version field 0x1" in gguf_error(path, b"GGUF" + struct.pack("<I", 1) + bytes(100))
     assert "little-endian" in gguf_error(path, b"GGUF" + struct.pack(">I", 3) + bytes(100))
     assert "truncated" in gguf_error(path, b"")
