@@ -81,7 +81,7 @@ def _announce(url: str, ended: threading.Event, failed: threading.Event) -> None
             return
         if states and set(states) == {"RUNNING"}:
             found = [application.deployments["Replica"].replica_states for application in applications.values()]
-            replicas = sum(states.get("RUNNING", 0) for states in found)
+            replicas = sum(count for counts in found for state, count in counts.items() if state == "RUNNING")
             print(_READY.format(url=url, replicas=replicas), flush=True)
             return
 
