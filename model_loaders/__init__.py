@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _HUB_ID = re.compile(r"(\w[\w.-]*)/\w[\w.-]*(@[^\s:@]+)?(:\w[\w.-]*)?")
-_DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)$", re.IGNORECASE)
+_DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ header takes a fraction of a second. Dequantization is still that package's.
 
 from __future__ import annotations
 
+import re
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ _MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key
 _MAX_DIMS = 4
 _SMALLEST_ENTRY = 13  # bytes a metadata entry takes at least: empty key, type, one byte of value
 _SMALLEST_TENSOR = 24  # bytes a tensor's entry takes at least: empty name, no dimensions, type, offset
+_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _ALIGNMENT = 32  # bytes, of tensors in files that do not name another
 # The types of metadata values, by their numbers: two that are not numbers, and the dtypes of the others.
 _STRING, _ARRAY = 8, 9
@@ -55,10 +57,11 @@ class GgufTensor:
     dtype: str  # the format's name: "F32", "Q4_1", ...
     offset: int
     nbytes: int
+    file: FileBytes | None = None  # which of the parts; None in a header without its file
 
 
 class GgufFile:
-    """An open GGUF file.
+    """An open GGUF file, or one in parts (`model-00001-of-00003.gguf` and so on), which is opened by its first part.
 
     `metadata` maps each key to a str, int, float or bool, a list of int, float or bool, or `Strings`, such as
     `tokenizer.ggml.tokens`. Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError if the header is
@@ -68,18 +71,54 @@ class GgufFile:
     metadata: Mapping[str, object]
     tensors: Mapping[str, GgufTensor]
 
-    def __init__(self, path: str | Path, mmap: bool = True) -> None:
+    def __init__(self, path: str | Path, mmap: bool = True, *, alone: bool = False) -> None:
+        """alone: open no other parts."""
         self.path = Path(path)
-        self.bytes = FileBytes(self.path, mmap)
+        self.files = [FileBytes(self.path, mmap)]
         try:
-            self._parse(_Cursor(self.bytes))
+            self._parse(_Cursor(self.files[0]))
+            if not alone and (number := self._part()) is not None:
+                self._join(number, mmap)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Closes the file; arrays already read stay valid."""
-        self.bytes.close()
+        for file in self.files:
+            file.close()
+
+    def _part(self) -> int | None:
+        """Which part this is, from 0; None for a file that is whole."""
+        number, count = self.metadata.get("split.no", 0), self.metadata.get("split.count")
+        return number if isinstance(number, int) and isinstance(count, int) and count > 1 else None
+
+    def _join(self, number: int, mmap: bool) -> None:
+        """Add the tensors of the other parts, which lie beside this one."""
+        count, found = self.metadata["split.count"], _PART_NAME.fullmatch(self.path.name)
+        if found is None or int(found["count"]) != count or int(found["number"]) != number + 1:
+            raise LoadError(
+                f"{self.path} is part {number + 1} of {count}, but its name does not say so; give it the name that it "
+                f"was published under, which ends with -{number + 1:05}-of-{count:05}.gguf."
+            )
+        if number:
+            raise LoadError(
+                f"{self.path} is part {number + 1} of {count}; give the first one, {self._beside(found, 1)}."
+            )
+        tensors = dict(self.tensors)
+        for later in range(2, int(found["count"]) + 1):
+            path = self._beside(found, later)
+            if not path.is_file():
+                raise LoadError(f"{path} is missing: {self.path.name} has {count} parts; download them all.")
+            part = GgufFile(path, mmap, alone=True)
+            self.files += part.files
+            if part._part() != later - 1 or tensors.keys() & part.tensors.keys():
+                raise LoadError(f"{path} does not belong to {self.path.name}; download both again.")
+            tensors |= part.tensors
+        self.tensors = MappingProxyType(tensors)
+
+    def _beside(self, found: re.Match[str], number: int) -> Path:
+        return self.path.with_name(f"{found['stem']}-{number:05}-of-{found['count']}.gguf")
 
     def _parse(self, cursor: _Cursor) -> None:
         tensor_count, entry_count = _counts(cursor)
@@ -100,13 +139,13 @@ class GgufFile:
         data_start = -(-header_end // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for entry in entries:
-            tensor = entry.at(self.path, data_start)
+            tensor = entry.at(self.files[0], data_start)
             if tensor.name in tensors:
                 raise LoadError(f"{self.path} has the tensor {tensor.name!r} twice; download it again.")
-            if tensor.offset + tensor.nbytes > self.bytes.size:
+            if tensor.offset + tensor.nbytes > self.files[0].size:
                 raise LoadError(
                     f"{self.path} is truncated: the tensor {tensor.name!r} ends at byte "
-                    f"{tensor.offset + tensor.nbytes:,}, the file at {self.bytes.size:,}; download it again."
+                    f"{tensor.offset + tensor.nbytes:,}, the file at {self.files[0].size:,}; download it again."
                 )
             tensors[tensor.name] = tensor
         self.tensors = MappingProxyType(tensors)
@@ -151,7 +190,8 @@ class _Entry:
     type_id: int
     offset: int
 
-    def at(self, path: Path, data_start: int) -> GgufTensor:
+    def at(self, file: FileBytes, data_start: int) -> GgufTensor:
+        path = file.path
         try:
             dtype, block, block_bytes = TYPES[self.type_id]
         except KeyError:
@@ -170,6 +210,7 @@ class _Entry:
             dtype,
             data_start + self.offset,
             prod(self.dims) // block * block_bytes,
+            file,
         )
 
 

@@ -14,6 +14,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.file_bytes import FileBytes
 from polarlm.model_loaders.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
 from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.weights import fit
@@ -50,7 +51,7 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     _check_head_channels(gguf, f"{arch}.", config)
     if _ROPE_DIVISORS in gguf.tensors:
         config = replace(config, rope=replace(config.rope, divisors=_checked_divisors(gguf, config)))
-    weights = StoredWeights(gguf.path, _tensors(gguf, config), [gguf.bytes])
+    weights = StoredWeights(gguf.path, _tensors(gguf, config), gguf.files)
     return fit(config, weights, interleaved=layout.interleaved, offsets=False)
 
 
@@ -108,9 +109,6 @@ def _refuse_unsupported(metadata: Mapping[str, object], where: str | Path, prefi
         )
     if given(prefix + "rope.scaling.yarn_log_multiplier"):
         raise LoadError(f"{where} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
-    parts = given("split.count")
-    if isinstance(parts, int) and parts > 1:
-        raise LoadError(f"{where} is one of {parts} parts; join them into one file with `llama-gguf-split --merge`.")
 
 
 def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout) -> Fields:
@@ -194,7 +192,7 @@ def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
             f"{gguf.path}: the tensor {label} is {entry.dtype} {entry.shape}, but RoPE needs F32 and one dimension; "
             "use another file of the model."
         )
-    divisors = gguf.bytes.view(entry.offset, entry.nbytes).view("<f4").astype(np.float64)
+    divisors = _file(entry).view(entry.offset, entry.nbytes).view("<f4").astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
         raise LoadError(f"{gguf.path}: the tensor {label} holds values that are not positive numbers.")
     return tuple(float(divisor) for divisor in divisors)
@@ -211,7 +209,7 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         match = _LAYER_TENSOR.fullmatch(label)
         name = names.get(label, f"model.layers.{match[1]}.{match[2]}.{match[3]}" if match else label)
         factor = _factor(gguf, label.removesuffix("weight") + "scale") if entry.dtype == _SCALED else 1.0
-        found[name] = StoredTensor(gguf.bytes, label, entry.shape, entry.dtype, entry.offset, factor=factor)
+        found[name] = StoredTensor(_file(entry), label, entry.shape, entry.dtype, entry.offset, factor=factor)
     return found
 
 
@@ -225,4 +223,9 @@ def _factor(gguf: GgufFile, label: str) -> float:
             f"{gguf.path}: the tensor {label} is {entry.dtype} {entry.shape}, but a scale is one number in F32; use "
             "another file of the model."
         )
-    return float(gguf.bytes.view(entry.offset, 4).view("<f4")[0])
+    return float(_file(entry).view(entry.offset, 4).view("<f4")[0])
+
+
+def _file(entry: GgufTensor) -> FileBytes:
+    assert entry.file is not None
+    return entry.file

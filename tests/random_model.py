@@ -37,3 +37,24 @@ def tokenizer_file(folder: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_in_parts(path: Path, whole: Path, tensors: int) -> Path:
+    """Write the model in the file `whole` in parts of `tensors` tensors, by gguf's own writer → the first part's path.
+
+    path: that of the parts, without their numbers.
+    """
+    reader = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(
+                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return min(path.parent.glob(f"{path.stem}-*.gguf"))

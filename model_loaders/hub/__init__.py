@@ -169,8 +169,7 @@ class _Fetching:
         """The path of a GGUF file. The beginning of one comes first, since its model may not be supported."""
         files = list(self._listing.files.values())
         models = quantizations(files)
-        whole = [model for model in models if model.parts == 1]
-        config = self._configuration(whole[0].files[0]) if whole and not self._is_cut_off else None
+        config = None if self._is_cut_off else self._configuration(models[0].files[0])
         chosen = choose_gguf(self._name, files, lambda size: self._fits(config, size))
         if self._name.quantization is None and len(models) > 1:
             self.say(

@@ -60,11 +60,10 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A model as GGUF: one file, or several parts."""
+    """A model as GGUF: one file, or several parts, in order."""
 
     label: str  # as in the file's name: "Q4_K_M"; the whole name where none is found in it
     files: tuple[HubFile, ...]
-    parts: int  # that there should be
 
     @property
     def size(self) -> int:
@@ -73,15 +72,19 @@ class Quantization:
 
 
 def quantizations(files: Iterable[HubFile]) -> list[Quantization]:
-    """The models among GGUF files, the best first. Projectors for images and importance matrices are none."""
+    """The models among GGUF files, the best first.
+
+    Projectors for images, importance matrices and models that lack a part are left out.
+    """
     groups: dict[tuple[str, int], list[HubFile]] = {}
     for file in files:
         found = _GGUF.fullmatch(file.path)
         if found is not None and not _NO_MODEL.search(file.name):
             groups.setdefault((found["stem"], int(found["parts"] or 1)), []).append(file)
     made = [
-        Quantization(_label(stem), tuple(sorted(group, key=lambda file: file.path)), parts)
+        Quantization(_label(stem), tuple(sorted(group, key=lambda file: file.path)))
         for (stem, parts), group in groups.items()
+        if len(group) == parts
     ]
     return sorted(made, key=_rank)
 
@@ -92,7 +95,8 @@ def quantization_of(file_name: str) -> str:
     >>> quantization_of("SmolLM2-1.7B-Instruct-Q4_K_M.gguf"), quantization_of("model.gguf")
     ('Q4_K_M', 'model.gguf')
     """
-    stem = file_name[: -len(".gguf")]
+    found = _GGUF.fullmatch(file_name)
+    stem = found["stem"] if found else file_name
     return file_name if (label := _label(stem)) == stem else label
 
 
@@ -127,29 +131,20 @@ def choose_gguf(name: HubName, files: Iterable[HubFile], fits: Callable[[int], b
         if not found:
             raise LoadError(f"{name.repo} has no {name.quantization}; there are {listed}.")
     else:
-        whole = [model for model in models if model.parts == 1] or models
-        found = [model for model in whole if fits(model.size)][:1]
+        found = [model for model in models if fits(model.size)][:1]
         if not found:
             raise LoadError(
                 f"Of {name.repo}, no file fits in memory here beside its KV store; there are {listed}. Choose a "
-                f"smaller model or context, or name a file to load it all the same: {name.repo}:{whole[-1].label}."
+                f"smaller model or context, or name a file to load it all the same: {name.repo}:{models[-1].label}."
             )
-        found = [model for model in whole if model.label == found[0].label]
+        found = [model for model in models if model.label == found[0].label]
     if len(found) > 1:
         names = ", ".join(file.name for model in found for file in model.files)
         raise LoadError(
             f"{name.repo} has several files of {found[0].label}: name one of them, as in "
             f"{name.repo}:{found[0].files[0].name}; there are {names}."
         )
-    (chosen,) = found
-    if chosen.parts > 1:
-        others = [model.label for model in models if model.parts == 1]
-        instead = f"choose {' or '.join(others)}, or " if others else ""
-        raise LoadError(
-            f"{chosen.label} of {name.repo} is split into {chosen.parts} parts, which are not read: {instead}download "
-            f"them (hf download {name.repo} --include '*{chosen.label}*') and join them (llama-gguf-split --merge)."
-        )
-    return chosen
+    return found[0]
 
 
 def size_text(size: int) -> str:

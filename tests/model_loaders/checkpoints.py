@@ -146,5 +146,5 @@ def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray, mmap: bool) -> Stor
     finish(writer)
     file = GgufFile(path, mmap)
     place = file.tensors["x"]
-    tensor = StoredTensor(file.bytes, "x", place.shape, place.dtype, place.offset)
-    return StoredWeights(path, {"x": tensor}, [file.bytes])
+    tensor = StoredTensor(file.files[0], "x", place.shape, place.dtype, place.offset)
+    return StoredWeights(path, {"x": tensor}, file.files)

@@ -428,8 +428,8 @@ def parse(path: Path) -> StoredWeights:
     if path.suffix == ".gguf":
         file = GgufFile(path, mmap=False)
         places = file.tensors.values()
-        tensors = {p.name: StoredTensor(file.bytes, p.name, p.shape, p.dtype, p.offset) for p in places}
-        return StoredWeights(path, tensors, [file.bytes])
+        tensors = {p.name: StoredTensor(file.files[0], p.name, p.shape, p.dtype, p.offset) for p in places}
+        return StoredWeights(path, tensors, file.files)
     source = FileBytes(path, mmap=False)
     try:
         return StoredWeights(path, read_header(source), [source])

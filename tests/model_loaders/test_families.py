@@ -454,7 +454,7 @@ def test_a_gguf_files_scaling_without_a_type_is_linear(
         ("gemma3n", {}, "gemma3n.*images"),
         ("llama", {"attention__causal": False}, "embedding model.*llama.attention.causal is false"),
         ("llama", {"expert_count": 8}, "mixture of experts"),
-        ("llama", {"split.count": 3}, "one of 3 parts"),
+        ("llama", {"split.count": 3}, "is part 1 of 3, but its name does not say so"),
         ("llama", {"rope__dimension_count": 4}, "llama.rope.dimension_count is 4"),
         ("llama", {"rope__scaling__type": "longrope"}, "llama.rope.scaling.type.*longrope"),
         ("llama", {"attention__head_count": 3}, "llama.attention.head_count is 3"),

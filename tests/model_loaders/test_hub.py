@@ -25,6 +25,7 @@ from polarlm.model_loaders.hub import parse, transfer
 from polarlm.model_loaders.hub.choice import HubFile, quantizations
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
+from tests.random_model import random_model, write_in_parts
 from tests.small_disk import small_disk
 from tests.tiny import make_model
 
@@ -191,20 +192,32 @@ def test_quantizations_come_in_the_order_of_preference() -> None:
     names = ["m-F16", "m-Q2_K", "m-Q4_K_M", "m-q8_0", "m-Q6_K", "m-UD-Q4_K_XL", "m-IQ4_XS", "m-Q4_1", "sub/m-Q5_K_M"]
     files = [HubFile(f"{name}.gguf", 100 + len(name)) for name in [*names, "mmproj-m-F16", "m-imatrix", "odd"]]
     parts = [HubFile(f"big/m-BF16-0000{part}-of-00002.gguf", 1000) for part in (2, 1)]
+    parts.append(HubFile("big/m-Q8_0-00001-of-00002.gguf", 1000))  # without its second part
     found = quantizations([*files, *parts, HubFile("config.json", 1), HubFile("m.imatrix", 1)])
     labels = ["q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q2_K", "UD-Q4_K_XL", "Q4_1", "odd", "BF16", "F16"]
     assert [model.label for model in found] == labels
-    assert [model.size for model in found if model.label == "BF16"] == [2000]
+    assert [file.path[-19:-5] for model in found if model.label == "BF16" for file in model.files] == [
+        "00001-of-00002",
+        "00002-of-00002",
+    ]
 
 
-def test_a_file_in_parts_is_told_what_to_do_with(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
-    parts = {f"tiny-F16-0000{part}-of-00002.gguf": b"GGUF" for part in (1, 2)}
-    hub.repositories["user/tiny"] = Repository({**small_ggufs, **parts})
-    assert "split into 2 parts" in refusal("user/tiny:F16")
-    assert "choose Q8_0 or Q4_K_M" in refusal("user/tiny:F16")
-    assert fetch("user/tiny").name == "tiny-Q8_0.gguf"
-    hub.repositories["user/parts"] = Repository(parts)
-    assert "split into 2 parts" in refusal("user/parts")
+def test_a_model_in_parts_is_fetched_with_all_of_them(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    first = write_in_parts(tmp_path / "parts" / "tiny-Q8_0.gguf", random_model(tmp_path), 8)
+    parts = {path.name: path.read_bytes() for path in first.parent.iterdir()}
+    assert len(parts) > 2
+    hub.repositories["user/tiny"] = Repository(parts)
+    for name in ("user/tiny", "user/tiny:q8_0"):
+        path = fetch(name)
+        assert path.name == first.name
+        assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == parts
+    model = model_loaders.load("hf:user/tiny")
+    model.weights.close()
+    assert model.name == "tiny"
+    del hub.repositories["user/tiny"].files[max(parts)]
+    hub.repositories["user/tiny"].commit = f"{COMMIT}2"
+    assert "nor GGUF files" in refusal("user/tiny")
 
 
 def test_two_files_of_a_quantization_are_not_guessed_between(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
