@@ -34,6 +34,8 @@ from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.sizes import cache_shape, fits_beside, store_plan, weight_format
+from polarlm.engine.tiers.opening import check_settings, open_places
+from polarlm.engine.tiers.places import Place
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 
@@ -51,6 +53,7 @@ class Parts:
     source: model_loaders.Model
     plan: StorePlan
     model: Transformer
+    places: Sequence[Place] = ()  # of tiers
 
     def close(self) -> None:
         """Close the weights' files."""
@@ -106,8 +109,10 @@ def _check_values(config: EngineConfig) -> None:
         raise _wrong("spec_ngram_size_n", config, "give the number of newest tokens to look for, 1 or more")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
-    if config.kv_memory is not None:
-        parse_size(config.kv_memory)
+    for setting in ("kv_memory", "cache_disk", "cache_ram"):
+        if (size := getattr(config, setting)) is not None:
+            parse_size(size, setting)
+    check_settings(config)
     weight_format(config)
     cache_types.check_names(config)
 
@@ -144,6 +149,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     source = replace(source, config=source.config.for_context(config.ctx_size))
     try:
         shape = cache_shape(config, encoding, ops, source.config)
+        places = open_places(config, shape, ops.name)
         weight_type = weight_format(config)
         room = ops.room_beside(weight_bytes(ops, source.weights, weight_type))
         plan = store_plan(config, ops, source.config, shape, room)
@@ -183,7 +189,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         source.weights.close()
         raise
     _give_back_freed_memory()
-    return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
+    return Parts(config, source, plan, Transformer(ops, source.config, weights, store), places)
 
 
 def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -> Parts:

@@ -122,6 +122,25 @@ class EngineConfig:
         4,
         help="finished sequences that the store has full-precision blocks for; 0 turns the prefix cache off",
     )
+    cache_disk: str | None = setting(
+        None,
+        "--cache-disk",
+        metavar="SIZE",
+        help="keep conversations on the disk, in files of this size together, such as 20G, so that none is computed "
+        "again after a restart; the files reveal what was said to anyone who can read them",
+    )
+    cache_disk_folder: str | None = setting(
+        None,
+        "--cache-disk-folder",
+        metavar="FOLDER",
+        help="where --cache-disk keeps them; without it, in the user's cache folder",
+    )
+    cache_ram: str | None = setting(
+        None,
+        "--cache-ram",
+        metavar="SIZE",
+        help="with a GPU, keep conversations in this much of the computer's memory, such as 16G",
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.sessions import Place, Progress, Session
+from polarlm.engine.tiers.tiers import Tiers
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults
@@ -44,13 +45,16 @@ class Engine:
         self._model, self._store = parts.model, parts.model.store
         self._identity = sessions.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
-        self._prefixes = PrefixCache(self._store, json.dumps(self._identity).encode(), enabled=keeps)
+        determines = {key: value for key, value in self._identity.items() if key != "name"}
+        self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
         self.watch_blocks = self._prefixes.watch  # for servers: before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop)
-        self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting.seconds)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
-        self._answers = Answers(parts.source, enabled=keeps)
+        places, files = parts.places, sorted(parts.source.weights.files())
+        self._tiers = Tiers(self._store, self._prefixes, places, files, self._lock) if places else None
+        self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting.seconds, self._tiers)
+        self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.keep_answer = self._answers.keep_message  # for servers, which parse answers
         self._grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
@@ -247,7 +251,10 @@ class Engine:
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         more |= {"answers": self._answers, "drafting": self._drafting}
         more |= {"constraint": self._grammars.constraint(params, more.pop("constraint"))}
-        return Request.create(prompt, params, options, self.model, self.context, **more)
+        request = Request.create(prompt, params, options, self.model, self.context, **more)
+        if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
+            request.found = self._tiers.find(request.sequence.prompt[:-1], options.cache_salt)
+        return request
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit `request`, then yield its chunks. While there is none, this thread runs the engine's next units."""
@@ -310,14 +317,7 @@ class Engine:
     def cache_stats(self) -> CacheStats:
         """Memory of the newest sequence in the KV store."""
         with self._exclusive():
-            newest, shape = self._runner.newest, self._store.shape
-            return CacheStats(
-                tokens=len(newest.ids),
-                bytes=newest.bytes,
-                bits_per_value=shape.bits_per_value,
-                f16_bytes=len(newest.ids) * shape.f16_bytes_per_token,
-                context=self.context,
-            )
+            return self._runner.cache_stats()
 
     def close(self) -> None:
         """Free weights and KV store; requests under way and later calls raise EngineError. Closing twice is fine."""
@@ -325,13 +325,13 @@ class Engine:
         with self._lock.hold():
             if self._closed or self._lock.lost:
                 return
-            self._runner.sweep()
             self._closed = True
-            for request in self._runner.requests.values():
-                request.fail(EngineError("The engine was closed before this request finished", "closed"))
-            self._runner.sweep()
+            self._runner.fail_all(EngineError("The engine was closed before this request finished", "closed"))
+        if self._tiers is not None:
+            self._tiers.close()
+        with self._lock.hold():
             self._parts.close()
-            del self._parts, self._model, self._store, self._prefixes, self._runner
+            del self._parts, self._model, self._store, self._prefixes, self._runner, self.watch_blocks
 
     def __enter__(self) -> Engine:
         return self

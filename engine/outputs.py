@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,9 @@ class Usage:
     generation_seconds: float  # of the later steps that gave a token
     drafted_tokens: int = 0  # that steps verified
     accepted_tokens: int = 0  # of these, the ones that are part of the answer
+    # Where the cached tokens came from: "store", the KV store; or a tier that they were put back from, "ram" or "disk".
+    # Their sum is `cached_tokens`.
+    cached_from: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def prompt_rate(self) -> float:

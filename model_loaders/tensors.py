@@ -100,6 +100,9 @@ class StoredWeights:
         """The file that holds the tensor."""
         return self._tensors[name].source.path
 
+    def files(self) -> frozenset[Path]:
+        return frozenset(tensor.source.path for tensor in self._tensors.values())
+
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
         tensor = self._tensors[name]
         shape = len(range(*rows.indices(tensor.shape[0]))), *tensor.shape[1:]

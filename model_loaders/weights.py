@@ -6,6 +6,7 @@ import importlib.util
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +46,9 @@ class WeightSource(Protocol):
 
         Raises ValueError for an `out` of another shape or type.
         """
+
+    def files(self) -> frozenset[Path]:
+        """The files that hold the tensors."""
 
     def close(self) -> None:
         """Closes the files; nothing can be read afterwards."""

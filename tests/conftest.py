@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from polarlm.engine import Engine, calibration
+from polarlm.engine.tiers import opening
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
@@ -44,6 +45,7 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             return cache_folder() if CACHE_VARIABLE in os.environ else folder
 
         patch.setattr(calibration, "cache_folder", here)
+        patch.setattr(opening, "cache_folder", here)
         if importlib.util.find_spec("llvmlite"):
             from polarlm.engine.backends.native import object_cache
 

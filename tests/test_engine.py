@@ -415,8 +415,8 @@ def test_calls_of_a_closed_engine_are_errors(tiny_path: Path) -> None:
     assert "tokens fit" in closed.fit_line()
 
 
-def test_a_closed_engine_frees_its_memory(tiny_path: Path) -> None:
-    closed = Engine.load(tiny_path, device="cpu")
+def test_a_closed_engine_frees_its_memory(tiny_path: Path, tmp_path: Path) -> None:
+    closed = Engine.load(tiny_path, device="cpu", cache_disk="1M", cache_disk_folder=str(tmp_path))
     chunks = closed.stream(PROMPT, GREEDY)
     next(chunks)
     store = weakref.ref(closed._store.cache(0).full_k)

@@ -43,10 +43,10 @@ ROOMS: dict[str, set[str]] = {
     "records": {"codecs"},
     "sampling": TOLD,
     "backends": {"codecs", "quantization", "records", "sampling", "weight_formats"} | TOLD,
-    "tiers": {"backends.transfer", "backends.kv", "kv", "records"} | TOLD,
+    "tiers": {"backends.transfer", "backends.kv", "codecs", "kv", "records"} | TOLD,
     "kv": {"backends.kv", "backends.ops", "codecs", "quantization", "sampling"} | TOLD,
     "model": {"backends.kv", "backends.ops", "kv", "quantization", "sampling", "weight_formats"} | TOLD,
-    "requests": {"kv", "model", "sampling"} | TOLD,
+    "requests": {"kv", "model", "sampling", "tiers"} | TOLD,
 }
 ROOMS["calibration"] = ROOMS["model"] | {"checked_file", "model", "codecs"}
 ROOMS["sessions"] = ROOMS["requests"] | {"checked_file", "requests", "backends.transfer"}
@@ -54,8 +54,8 @@ ROOMS["flags"] = {"config", "errors"}
 ROOMS["encoding"] = ROOMS["model"] | {"model"}
 ROOMS["sizes"] = ROOMS["encoding"] | {"codecs", "encoding"}
 ROOMS["fit"] = ROOMS["sizes"] | {"backends.select", "sizes"}
-ROOMS["assembly"] = ROOMS["sizes"] | {"backends.select", "calibration", "progress", "sizes"}
-ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions"} | TOLD
+ROOMS["assembly"] = ROOMS["sizes"] | {"backends.select", "calibration", "progress", "sizes", "tiers"}
+ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions", "tiers"} | TOLD
 ROOMS["async_engine"] = {"engine", "requests", "sampling"} | TOLD
 ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "sessions"} | TOLD
 

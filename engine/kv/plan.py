@@ -222,8 +222,8 @@ def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     return low
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "512M", "2G", "1.5GiB", "800000". Raises EngineError.
+def parse_size(text: str, setting: str = "kv_memory") -> int:
+    """Bytes of "512M", "2G", "1.5GiB", "800000". Raises EngineError, which names the setting.
 
     >>> parse_size("1.5G")
     1610612736
@@ -236,8 +236,8 @@ def parse_size(text: str) -> int:
         if not 0 < size < 1 << 60:
             raise ValueError
     except ValueError:
-        sentence = f"kv_memory={text}: this is not a size; write 512M, 2G or a number of bytes"
-        raise EngineError(sentence, settings=("kv_memory",)) from None
+        sentence = f"{setting}={text}: this is not a size; write 512M, 2G or a number of bytes"
+        raise EngineError(sentence, settings=(setting,)) from None
     return int(size)
 
 

@@ -72,18 +72,24 @@ class PrefixCache:
 
     def insert(self, kv: SequenceKV, ids: Sequence[int]) -> None:
         """Add the complete blocks of a sequence, whose tokens are ids[:kv.length]."""
-        n = self._store.shape.block_size
+        n, root = self._store.shape.block_size, kv.root or self._root
         while self._enabled and len(kv.hashes) < kv.length // n:
-            number, before = len(kv.hashes), self._before(kv.root, kv.hashes)
-            own = ids[number * n : (number + 1) * n]
-            kv.hashes.append(_hash(before, own))
-            if number == 0:
-                added = self._add_full(before, own, [table.sink for table in kv.tables])
-            else:
-                added = self._add_quantized(kv.hashes[-1], [table.block(number) for table in kv.tables])
-            if self._watch is not None and not kv.root:
-                for group in added:
-                    self._watch(BlockStored(group, kv.hashes[-1], before if number else None, tuple(own)))
+            number = len(kv.hashes)
+            blocks = [table.block(number) if number else table.sink for table in kv.tables]
+            before, own = self._before(root, kv.hashes), ids[number * n : (number + 1) * n]
+            kv.hashes.append(self.add(root, before, own, blocks))
+
+    def add(self, root: bytes, before: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
+        """Make a complete block that the caller holds findable, and return its hash.
+
+        root: the hash that its chain starts from. before: the hash before it; that is `root` for the first block.
+        """
+        key, is_first = _hash(before, ids), before == root
+        added = self.add_full(before, ids, blocks) if is_first else self._add_quantized(key, blocks)
+        if self._watch is not None and root == self._root:
+            for group in added:
+                self._watch(BlockStored(group, key, None if is_first else before, tuple(ids)))
+        return key
 
     def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
         """Add the complete blocks and the current block of a sequence, and release it."""
@@ -91,7 +97,7 @@ class PrefixCache:
         start = kv.length - kv.length % self._store.shape.block_size
         if self._enabled and start < kv.length:
             before = self._before(kv.root, kv.hashes)
-            self._add_full(before, ids[start : kv.length], [table.current for table in kv.tables])
+            self.add_full(before, ids[start : kv.length], [table.current for table in kv.tables])
         self._store.release(kv)
 
     def discard(self, kv: SequenceKV) -> None:
@@ -127,8 +133,8 @@ class PrefixCache:
             del self._quantized[key]
         return added
 
-    def _add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> list[int]:
-        """Add a full-precision block; returns the groups that had none."""
+    def add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> list[int]:
+        """Make slots that the caller holds findable, of a block with `ids`; returns the groups that had none."""
         entries, ids = self._full.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:
@@ -176,7 +182,7 @@ class PrefixCache:
         one block.
         """
         n, root = self._store.shape.block_size, self._salted_root(salt)
-        hashes, known = self._known(ids, root)
+        hashes, known = self._known(ids, salt)
         runs = self._runs(known)
         for count in range(len(known), -1, -1):
             partly, common = self._best_match(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
@@ -192,21 +198,34 @@ class PrefixCache:
                             self._store.release(kv)
         raise AssertionError("the empty prefix always matches")
 
-    def _known(self, ids: Sequence[int], root: bytes) -> tuple[list[bytes], list[Blocks]]:
-        """(hash, blocks) of every complete block of `ids`; without blocks if it is not stored."""
-        n = self._store.shape.block_size
-        missing: Blocks = [None] * len(self._store.groups)
+    def hashes(self, ids: Sequence[int], salt: str = "") -> tuple[bytes, list[bytes]]:
+        """The hash before the first block of `ids`, and that of each complete block. Reads no state."""
+        n, root = self._store.shape.block_size, self._salted_root(salt) or self._root
         hashes: list[bytes] = []
-        known: list[Blocks] = []
-        for start in range(0, len(ids) - n + 1 if self._enabled else 0, n):
-            before, own = self._before(root, hashes), ids[start : start + n]
-            hashes.append(_hash(before, own))
-            if start:
-                known.append(self._quantized.get(hashes[-1], missing))
-            else:
-                first = (entry.slots for entry in self._full.get(before, ()) if entry.ids == tuple(own))
-                known.append(next(first, missing))
-        return hashes, known
+        for start in range(0, len(ids) - n + 1, n):
+            hashes.append(_hash(hashes[-1] if hashes else root, ids[start : start + n]))
+        return root, hashes
+
+    def quantized(self, key: bytes) -> Blocks:
+        """The quantized blocks that are stored under a hash."""
+        return list(self._quantized.get(key, ())) or [None] * len(self._store.groups)
+
+    def full(self, before: bytes, ids: Sequence[int]) -> Blocks:
+        """The slots of the full-precision block with exactly `ids` after the hash `before`."""
+        found = (list(entry.slots) for entry in self._full.get(before, ()) if entry.ids == tuple(ids))
+        return next(found, [None] * len(self._store.groups))
+
+    def common(self, before: bytes, ids: Sequence[int]) -> int:
+        """How many of `ids`, which follow the hash `before`, a full-precision block has."""
+        return self._best_match(before, ids)[1]
+
+    def _known(self, ids: Sequence[int], salt: str) -> tuple[list[bytes], list[Blocks]]:
+        """(hash, blocks) of every complete block of `ids`; without blocks if it is not stored."""
+        if not self._enabled:
+            return [], []
+        root, hashes = self.hashes(ids, salt)
+        first = [self.full(root, ids[: self._store.shape.block_size])] if hashes else []
+        return hashes, [*first, *map(self.quantized, hashes[1:])]
 
     def _runs(self, known: Sequence[Blocks]) -> list[list[int]]:
         """[i][group]: the length of the run of stored blocks that ends with block i − 1."""

@@ -4,7 +4,8 @@ A text has many tokenizations, and a model need not generate the tokenizer's. Wi
 sent back as text would differ from the stored tokens somewhere in its first answer, and miss the prefix cache. The ids
 are kept under a digest of the whole conversation that the answer ends: they stand in for the same text in the same
 conversation only, so the meaning of a prompt does not change. Session files hold the ids of their conversation's
-answers, so that it hits the prefix cache after a restart as well.
+answers, so that it hits the prefix cache after a restart as well; and so do tiers, which are asked for answers that
+are not known.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from threading import Lock
 from typing import Any
 
 from polarlm.engine.sampling.detokenizer import text_of
+from polarlm.engine.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.forks import renew_in_children
 
@@ -34,10 +36,11 @@ Known = Sequence[tuple[str, Sequence[int]]]  # (digest in hex of a conversation 
 class Answers:
     """The ids of recent answers, at most `_CAPACITY` tokens. May be shared by threads."""
 
-    def __init__(self, model: Model, *, enabled: bool):
+    def __init__(self, model: Model, *, enabled: bool, tiers: Tiers | None = None):
         self._tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
         self._control = frozenset(model.tokenizer.control_tokens().values())
         self._capacity = _CAPACITY if enabled else 0
+        self._tiers = tiers
         self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
         self._size = 0
         self._lock = Lock()
@@ -55,8 +58,21 @@ class Answers:
         if not self._capacity or not all(_is_known_form(message) for message in messages):
             return messages  # `chat_ids` refuses malformed ones
         keys = list(_keys(messages, salt))
+        self._recall(messages, keys)
         with self._lock:
             return [self._with_known_ids(message, key) for message, key in zip(messages, keys, strict=True)]
+
+    def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
+        """Ask tiers for the answers in `messages` that are not known."""
+        if self._tiers is None:
+            return
+        pairs = [
+            (key, _reasoned(key))
+            for message, key in zip(messages, keys, strict=True)
+            if message["role"] == "assistant" and message.get("token_ids") is None
+        ]
+        unknown = [key for pair in pairs if not any(key in self._ids for key in pair) for key in pair]
+        self._put_all(self._tiers.recall(unknown).items())
 
     def _with_known_ids(self, message: Message, key: bytes) -> Message:
         if message["role"] != "assistant" or message.get("token_ids") is not None:
@@ -78,7 +94,7 @@ class Answers:
         """Keep the ids of the answer to `question`, unless they have control tokens, which no text becomes."""
         if self._control.isdisjoint(ids):
             text = text_of(self._tokenizer, ids)
-            self._put(_key(question, {"role": "assistant", "content": text}), ids)
+            self._keep(_key(question, {"role": "assistant", "content": text}), ids)
 
     def keep_message(
         self, messages: Sequence[Message], answer: Message, ids: Sequence[int], salt: str = "", *, reasoned: bool
@@ -90,7 +106,12 @@ class Answers:
         question = self.question(messages, salt)
         if question is not None:
             key = _key(question, answer)
-            self._put(_reasoned(key) if reasoned else key, ids)
+            self._keep(_reasoned(key) if reasoned else key, ids)
+
+    def _keep(self, key: bytes, ids: Sequence[int]) -> None:
+        self._put(key, ids)
+        if self._tiers is not None:
+            self._tiers.keep_answer(key, ids)
 
     def known(self, messages: Sequence[Message], salt: str = "") -> Known:
         """The known answers in `messages`, for a session file."""
@@ -105,9 +126,12 @@ class Answers:
 
         The file is trusted: whether the ids have the text of their conversation is not checked.
         """
+        self._put_all((bytes.fromhex(key), ids) for key, ids in known)
+
+    def _put_all(self, known: Iterable[tuple[bytes, Sequence[int]]]) -> None:
         for key, ids in known:
             if all(i in self._vocabulary for i in ids) and self._control.isdisjoint(ids):
-                self._put(bytes.fromhex(key), ids)
+                self._put(key, ids)
 
     def _put(self, key: bytes, ids: Sequence[int]) -> None:
         with self._lock:

@@ -43,6 +43,11 @@ class FairLock:
                 "while no request is under way, or load an engine in each process"
             )
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread holds the lock, or waits for it."""
+        return self.taken or bool(self._queue)
+
     def check(self) -> None:
         """Raises EngineError ("forked") if this process cannot use the guarded state."""
         if self.lost:

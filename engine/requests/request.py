@@ -24,6 +24,7 @@ from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
+from polarlm.engine.tiers.found import Found, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
@@ -88,6 +89,7 @@ class Request:
     kv: SequenceKV | None = None
     prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before the prefix is matched
+    found: Found | None = None  # the part of the prompt that tiers have and the store lacked
     clock: Clock = field(default_factory=Clock)
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
 
@@ -116,6 +118,7 @@ class Request:
             params = replace(params, stop=(*params.stop, *model.template.stops))
             question = None if options.continue_final_message else answers.question(prompt, options.cache_salt)
             keep = None if question is None else partial(answers.keep, question)
+        is_answer = is_chat(prompt) and not options.continue_final_message
         room = context - len(ids)
         most = room if params.max_tokens < 0 else min(params.max_tokens, room)
         request = cls(
@@ -123,11 +126,7 @@ class Request:
             params,
             sampling,
             model.tokenizer,
-            Detokenizer(
-                model.tokenizer,
-                at_start=is_chat(prompt) and not options.continue_final_message,
-                shown=params.shown_tokens,
-            ),
+            Detokenizer(model.tokenizer, at_start=is_answer, shown=params.shown_tokens),
             model.vocabulary,
             outbox,
             options,
@@ -316,4 +315,5 @@ class Request:
             generation_seconds=self.clock.generation,
             drafted_tokens=0 if self.drafts is None else self.drafts.drafted,
             accepted_tokens=0 if self.drafts is None else self.drafts.accepted,
+            cached_from=cached_from(self.found, self.cached or 0),
         )

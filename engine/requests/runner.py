@@ -12,11 +12,12 @@ from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
-from polarlm.engine.outputs import Status
+from polarlm.engine.outputs import CacheStats, Status
 from polarlm.engine.requests.drafts import StepSeconds
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
+from polarlm.engine.tiers.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,17 @@ class StoredSequence:
 class Runner:
     """All queued and running requests, and the unit of work that comes next. The caller holds the engine's lock."""
 
-    def __init__(self, model: Transformer, prefixes: PrefixCache, scheduler: Scheduler, seconds: StepSeconds):
+    def __init__(
+        self,
+        model: Transformer,
+        prefixes: PrefixCache,
+        scheduler: Scheduler,
+        seconds: StepSeconds,
+        tiers: Tiers | None = None,
+    ):
         """seconds: see `Steps`."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler = scheduler
+        self._scheduler, self._tiers = scheduler, tiers
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
         self._steps = Steps(model, prefixes, scheduler, self._preempt, seconds)
@@ -95,6 +103,24 @@ class Runner:
             threads=self._model.ops.threads(),
         )
 
+    def cache_stats(self) -> CacheStats:
+        """Memory of the newest sequence in the KV store."""
+        newest, shape = self.newest, self._store.shape
+        return CacheStats(
+            tokens=len(newest.ids),
+            bytes=newest.bytes,
+            bits_per_value=shape.bits_per_value,
+            f16_bytes=len(newest.ids) * shape.f16_bytes_per_token,
+            context=self._store.plan.tokens,
+        )
+
+    def fail_all(self, error: Exception) -> None:
+        """Finish all requests with an error, except those that have finished or were cancelled."""
+        self.sweep()
+        for request in self.requests.values():
+            request.fail(error)
+        self.sweep()
+
     def sweep(self) -> None:
         """Remove finished and cancelled requests. The prefix cache can still find their blocks."""
         for request in [request for request in self.requests.values() if request.sequence.finished]:
@@ -128,7 +154,10 @@ class Runner:
         """Release a sequence, whose tokens are the first of `ids`, to the prefix cache; it becomes the newest."""
         if kv.length:
             self.newest = StoredSequence(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
+        length, root, hashes = kv.length, kv.root, kv.hashes
         self._prefixes.release(kv, ids)
+        if self._tiers is not None:
+            self._tiers.released(root, hashes, ids[:length])
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
@@ -136,6 +165,8 @@ class Runner:
         """Run one unit of a prefill, or requeue the request if there is no room for it."""
         try:
             if request.kv is None:
+                if request.found is not None and request.found.put_back():
+                    return  # the next part of it in another unit
                 request.kv = self._match_prefix(request)
                 request.record_prefix_hit(request.kv.length)
             if request.prefill is None and request.kv.length < request.sequence.computable:

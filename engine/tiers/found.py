@@ -1,0 +1,94 @@
+"""What was found in places of a prompt, on its way to the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.tiers.copies import FullBlock, Run
+from polarlm.engine.tiers.objects import Payloads
+
+_LOG = logging.getLogger(__name__)
+_RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
+_WAITING_BYTES = 1 << 30  # of blocks that have been read for requests in the queue, of all of them together
+
+
+class Budget:
+    """Bytes that requests in the queue may hold, of blocks that were read for them."""
+
+    def __init__(self, size: int = _WAITING_BYTES):
+        self._left = size
+        self._lock = threading.RLock()  # a finalizer may give back while its thread takes
+
+    def take(self, size: int) -> bool:
+        """Take `size` bytes unless fewer are left."""
+        with self._lock:
+            if size > self._left:
+                return False
+            self._left -= size
+            return True
+
+    def give_back(self, size: int) -> None:
+        with self._lock:
+            self._left += size
+
+
+@dataclass(eq=False)
+class Found:
+    """The part of a prompt's prefix that places hold and the store lacks.
+
+    root: the hash that the prompt's chain starts from. parts: in the order of the prompt. spans: the first position,
+    the end and the place's label of each block; tokens before the window of the last one count to the first block.
+    """
+
+    store: KVStore
+    prefixes: PrefixCache
+    payloads: Payloads
+    root: bytes
+    hashes: Sequence[bytes]
+    parts: list[Run | FullBlock] = field(default_factory=list)
+    spans: list[tuple[int, int, str]] = field(default_factory=list)
+    give_back: Callable[[], None] = lambda: None
+
+    def put_back(self) -> bool:
+        """Put the next part into the store; False if none is left. The caller holds the engine's lock."""
+        if not self.parts:
+            return False
+        self._keep()
+        part = self.parts.pop(0)
+        try:
+            if not part.adopt(self.store, self.prefixes, self.payloads, self.root):
+                self.parts.clear()
+        except (MemoryError, ValueError) as error:
+            _LOG.warning("blocks of a tier do not fit: %s", error)
+            self.parts.clear()
+        if not self.parts:
+            self.give_back()
+        return bool(self.parts)
+
+    def _keep(self) -> None:
+        """Let those blocks of the prompt that the store has stay longer than others."""
+        for key in reversed(self.hashes):
+            for group, block in zip(self.store.groups, self.prefixes.quantized(key), strict=True):
+                if block is not None:
+                    group.quantized.retain(block)
+                    group.quantized.release(block)
+
+    def tokens(self, length: int) -> dict[str, int]:
+        """How many of the first `length` tokens came from which place."""
+        found: dict[str, int] = {}
+        for start, stop, label in self.spans:
+            if start < length:
+                found[label] = found.get(label, 0) + min(stop, length) - start
+        return found
+
+
+def cached_from(found: Found | None, cached: int) -> dict[str, int]:
+    """Where `cached` tokens of a prompt came from, see `engine.outputs.Usage`."""
+    tiers = {} if found is None else found.tokens(cached)
+    places = {"store": cached - sum(tiers.values()), **tiers}
+    return {place: tokens for place, tokens in places.items() if tokens}

@@ -1,0 +1,242 @@
+"""Looks the blocks of prompts up in places. Needs no lock: what it knows of the store may be out of date, and is looked
+up again when the blocks are put there."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.tiers.copies import FullBlock, Run
+from polarlm.engine.tiers.found import Budget, Found
+from polarlm.engine.tiers.names import Names
+from polarlm.engine.tiers.objects import DamagedObject, Object, Payloads, unpack
+from polarlm.engine.tiers.places import Place
+
+_LOG = logging.getLogger(__name__)
+_RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
+
+
+class Lookup:
+    """Reads objects from places, those of the fastest place first."""
+
+    def __init__(
+        self, store: KVStore, prefixes: PrefixCache, payloads: Payloads, places: Sequence[Place], budget: Budget
+    ):
+        self.store, self.prefixes, self.payloads = store, prefixes, payloads
+        self.places, self.budget = places, budget
+        self._complained: set[str] = set()
+
+    def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> Found | None:
+        """What places hold of the beginning of `ids` and the store lacks; None for nothing. Raises OSError.
+
+        wanted: is asked before each block; once it says no, nothing more is read.
+        """
+        root, hashes = self.prefixes.hashes(ids, salt)
+        return _Search(self, names, ids, root, hashes, wanted).run()
+
+    def has(self, name: bytes) -> bool:
+        """Whether a place has an object of this name. Raises OSError."""
+        return any(place.has(name) for place in self.places)
+
+    def read(self, name: bytes, check: Callable[[Object], object]) -> tuple[Object, str] | None:
+        """The object of this name, and the label of the first place that has a right one; None if there is none.
+
+        check: raises DamagedObject for a wrong one. Damaged ones are removed.
+        """
+        for place in self.places:
+            try:
+                content = place.read(name)
+                if content is None:
+                    continue
+                try:
+                    found = unpack(name, content)
+                    check(found)
+                    return found, place.label
+                except DamagedObject as error:
+                    sentence = f"a block on {place.label} is damaged and not used: {error}"
+                    self._complain(f"damaged {place.label}", sentence)
+                    place.remove(name)
+            except OSError as error:
+                self._complain(place.label, f"blocks on {place.label} cannot be read: {error}")
+        return None
+
+    def _complain(self, what: str, sentence: str) -> None:
+        """Log a sentence, once for each kind of trouble."""
+        if what not in self._complained:
+            self._complained.add(what)
+            _LOG.warning("%s", sentence)
+
+
+@dataclass
+class _Tail:
+    """A block with fewer than N tokens that follows the complete ones. common: its tokens that the prompt has, too."""
+
+    block: Object
+    ids: Sequence[int]
+    common: int
+    label: str
+
+
+@dataclass
+class _Search:
+    """The search for the beginning of one prompt. root: the hash that its chain, `hashes`, starts from."""
+
+    lookup: Lookup
+    names: Names
+    ids: Sequence[int]
+    root: bytes
+    hashes: Sequence[bytes]
+    wanted: Callable[[], bool]
+    taken: list[int] = field(default_factory=list)  # bytes of the budget
+
+    def __post_init__(self) -> None:
+        self._store, self._prefixes = self.lookup.store, self.lookup.prefixes
+        self._n = self._store.shape.block_size
+
+    def run(self) -> Found | None:
+        count, tail, length = self._longest()
+        found = Found(self._store, self._prefixes, self.lookup.payloads, self.root, self.hashes[:count])
+        budget, taken = self.lookup.budget, self.taken
+        found.give_back = weakref.finalize(found, lambda: budget.give_back(sum(taken)))
+        held: list[tuple[int, Object, str]] = []
+        for number in range(count):
+            needed = self._needed(number, length)
+            if not needed or not self._store_lacks(number, needed):
+                continue
+            read = self._block(number) if self.wanted() else None
+            if read is None or read[0].groups & needed != needed or not self._claim(read[0]):
+                count, tail, length = number, None, number * self._n  # the blocks behind it are of no use
+                break
+            held.append((number, *read))
+        self._add_blocks(found, held, length)
+        if tail is not None and self._claim(tail.block):
+            self._add_full(found, self.hashes[count - 1], tail.ids, tail.block, tail.block.groups)
+            found.spans.append((count * self._n, count * self._n + len(tail.ids), tail.label))
+        return found if found.parts else None
+
+    # -- how long it is ----------------------------------------------------------------------------------------
+
+    def _longest(self) -> tuple[int, _Tail | None, int]:
+        """How many complete blocks the store and places may hold together, what follows them, and the tokens in all.
+
+        There is no gap that the token behind them sees. What follows them may push a block that is missing out of all
+        windows.
+        """
+        runs = self._runs()
+        for follow in (self._n - 1, 0):
+            count = max((c for c, run in enumerate(runs) if run >= c - self._first(c * self._n + follow)), default=0)
+            tail, common = self._tail(count)
+            length = count * self._n + common
+            if runs[count] >= count - self._first(length):
+                return count, tail, length
+        return 0, None, 0
+
+    def _runs(self) -> list[int]:
+        """[i]: the number of blocks without a gap, up to block i − 1, that the store or a place has."""
+        # A block that has left all windows is missing without harm, so the look goes on behind it.
+        skips = all(group.window is not None for group in self._store.groups)
+        runs = [0]
+        for number, key in enumerate(self.hashes):
+            is_there = None not in self._known(number) or self.lookup.has(self.names.block(key))
+            if not is_there and not skips:
+                break
+            runs.append(runs[-1] + 1 if is_there else 0)
+        return runs
+
+    def _known(self, number: int) -> list[int | None]:
+        """The blocks of the store."""
+        if number:
+            return self._prefixes.quantized(self.hashes[number])
+        return self._prefixes.full(self.root, self.ids[: self._n])
+
+    def _store_lacks(self, number: int, needed: int) -> bool:
+        return any(block is None and needed >> index & 1 for index, block in enumerate(self._known(number)))
+
+    def _needed(self, number: int, length: int) -> int:
+        """The groups in which the token after `length` tokens sees block `number`, as bits."""
+        groups = enumerate(self._store.groups)
+        return sum(1 << index for index, group in groups if number >= group.first_visible(length))
+
+    def _first(self, length: int) -> int:
+        """The first block that the token after `length` tokens sees."""
+        return min(group.first_visible(length) for group in self._store.groups)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _claim(self, block: Object) -> bool:
+        """Take a block's bytes from the budget; False if they are not left."""
+        size = len(block.payload)
+        if not self.lookup.budget.take(size):
+            return False
+        self.taken.append(size)
+        return True
+
+    def _block(self, number: int) -> tuple[Object, str] | None:
+        """The object of a complete block, and the label of its place."""
+        payloads = self.lookup.payloads
+
+        def check(found: Object) -> None:
+            if number:
+                payloads.check_block(found)
+            elif payloads.check_full(found) != tuple(self.ids[: self._n]):
+                raise DamagedObject("it has other tokens")
+
+        return self.lookup.read(self.names.block(self.hashes[number]), check)
+
+    def _tail(self, count: int) -> tuple[_Tail | None, int]:
+        """The block of a place behind `count` complete ones, if the store has none that begins as the prompt goes on;
+        and how many of the prompt's tokens one of both has."""
+        rest = self.ids[count * self._n : (count + 1) * self._n]
+        if not count or not rest:
+            return None, 0
+        before = self.hashes[count - 1]
+        if common := self._prefixes.common(before, rest):
+            return None, common
+        name, payloads = self.names.tail(before), self.lookup.payloads
+        read = self.lookup.read(name, payloads.check_full) if self.wanted() and self.lookup.has(name) else None
+        if read is None or read[0].groups != payloads.every_group:
+            return None, 0
+        own = payloads.check_full(read[0])
+        both = zip(own, rest, strict=False)
+        common = next((i for i, (a, b) in enumerate(both) if a != b), min(len(own), len(rest)))
+        return (_Tail(read[0], own, common, read[1]), common) if common else (None, 0)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _add_blocks(self, found: Found, held: Sequence[tuple[int, Object, str]], length: int) -> None:
+        """Make parts of the complete blocks that were read: blocks of one format in a row are one part."""
+        n = self._n
+        for number, _, label in held:
+            found.spans.append((number * n if number > self._first(length) else 0, (number + 1) * n, label))
+        rest = list(held)
+        if rest and rest[0][0] == 0:
+            first = rest.pop(0)[1]
+            self._add_full(found, self.root, self.ids[:n], first, self._needed(0, length) & first.groups)
+
+        def kind(one: tuple[int, tuple[int, Object, str]]) -> tuple[object, ...]:
+            index, (number, block, _) = one
+            most = max(1, _RUN_BYTES // len(block.payload))
+            needed = self._needed(number, length) & block.groups
+            return number - index, block.form, block.version, block.groups, needed, index // most
+
+        for _, members in groupby(enumerate(rest), kind):
+            numbers, blocks, _ = zip(*(one for _, one in members), strict=True)
+            needed = self._needed(numbers[0], length) & blocks[0].groups
+            if needed and blocks[0].stored_as is not None:
+                rows = np.stack([block.payload for block in blocks])
+                keys = [self.hashes[number] for number in numbers]
+                own = [self.ids[number * n : (number + 1) * n] for number in numbers]
+                before, groups = self.hashes[numbers[0] - 1], blocks[0].groups
+                found.parts.append(Run(before, keys, own, blocks[0].stored_as, groups, needed, rows))
+
+    def _add_full(self, found: Found, before: bytes, ids: Sequence[int], block: Object, needed: int) -> None:
+        if needed and block.number_type is not None:
+            full = FullBlock(before, tuple(ids), block.number_type, block.groups, needed, block.payload[None])
+            found.parts.append(full)

@@ -1,0 +1,97 @@
+"""Names of objects: digests of everything that determines them, the model's weights to their last byte included.
+
+The weights are hashed once per file. A small file in the cache folder remembers the digest of a file that has not
+changed since, as its size and times say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from polarlm.engine.tiers.objects import NAME_BYTES
+
+_PIECE = 1 << 22  # bytes of a weights file that are read at a time
+_VERSION = b"1"  # of the meaning of all objects
+
+
+class Names:
+    """The names of a model's objects. root: of its prefix cache; weights: a digest of its weights files."""
+
+    def __init__(self, root: bytes, weights: bytes):
+        self._key = hashlib.blake2b(_VERSION + root + weights, digest_size=32).digest()
+
+    def block(self, key: bytes) -> bytes:
+        """Of the complete block with this hash in the prefix cache."""
+        return self._name(key, b"block")
+
+    def tail(self, before: bytes) -> bytes:
+        """Of the newest block with fewer than N tokens after the block with this hash."""
+        return self._name(before, b"tail")
+
+    def answer(self, key: bytes) -> bytes:
+        """Of the token ids of an answer, from the digest of its conversation."""
+        return self._name(key, b"answer")
+
+    def _name(self, key: bytes, kind: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._key, person=kind, digest_size=NAME_BYTES).digest()
+
+
+def known_digest(files: Sequence[Path], folder: Path | None) -> bytes | None:
+    """The digest of weights files that have been hashed before and are unchanged; None for others."""
+    known = [_remembered(file, folder) for file in files]
+    return None if None in known else _together([digest for digest in known if digest is not None])
+
+
+def digest(files: Sequence[Path], folder: Path | None) -> bytes:
+    """The digest of weights files, each of which is remembered in `folder` if possible.
+
+    Raises OSError, also for a file that changes meanwhile.
+    """
+    return _together([_remembered(file, folder) or _hashed(file, folder) for file in files])
+
+
+def _together(digests: Sequence[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(sorted(digests)), digest_size=32).digest()
+
+
+def _state(file: Path) -> list[int]:
+    """What changes with a file's content."""
+    found = file.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _note(file: Path, folder: Path) -> Path:
+    return folder / f"weights-{hashlib.blake2b(os.fsencode(os.path.realpath(file)), digest_size=16).hexdigest()}.json"
+
+
+def _remembered(file: Path, folder: Path | None) -> bytes | None:
+    if folder is None:
+        return None
+    try:
+        state, found = json.loads(_note(file, folder).read_bytes())
+        return bytes.fromhex(found) if state == _state(file) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _hashed(file: Path, folder: Path | None) -> bytes:
+    state, hashed = _state(file), hashlib.sha256()
+    with file.open("rb", buffering=0) as opened:
+        while piece := opened.read(_PIECE):
+            hashed.update(piece)
+    if _state(file) != state:
+        raise OSError(f"{file} has changed while it was read")
+    if folder is None:
+        return hashed.digest()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=folder, delete=False) as note:
+            json.dump([state, hashed.hexdigest()], note)
+        os.replace(note.name, _note(file, folder))
+    return hashed.digest()

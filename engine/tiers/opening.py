@@ -1,0 +1,79 @@
+"""The places that an engine's settings ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.plan import CacheShape, parse_size
+from polarlm.engine.tiers.places import Folder, Memory, Place
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import cache_folder
+
+_BLOCKS = "blocks"  # the folder in the user's cache folder
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Check everything that needs neither model nor disk. Raises EngineError."""
+    if config.cache_disk_folder is not None and config.cache_disk is None:
+        raise EngineError(
+            f"cache_disk_folder={config.cache_disk_folder}: say how large it may get with cache_disk, as in 20G",
+            settings=("cache_disk_folder", "cache_disk"),
+        )
+    asked = [name for name in ("cache_ram", "cache_disk") if getattr(config, name) is not None]
+    if asked and config.kept_sequences == 0:
+        raise EngineError(
+            f"{asked[0]} keeps what the prefix cache finds, and kept_sequences=0 turns that off: leave one of them out",
+            settings=(asked[0],),
+        )
+
+
+def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[Place]:
+    """The places for blocks of this shape, the fastest first. Raises EngineError."""
+    places: list[Place] = []
+    if config.cache_ram is not None:
+        if device == "cpu":
+            raise EngineError(
+                f"cache_ram={config.cache_ram}: the model runs on the CPU, so the KV store is in this memory already; "
+                "give it more with kv_memory, or keep conversations on the disk with cache_disk",
+                settings=("cache_ram", "kv_memory", "cache_disk"),
+            )
+        places.append(Memory(parse_size(config.cache_ram, "cache_ram")))
+    if config.cache_disk is not None:
+        places.append(_folder(config, parse_size(config.cache_disk, "cache_disk")))
+    if places:
+        for codec in (codec for layer in shape.layers for codec in (layer.codec_k, layer.codec_v)):
+            if codec.per_layer:
+                raise EngineError(
+                    f"Cache type {codec.name} learns the meaning of its codes in each process, so cache_disk and "
+                    "cache_ram cannot keep its blocks: choose another cache type",
+                    settings=("cache_type_k", "cache_type_v", "cache_disk", "cache_ram"),
+                )
+    return places
+
+
+def remembering() -> Path | None:
+    """The folder in which digests of weights are remembered; None if there is none."""
+    try:
+        return cache_folder()
+    except LoadError:
+        return None
+
+
+def _folder(config: EngineConfig, size: int) -> Folder:
+    try:
+        named = config.cache_disk_folder
+        folder = cache_folder() / _BLOCKS if named is None else Path(named).expanduser()
+    except (LoadError, RuntimeError) as error:
+        raise EngineError(f"{error} Or give cache_disk_folder.", "storage", ("cache_disk_folder",)) from None
+    try:
+        return Folder(folder, size)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise EngineError(
+            f"Blocks cannot be kept in {folder}: {reason}; choose another folder with cache_disk_folder, or leave "
+            "cache_disk out",
+            "storage",
+            ("cache_disk_folder", "cache_disk"),
+        ) from None

@@ -1,0 +1,144 @@
+"""Tiers: what the KV store forgets stays in places, from which a prompt that begins alike takes it back.
+
+Blocks of a released sequence are written in the background (`writing.py`). When a prompt comes, its blocks are looked
+up and read outside of the engine's lock, while the thread that submits it waits (`lookup.py`); they go to the store
+when its turn has come (`found.py`). A place that does not answer in time is not asked again before it has answered:
+requests are computed without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.tiers.found import Budget, Found
+from polarlm.engine.tiers.lookup import Lookup
+from polarlm.engine.tiers.names import Names, digest, known_digest
+from polarlm.engine.tiers.objects import Payloads, ids_of
+from polarlm.engine.tiers.opening import remembering
+from polarlm.engine.tiers.places import Place
+from polarlm.engine.tiers.writing import Lock, Writer
+
+_LOG = logging.getLogger(__name__)
+_PATIENCE = 0.5  # seconds that a request waits for places at least
+_PATIENCE_PER_TOKEN = 0.0005  # and for each token that they may have: where these take longer, computing them is faster
+_LAST_PATIENCE = 5.0  # seconds without progress after which a closing engine gives a place up
+
+T = TypeVar("T")
+
+
+class Tiers:
+    """The places of an engine, and the threads that wait for them."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        prefixes: PrefixCache,
+        places: Sequence[Place],
+        weights: Sequence[Path],
+        lock: Lock,
+    ):
+        """weights: the files of the model's weights. lock: the engine's."""
+        self._payloads = Payloads(store.shape)
+        self._lookup = Lookup(store, prefixes, self._payloads, places, Budget())
+        self._writer = Writer(store, prefixes, self._payloads, places, self._named_soon, lock)
+        self._root = prefixes.hashes(())[0]
+        self._names: Names | None = None
+        self._named = threading.Event()
+        self._late: threading.Thread | None = None  # which still waits for a place
+        self._cache = remembering()
+        known = known_digest(weights, self._cache)
+        if known is not None:
+            self._set_names(known)
+        else:
+            threading.Thread(target=self._hash, args=(weights,), name="weights", daemon=True).start()
+
+    def _hash(self, weights: Sequence[Path]) -> None:
+        try:
+            self._set_names(digest(weights, self._cache))
+        except OSError as error:
+            _LOG.warning("no blocks are kept: the weights cannot be identified: %s", error)
+            self._named.set()
+
+    def _set_names(self, weights: bytes) -> None:
+        self._names = Names(self._root, weights)
+        self._named.set()
+
+    def _named_soon(self, seconds: float | None = None) -> Names | None:
+        """The names, once the weights have been hashed; None if that fails, or takes longer."""
+        self._named.wait(seconds)
+        return self._names
+
+    # -- finding -----------------------------------------------------------------------------------------------
+
+    def find(self, ids: Sequence[int], salt: str) -> Found | None:
+        """What places hold of the beginning of `ids` and the store lacks; None for nothing, or if they are too slow."""
+        if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_PATIENCE)) is None:
+            return None
+        seconds = _PATIENCE + _PATIENCE_PER_TOKEN * len(ids)
+        return self._in_time(seconds, lambda wanted: self._lookup.find(names, ids, salt, wanted))
+
+    def recall(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
+        """The ids of those answers, by the digests of their conversations, that places know."""
+        if not keys or (names := self._named_soon(_PATIENCE)) is None:
+            return {}
+
+        def read(wanted: Callable[[], bool]) -> dict[bytes, Sequence[int]]:
+            known: dict[bytes, Sequence[int]] = {}
+            for key in keys:
+                found = self._lookup.read(names.answer(key), ids_of) if wanted() else None
+                if found is not None:
+                    known[key] = ids_of(found[0])
+            return known
+
+        return self._in_time(_PATIENCE, read) or {}
+
+    def _in_time(self, seconds: float, work: Callable[[Callable[[], bool]], T]) -> T | None:
+        """The result of `work`, which runs in a thread; None if it is late, fails, or an earlier one still runs."""
+        if self._late is not None and self._late.is_alive():
+            return None
+        results: list[T] = []
+        left = threading.Event()
+
+        def run() -> None:
+            try:
+                results.append(work(lambda: not left.is_set()))
+            except OSError as error:
+                _LOG.warning("kept blocks cannot be read: %s", error)
+
+        thread = threading.Thread(target=run, name="tiers reading", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            left.set()
+            self._late = thread
+            _LOG.warning("kept blocks were not read within %.1f s: the prompt is computed without them", seconds)
+        return results[0] if results and not thread.is_alive() else None
+
+    # -- keeping -----------------------------------------------------------------------------------------------
+
+    def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
+        """Keep the blocks of a sequence that was released to the prefix cache. The caller holds the engine's lock.
+
+        root: of its salt; empty for none. hashes: of its complete blocks.
+        """
+        self._writer.released(root or self._root, hashes, ids)
+
+    def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
+        """Keep the ids of an answer under the digest of its conversation."""
+        self._writer.keep_answer(key, ids)
+
+    def close(self) -> None:
+        """Write what has not been written, as long as the places take it. Nothing may be found or released later.
+
+        The engine's lock must be free.
+        """
+        self._named_soon(_LAST_PATIENCE)
+        if not self._writer.close(_LAST_PATIENCE):
+            _LOG.warning("not all blocks were kept: a place does not take them")
+        del self._lookup.store, self._lookup.prefixes  # so that they can be freed

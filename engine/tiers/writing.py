@@ -1,0 +1,239 @@
+"""Writes the blocks of released sequences to places, in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+
+from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.tiers.copies import groups_of, take_blocks, take_full
+from polarlm.engine.tiers.names import Names
+from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, form_of, pack, pack_ids
+from polarlm.engine.tiers.places import Place
+from polarlm.model_loaders.forks import renew_in_children
+
+_LOG = logging.getLogger(__name__)
+_AT_ONCE = 4  # blocks that are copied while the engine's lock is held
+_REST = 19  # while requests are computed: pause after a copy, in multiples of its time, so that it takes a twentieth
+_LONGEST_REST = 0.5  # seconds
+_CHAINS = 256  # that wait; further ones push out the oldest
+_TROUBLED = 30.0  # seconds without writing to a place after an error, such as a full disk
+
+
+class Lock(Protocol):
+    """The engine's lock."""
+
+    def hold(self) -> AbstractContextManager[object]:
+        """Hold the lock."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread holds the lock, or waits for it: there are requests."""
+
+
+class _GivenUp(Exception):
+    """The engine has been closed and its store freed."""
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A released sequence: the hash before it, those of its complete blocks, the ids of its first and last block."""
+
+    root: bytes
+    hashes: Sequence[bytes]
+    first: Sequence[int]
+    last: Sequence[int]  # fewer than N
+
+
+class Writer:
+    """A thread that copies blocks out of the store, a few at a time, and writes them where they are missing."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        prefixes: PrefixCache,
+        payloads: Payloads,
+        places: Sequence[Place],
+        names: Callable[[], Names | None],
+        lock: Lock,
+    ):
+        """names: waits until names are known; None if they will not be. lock: the engine's."""
+        self._store, self._prefixes, self._payloads, self._places = store, prefixes, payloads, places
+        self._names, self._lock = names, lock
+        self._troubled: dict[Place, float] = {}  # until when nothing is written there
+        self._complained: set[str] = set()
+        self._closing = self._given_up = False
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Forget the thread and what it has to do, in a forked child: the parent does it."""
+        self._work: deque[_Chain | tuple[bytes, Sequence[int]]] = deque(maxlen=_CHAINS)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_writing = False
+        self._done = 0  # objects that have been written or skipped
+
+    def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
+        """Write the blocks of a sequence with these ids, which the prefix cache can find, soon."""
+        n = self._store.shape.block_size
+        if hashes:  # a shorter one is computed as fast as it is read
+            self._put(_Chain(root, tuple(hashes), tuple(ids[:n]), tuple(ids[len(hashes) * n :])))
+
+    def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
+        """Write the ids of an answer soon."""
+        self._put((key, tuple(ids)))
+
+    def _put(self, work: _Chain | tuple[bytes, Sequence[int]]) -> None:
+        with self._changed:
+            if self._closing:
+                return
+            self._work.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tiers", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, patience: float) -> bool:
+        """Wait until everything has been written, as long as there is progress every `patience` seconds → whether it
+        has been."""
+        done = -1
+        with self._changed:
+            while self._work or self._is_writing:
+                if done == self._done:
+                    return False
+                done = self._done
+                self._changed.wait_for(lambda: not (self._work or self._is_writing), patience)
+        return True
+
+    def close(self, patience: float) -> bool:
+        """Flush without rests, and end the thread → whether everything has been written."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        flushed = self.flush(patience)
+        with self._lock.hold():
+            self._given_up = True
+            del self._store, self._prefixes  # so that they can be freed
+        self._work.clear()
+        return flushed
+
+    # -- in the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        names = self._names()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._work or self._closing)
+                if not self._work:
+                    return
+                work, self._is_writing = self._work.popleft(), True
+            try:
+                if names is None:
+                    continue
+                if isinstance(work, _Chain):
+                    self._write_chain(work, names)
+                else:
+                    key, ids = work
+                    name = names.answer(key)
+                    self._write(name, *pack_ids(name, ids), replaces=True)
+            except _GivenUp:
+                return
+            except Exception as error:  # this thread goes on: without it nothing would be kept
+                self._complain("unexpected", f"blocks cannot be kept: {error!r}")
+            finally:
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
+
+    def _write_chain(self, chain: _Chain, names: Names) -> None:
+        quantized = [(key, names.block(key)) for key in chain.hashes[1:]]
+        first = names.block(chain.hashes[0])
+        tail = names.tail(chain.hashes[-1])
+        if self._is_missing(first):
+            self._write_full(first, chain.root, chain.first)
+        missing = [(key, name) for key, name in quantized if self._is_missing(name)]
+        for start in range(0, len(missing), _AT_ONCE):
+            self._write_blocks(missing[start : start + _AT_ONCE])
+        if chain.last:
+            self._write_full(tail, chain.hashes[-1], chain.last, replaces=True)
+        known = [first, *(name for _, name in quantized), *([tail] if chain.last else [])]
+        for place in self._places:
+            with suppress(OSError):
+                place.used(known)
+
+    def _is_missing(self, name: bytes) -> bool:
+        """Whether a place that works lacks an object."""
+        self._done += 1
+        for place in self._working():
+            with suppress(OSError):
+                if not place.has(name):
+                    return True
+        return False
+
+    def _working(self) -> list[Place]:
+        now = time.monotonic()
+        return [place for place in self._places if self._troubled.get(place, 0) <= now]
+
+    def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]]) -> None:
+        copied: list[tuple[int, list[bytes], np.ndarray]] = []
+        with self._brief():
+            there = [(name, blocks) for key, name in missing if groups_of(blocks := self._prefixes.quantized(key))]
+            for groups, members in groupby(there, lambda one: groups_of(one[1])):
+                own = list(members)
+                rows = take_blocks(self._store, self._payloads, [blocks for _, blocks in own])
+                copied.append((groups, [name for name, _ in own], rows))
+        form, version = form_of(self._store.ops.stored_as)
+        for groups, own_names, rows in copied:
+            for name, row in zip(own_names, rows, strict=True):
+                self._write(name, *pack(name, BLOCK, row, form=form, version=version, groups=groups))
+
+    def _write_full(self, name: bytes, before: bytes, ids: Sequence[int], *, replaces: bool = False) -> None:
+        with self._brief():
+            slots = self._prefixes.full(before, ids)
+            groups = groups_of(slots)
+            if not groups:
+                return
+            rows, number_type = take_full(self._store, self._payloads, slots, ids)
+        packed = pack(name, FULL, rows, form=number_type.itemsize, tokens=len(ids), groups=groups)
+        self._write(name, *packed, replaces=replaces)
+
+    @contextmanager
+    def _brief(self) -> Iterator[None]:
+        """Hold the engine's lock, and rest afterwards while requests are computed."""
+        with self._lock.hold():
+            if self._given_up:
+                raise _GivenUp
+            began = time.perf_counter()
+            yield
+            seconds = time.perf_counter() - began
+        if self._lock.is_wanted:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, min(_LONGEST_REST, _REST * seconds))
+
+    def _write(self, name: bytes, header: bytes, payload: memoryview, *, replaces: bool = False) -> None:
+        """Write an object to places that lack it, or to all if it replaces others of its name."""
+        for place in self._working():
+            try:
+                if replaces or not place.has(name):
+                    place.write(name, header, payload)
+            except OSError as error:
+                self._troubled[place] = time.monotonic() + _TROUBLED
+                self._complain(place.label, f"blocks cannot be kept on {place.label} for now: {error}")
+        self._done += 1
+
+    def _complain(self, what: str, sentence: str) -> None:
+        """Log a sentence, once for each kind of trouble."""
+        if what not in self._complained:
+            self._complained.add(what)
+            _LOG.warning("%s", sentence)

@@ -1,0 +1,462 @@
+"""Engines with tiers: what one has computed, the next one finds; nothing wrong is used, no trouble ends a request."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.kv.snapshot import export
+from polarlm.engine.tiers import tiers
+from polarlm.engine.tiers.places import Folder, Memory
+from tests.small_disk import small_disk
+from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
+
+N = 8
+FIXTURES = ["llama_gqa_linear", "qwen2_mixed_windows", "mistral_window_sharded"]
+PARAMS = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True, logprobs=3)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 96, count).tolist()
+
+
+PROMPT = ids(1, 45)
+HIT = 40  # of its tokens: the last five share a block with the answer, which is quantized at the end
+
+
+def load(model: Path, folder: Path | None, **more) -> Engine:
+    disk = {} if folder is None else {"cache_disk": "10M", "cache_disk_folder": str(folder)}
+    settings = {"device": "cpu", "block_size": N, "calibration": False, "cache_type": "ring4", **disk, **more}
+    return load_tiny(model, **settings)
+
+
+@pytest.fixture(scope="module", params=FIXTURES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("plain"))
+
+
+def next_turn(engine: Engine, first: Completion, seed: int = 2) -> Completion:
+    return engine.generate([*PROMPT, *first.token_ids, *ids(seed, 9)], PARAMS)
+
+
+def kv_of(engine: Engine, tokens: Sequence[int]) -> dict[str, np.ndarray]:
+    """All K/V that the store has of a sequence."""
+    with engine._exclusive():
+        kv = engine._prefixes.match_prefix(tokens)
+        found = export(engine._store, kv)
+        engine._prefixes.release(kv, tokens)
+    return {"length": np.asarray(found.length), **found.arrays}
+
+
+def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_turn_after_a_restart_equals_one_without_it_bit_for_bit(model: Path, tmp_path: Path, compiled: bool) -> None:
+    """Log-probabilities, codes and full-precision blocks."""
+    more = {} if compiled else {"ops": NumpyOps()}
+    with load(model, None, **more) as engine:
+        first = engine.generate(PROMPT, PARAMS)
+        expected = next_turn(engine, first)
+        past = [*PROMPT, *first.token_ids, *ids(2, 9), *expected.token_ids[:-1]]
+        kept = kv_of(engine, past)
+    with load(model, tmp_path, **more) as engine:
+        assert engine.generate(PROMPT, PARAMS).token_ids == first.token_ids
+    with load(model, tmp_path, **more) as engine:
+        answer = next_turn(engine, first)
+        assert answer.logprobs == expected.logprobs
+        assert answer.usage.cached_tokens == expected.usage.cached_tokens == len(PROMPT) + 12
+        assert answer.usage.cached_from == {"disk": len(PROMPT) + 12}
+        assert expected.usage.cached_from == {"store": len(PROMPT) + 12}
+        assert_same(kv_of(engine, past), kept)
+        assert_idle(engine)
+
+
+def test_a_conversation_in_text_goes_on_after_a_restart(plain_model: Path, tmp_path: Path) -> None:
+    """Ids of answers are kept as well: another tokenization of their text would miss the cache."""
+    messages = [{"role": "user", "content": "hello there, how are you"}]
+    with load(plain_model, tmp_path) as engine:
+        first = engine.chat(
+            messages, SamplingParams(seed=3, max_tokens=40, logit_bias=dict.fromkeys(range(5), -np.inf))
+        )
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "and then"}]
+    with load(plain_model, tmp_path) as engine:
+        second = engine.chat(messages, PARAMS)
+    assert second.usage.cached_tokens == first.usage.prompt_tokens + len(first.token_ids) - 1
+
+
+def test_blocks_that_the_store_has_lost_come_back(plain_model: Path, tmp_path: Path) -> None:
+    with load(plain_model, tmp_path) as engine:
+        first = engine.generate(PROMPT, PARAMS)
+        assert engine._tiers is not None
+        assert engine._tiers._writer.flush(10)
+        forget(engine)
+        answer = next_turn(engine, first)
+        assert answer.usage.cached_from == {"disk": len(PROMPT) + 12}
+        again = next_turn(engine, first)
+        assert set(again.usage.cached_from) == {"store"}
+
+
+def test_a_cache_salt_keeps_prompts_apart(plain_model: Path, tmp_path: Path) -> None:
+    with load(plain_model, tmp_path) as engine:
+        engine.generate(PROMPT, PARAMS, PromptOptions(cache_salt="a"))
+    with load(plain_model, tmp_path) as engine:
+        for salt in ("", "b"):
+            assert engine.generate(PROMPT, PARAMS, PromptOptions(cache_salt=salt)).usage.cached_tokens == 0
+            forget(engine)
+        assert engine.generate(PROMPT, PARAMS, PromptOptions(cache_salt="a")).usage.cached_tokens == HIT
+
+
+def test_requests_without_the_cache_read_no_tier(plain_model: Path, tmp_path: Path) -> None:
+    with load(plain_model, tmp_path) as engine:
+        engine.generate(PROMPT, PARAMS)
+    with load(plain_model, tmp_path) as engine:
+        assert engine.generate(PROMPT, PARAMS, PromptOptions(cache_prompt=False)).usage.cached_tokens == 0
+        assert engine.embed(PROMPT).usage.cached_tokens == 0
+
+
+def test_weights_that_differ_in_one_number_share_nothing(plain_model: Path, tmp_path: Path) -> None:
+    """In the middle of a matrix, where no sample of the weights is taken."""
+    other = tmp_path / "other"
+    shutil.copytree(plain_model, other)
+    (weights,) = other.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-len(content) // 3] ^= 1
+    weights.write_bytes(content)
+    with load(plain_model, tmp_path / "blocks") as engine:
+        engine.generate(PROMPT, PARAMS)
+        own = engine._prefixes.hashes(PROMPT)
+    with load(other, tmp_path / "blocks") as engine:
+        assert engine._prefixes.hashes(PROMPT) == own  # the samples are equal
+        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == 0
+    with load(plain_model, tmp_path / "blocks") as engine:
+        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT
+
+
+@pytest.mark.parametrize("changed", [{"cache_type": "ring5"}, {"key_conditioning": False}, {"calibration": True}])
+def test_other_settings_of_the_cache_share_nothing(plain_model: Path, tmp_path: Path, changed) -> None:
+    with load(plain_model, tmp_path) as engine:
+        engine.generate(PROMPT, PARAMS)
+    with load(plain_model, tmp_path, **changed) as engine:
+        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == 0
+
+
+def test_a_model_under_another_name_shares(plain_model: Path, tmp_path: Path) -> None:
+    with load(plain_model, tmp_path / "blocks") as engine:
+        engine.generate(PROMPT, PARAMS)
+    shutil.copytree(plain_model, tmp_path / "renamed")
+    with load(tmp_path / "renamed", tmp_path / "blocks") as engine:
+        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(plain_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Completion, Completion]:
+    """A folder of blocks, the answer that they are of, and the next turn without tiers."""
+    folder = tmp_path_factory.mktemp("blocks")
+    with load(plain_model, folder) as engine:
+        first = engine.generate(PROMPT, PARAMS)
+    with load(plain_model, None) as engine:
+        engine.generate(PROMPT, PARAMS)
+        return folder, first, next_turn(engine, first)
+
+
+@pytest.fixture(scope="module")
+def reader(plain_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
+    """An engine that writes nothing, and the folder that it reads."""
+    folder = tmp_path_factory.mktemp("read")
+    with load(plain_model, folder) as engine:
+        assert engine._tiers is not None
+        engine._tiers._writer._places = []
+        yield engine, folder
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_damaged_files_are_never_used(reader, written, data) -> None:
+    """Bits flip, files are cut short, removed, exchanged, or filled with zeros: what is computed again is as it was.
+
+    A prompt attends to its own tokens in full precision, so an answer may differ from that after a hit of another
+    length. The blocks that were hit are those of the whole one.
+    """
+    engine, folder = reader
+    source, first, expected = written
+    shutil.rmtree(folder)
+    shutil.copytree(source, folder)
+    files = sorted(folder.iterdir())
+    contents = [file.read_bytes() for file in files]
+    harmed = data.draw(st.lists(st.sampled_from(range(len(files))), min_size=1, max_size=3, unique=True))
+    for number in harmed:
+        file = files[number]
+        how = data.draw(st.sampled_from(["flip", "cut", "remove", "exchange", "zero"]))
+        if how == "remove":
+            file.unlink()
+        elif how == "exchange":
+            file.write_bytes(contents[number - 1])
+        else:
+            content = bytearray(contents[number])
+            at = data.draw(st.integers(0, len(content) - 1))
+            if how == "flip":
+                content[at] ^= 1 << data.draw(st.integers(0, 7))
+            elif how == "cut":
+                del content[at:]
+            else:
+                content[at : at + 4096] = bytes(min(4096, len(content) - at))
+            file.write_bytes(content)
+    forget(engine)
+    answer = next_turn(engine, first)
+    cached = answer.usage.cached_tokens
+    assert cached <= expected.usage.cached_tokens
+    if cached == expected.usage.cached_tokens:
+        assert answer.logprobs == expected.logprobs
+    assert cached % N == 0 or cached == expected.usage.cached_tokens
+    assert_idle(engine)
+
+
+def test_a_damaged_file_is_removed_and_told_once(
+    plain_model: Path, written, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "blocks"
+    shutil.copytree(written[0], folder)
+    first = max(folder.iterdir(), key=lambda file: file.stat().st_size)  # in full precision
+    with load(plain_model, folder) as engine:
+        for _ in range(3):
+            forget(engine)
+            first.write_bytes(b"?" * 100)
+            answer = engine.generate(PROMPT, PARAMS)
+            assert answer.usage.cached_tokens == 0
+            assert answer.logprobs == written[1].logprobs
+    told = [record.message for record in caplog.records if "damaged" in record.message]
+    assert len(told) == 1
+    with load(plain_model, folder) as engine:  # what was written in its place is right
+        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_hangs_delays_one_request_and_no_other(
+    plain_model: Path, written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    shutil.copytree(written[0], tmp_path / "blocks")
+    monkeypatch.setattr(tiers, "_PATIENCE", 0.05)
+    hangs, asked = threading.Event(), []
+
+    def read(place: Folder, name: bytes) -> None:
+        asked.append(name)
+        hangs.wait(60)
+
+    with load(plain_model, tmp_path / "blocks") as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "read", read)
+            for _ in range(3):
+                assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
+                forget(engine)
+            assert len(asked) == 1
+            hangs.set()
+            assert engine._tiers is not None
+            late = engine._tiers._late
+            assert late is not None
+            late.join(60)
+        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT  # it is asked again
+    assert "computed without them" in caplog.text
+
+
+def test_a_disk_that_takes_no_writes_delays_only_the_end(
+    plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(tiers, "_LAST_PATIENCE", 0.05)
+    hangs, begun = threading.Event(), threading.Event()
+
+    def write(*_: object) -> None:
+        begun.set()
+        hangs.wait(60)
+
+    monkeypatch.setattr(Folder, "write", write)
+    engine = load(plain_model, tmp_path)
+    engine.generate(PROMPT, PARAMS)
+    assert begun.wait(60)
+    for seed in range(5):
+        engine.generate(ids(seed, 30), PARAMS)
+    engine.close()
+    hangs.set()
+    assert engine._tiers is not None
+    thread = engine._tiers._writer._thread
+    assert thread is not None
+    thread.join(60)  # it finds the store freed, and ends
+    assert not thread.is_alive()
+    assert "not all blocks were kept" in caplog.text
+
+
+def test_a_full_disk_is_told_once_and_written_again_when_it_has_room(
+    plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    from polarlm.engine.tiers import writing
+
+    monkeypatch.setattr(writing, "_TROUBLED", 0.0)
+    write, full = Folder.write, [True]
+
+    def may_fail(place: Folder, name: bytes, header: bytes, payload: memoryview) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(place, name, header, payload)
+
+    monkeypatch.setattr(Folder, "write", may_fail)
+    for is_full in (True, False):
+        full[0] = is_full
+        with load(plain_model, tmp_path) as engine:
+            assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == 0
+    assert caplog.text.count("No space left") == 1
+    with load(plain_model, tmp_path) as engine:
+        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT
+
+
+def test_a_small_disk_fills_up_without_harm(plain_model: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path, 1 << 17):
+        with load(plain_model, tmp_path) as engine:
+            answers = [engine.generate(ids(seed, 60), PARAMS).token_ids for seed in range(8)]
+        assert not list(tmp_path.glob(".unfinished*"))
+        with load(plain_model, tmp_path) as engine:
+            again = [engine.generate(ids(seed, 60), PARAMS) for seed in range(8)]
+    hits = [answer.usage.cached_tokens for answer in again]
+    assert {0, 56} <= set(hits)  # some fit on the disk
+    for answer, expected, hit in zip(again, answers, hits, strict=True):
+        assert hit or answer.token_ids == expected
+
+
+def test_two_engines_share_a_folder_while_both_write(plain_model: Path, tmp_path: Path) -> None:
+    with load(plain_model, tmp_path, cache_disk="300K") as one, load(plain_model, tmp_path, cache_disk="300K") as two:
+        expected: dict[tuple[int, int], Sequence[int]] = {}
+        for turn in range(12):
+            for engine in (one, two):
+                seed = turn % 5
+                answer = engine.generate(ids(seed, 50), PARAMS)
+                of_hit = seed, answer.usage.cached_tokens  # which is read as codes
+                assert expected.setdefault(of_hit, answer.token_ids) == answer.token_ids
+                forget(engine)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 400_000
+
+
+def test_a_store_without_room_computes_the_prompt(plain_model: Path, written, tmp_path: Path) -> None:
+    shutil.copytree(written[0], tmp_path / "blocks")
+    with load(plain_model, tmp_path / "blocks") as engine:
+        with blocks_left(engine, 7):
+            answer = next_turn(engine, written[1])
+        assert len(answer.token_ids) > 0
+        assert_idle(engine)
+        forget(engine)
+        assert next_turn(engine, written[1]).logprobs == written[2].logprobs
+
+
+def test_blocks_wait_for_requests_within_a_budget(plain_model: Path, written, tmp_path: Path) -> None:
+    """Beyond it a shorter part of the prefix is read; what has been put back, or was never used, is free again."""
+    shutil.copytree(written[0], tmp_path / "blocks")
+    with load(plain_model, tmp_path / "blocks") as engine:
+        assert engine._tiers is not None
+        budget = engine._tiers._lookup.budget
+        whole = budget._left
+        request = engine._request(PROMPT, PARAMS, None, outbox=[], wants_progress=False, constraint=None)
+        taken = whole - budget._left
+        assert taken > 0
+        del request
+        assert budget._left == whole
+        budget._left = taken - 1
+        cached = engine.generate(PROMPT, PARAMS).usage.cached_tokens
+        assert 0 < cached < HIT
+        assert budget._left == taken - 1
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cache_disk": "much"}, "cache_disk=much: this is not a size"),
+        ({"cache_disk_folder": "x"}, "cache_disk_folder=x: say how large"),
+        ({"cache_disk": "1G", "kept_sequences": 0}, "kept_sequences=0 turns that off"),
+        ({"cache_ram": "1G"}, "the model runs on the CPU"),
+        ({"cache_disk": "1G", "cache_type": "polarquant-online"}, "learns the meaning of its codes"),
+        ({"cache_disk": "1G", "cache_disk_folder": os.devnull + "/folder"}, "Blocks cannot be kept in"),
+    ],
+)
+def test_settings_that_cannot_be_are_a_sentence(plain_model: Path, given, words: str) -> None:
+    with pytest.raises(EngineError) as raised:
+        load(plain_model, None, **given)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_without_a_folder_blocks_go_to_the_cache_folder(
+    plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
+    with load(plain_model, None, cache_disk="1M") as engine:
+        engine.generate(PROMPT, PARAMS)
+    assert list((tmp_path / "blocks").iterdir())
+
+
+def test_an_engine_without_tiers_has_no_thread_of_them(plain_model: Path) -> None:
+    before = set(threading.enumerate())
+    with load(plain_model, None) as engine:
+        engine.generate(PROMPT, PARAMS)
+        assert not [thread for thread in set(threading.enumerate()) - before if "tiers" in thread.name]
+
+
+def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) -> None:
+    def opened() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), sum("tiers" in thread.name for thread in threading.enumerate())
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("this system does not list open files")
+
+    def turn(seed: int) -> None:
+        with load(plain_model, tmp_path) as engine:
+            engine.generate(ids(seed, 30), PARAMS)
+
+    turn(0)
+    before = opened()
+    for seed in range(4):
+        turn(seed)
+    assert opened() == before
+
+
+def memory_of(engine: Engine) -> Callable[[], int]:
+    assert engine._tiers is not None
+    (place,) = engine._tiers._lookup.places
+    assert isinstance(place, Memory)
+    return lambda: place._held
+
+
+def test_host_memory_keeps_what_the_store_has_lost(plain_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, of which this CPU has only the name."""
+    monkeypatch.setattr(NumpyOps, "name", "gpu")
+    with load(plain_model, None, cache_ram="1M", ops=NumpyOps()) as engine:
+        held = memory_of(engine)
+        first = engine.generate(PROMPT, PARAMS)
+        assert engine._tiers is not None
+        assert engine._tiers._writer.flush(10)
+        forget(engine)
+        assert next_turn(engine, first).usage.cached_from == {"ram": len(PROMPT) + 12}
+        assert 0 < held() <= 1 << 20

@@ -1,0 +1,205 @@
+"""Blocks on their way from the store to a place and back: a hit holds the K/V of exactly its tokens, and none leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.prefix import BlockStored
+from polarlm.engine.tiers.found import Budget
+from polarlm.engine.tiers.lookup import Lookup
+from polarlm.engine.tiers.names import Names
+from polarlm.engine.tiers.objects import Payloads
+from polarlm.engine.tiers.places import Memory
+from polarlm.engine.tiers.writing import Writer
+from tests.kv.fed import N, assert_held_by, held, overwrite
+from tests.kv.test_prefix import CachedSequence, CachedStore, words
+
+
+class NoLock:
+    """For a single thread."""
+
+    is_wanted = False
+
+    def hold(self) -> nullcontext[None]:
+        return nullcontext()
+
+
+class AtOnce(Writer):
+    """Writes without a thread."""
+
+    def _put(self, work) -> None:
+        names = self._names()
+        assert names is not None
+        self._write_chain(work, names)
+
+
+class Kept(CachedStore):
+    """A store whose blocks are kept in memory."""
+
+    def __init__(self, *given, size: int = 1 << 24, **more):
+        super().__init__(*given, **more)
+        names = Names(b"root", b"weights")
+        self.place, payloads = Memory(size), Payloads(self.store.shape)
+        self.names = names
+        self.lookup = Lookup(self.store, self.prefixes, payloads, [self.place], Budget())
+        self.writer = AtOnce(self.store, self.prefixes, payloads, [self.place], lambda: names, NoLock())
+
+    def begin(self, ids: Sequence[int]) -> CachedSequence:
+        """A sequence of `ids` after what the store and the place have of it."""
+        found = self.lookup.find(self.names, ids[:-1], "", lambda: True)
+        while found is not None and found.put_back():
+            pass
+        return CachedSequence(self.store, self.prefixes, ids)
+
+    def end(self, sequence: CachedSequence) -> None:
+        """Release a sequence and write its blocks."""
+        length, hashes = sequence.kv.length, sequence.kv.hashes
+        sequence.end()
+        self.writer.released(self.prefixes.hashes(())[0], hashes, sequence.ids[:length])
+
+
+STEM = words(0, 44)  # five blocks and four tokens
+
+
+@pytest.mark.parametrize("codec", ["f16", "polarquant", "ring4"])
+@pytest.mark.parametrize("windows", [(None,), (20,), (None, 12), (12, 20)])
+def test_a_prompt_goes_on_from_what_was_kept(codec: str, windows: tuple[int | None, ...]) -> None:
+    kept = Kept(codec, windows)
+    kept.end(kept.begin(STEM).prompt())
+    overwrite(kept.store)
+    again = kept.begin([*STEM, *words(1, 5)])
+    assert again.found == len(STEM)
+    again.prompt().step(*words(2, 20))  # which check what attention reads
+    kept.end(again)
+    overwrite(kept.store)
+    again = kept.begin([*STEM, *words(1, 5), *words(2, 20), *words(3, 3)])
+    assert again.found == len(STEM) + 25
+    again.prompt().step(*words(4, 9))
+    again.end()
+    assert held(kept.store) == [(0, 0)] * len(windows)
+
+
+@pytest.mark.parametrize(("length", "found"), [(44, 44), (43, 43), (41, 41), (40, 40), (39, 32), (9, 8), (7, 0)])
+def test_the_last_block_matches_in_part(length: int, found: int) -> None:
+    kept = Kept("polarquant")
+    kept.end(kept.begin(STEM).prompt())
+    overwrite(kept.store)
+    branch = kept.begin([*STEM[:length], *words(1, 9)])
+    assert branch.found == found
+    branch.prompt().step(*words(2, 3))
+
+
+def test_only_what_the_store_lacks_is_read() -> None:
+    kept = Kept("polarquant")
+    kept.end(kept.begin(STEM).prompt())
+    assert kept.lookup.find(kept.names, STEM, "", lambda: True) is None
+    group = kept.store.groups[0].quantized
+    group.allocate(group.size - 2)  # what was free longest, and all but the last two of the kept blocks
+    found = kept.lookup.find(kept.names, STEM, "", lambda: True)
+    assert found is not None
+    assert [span[:2] for span in found.spans] == [(24, 32), (32, 40)]
+
+
+def test_a_gap_ends_what_is_found() -> None:
+    kept = Kept("polarquant")
+    kept.end(kept.begin(STEM).prompt())
+    _, hashes = kept.prefixes.hashes(STEM)
+    kept.place.remove(kept.names.block(hashes[3]))
+    overwrite(kept.store)
+    assert kept.begin(STEM).found == 3 * N
+
+
+def test_watchers_are_told_of_blocks_that_come_back() -> None:
+    kept = Kept("polarquant")
+    seen: list[BlockStored] = []
+    kept.prefixes.watch(lambda event: seen.append(event) if isinstance(event, BlockStored) else None)
+    kept.end(kept.begin(STEM).prompt())
+    first, seen[:] = list(seen), []
+    overwrite(kept.store)
+    kept.begin(STEM)
+    assert len(first) == 5
+    assert seen == first
+
+
+class Schedules(RuleBasedStateMachine):
+    """Sequences of few different tokens begin, grow and end in a small store, whose blocks are kept in a place.
+
+    The model is the prefixes that have been kept, and the last tokens after them.
+    """
+
+    @initialize(
+        windows=st.sampled_from([(None,), (12,), (None, 12)]),
+        size=st.sampled_from([1 << 24, 30_000]),
+        codec=st.sampled_from(["polarquant", "f16"]),
+    )
+    def start(self, windows, size: int, codec: str) -> None:
+        self.kept = Kept(codec, windows, size=size, tokens=64, sequences=3)
+        self.is_exact = windows == (None,) and size > 1 << 20
+        self.blocks: set[tuple[int, ...]] = set()
+        self.tails: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.live: list[CachedSequence] = []
+
+    @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=4), count=st.integers(2, 40))
+    def begin(self, ids: list[int], count: int) -> None:
+        prompt = [i for i in ids for _ in range(9)][:count]
+        sequence = self.kept.begin(prompt)
+        self.live.append(sequence)
+        if self.is_exact and len(self.live) == 1:
+            assert sequence.found >= self._kept_of(tuple(prompt[:-1]))
+        self._grow(sequence, sequence.prompt)
+
+    def _kept_of(self, ids: tuple[int, ...]) -> int:
+        """How many of `ids` the model has."""
+        count = 0
+        while count + N <= len(ids) and ids[: count + N] in self.blocks:
+            count += N
+        tail = self.tails.get(ids[:count], ()) if count else ()
+        common = 0
+        while common < min(len(tail), len(ids) - count) and tail[common] == ids[count + common]:
+            common += 1
+        return count + common
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), min_size=1, max_size=12))
+    def step(self, data, ids: list[int]) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        self._grow(sequence, lambda: sequence.step(*ids))
+
+    def _grow(self, sequence: CachedSequence, how) -> None:
+        try:
+            how()
+        except OutOfBlocks:
+            self._end(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data) -> None:
+        self._end(data.draw(st.sampled_from(self.live)))
+
+    def _end(self, sequence: CachedSequence) -> None:
+        self.live.remove(sequence)
+        ids = tuple(sequence.ids[: sequence.kv.length])
+        self.kept.end(sequence)
+        self.blocks |= {ids[:stop] for stop in range(N, len(ids) + 1, N)}
+        complete = len(ids) - len(ids) % N
+        if complete and complete < len(ids):
+            self.tails[ids[:complete]] = ids[complete:]
+
+    @rule()
+    def overwrite(self) -> None:
+        overwrite(self.kept.store)
+
+    @invariant()
+    def nothing_else_holds_blocks(self) -> None:
+        if hasattr(self, "kept"):
+            assert_held_by(self.kept.store, [sequence.kv for sequence in self.live])
+            assert self.kept.place._held <= self.kept.place._size
+
+
+TestSchedules = Schedules.TestCase
