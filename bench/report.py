@@ -137,28 +137,31 @@ def write(
     gpu: Mapping[str, str] | None = None,
     *,
     complete: bool = True,
-) -> None:
-    """Writes `result` with the machine, the date and the command line. Raises EngineError.
+    program: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Writes `result` with the machine, the date and the command line, and returns all of it. Raises EngineError.
 
     complete: whether the measurement is finished. Partial results are written during a measurement, so that they are
-    kept if it is stopped.
+    kept if it is stopped. program: the words before `argv`; else `python -m bench.<kind>`.
     """
     about = {
         "benchmark": kind,
         "date": today(),
-        "command": _command(kind, argv),
+        "command": _command([*(program or ("python", "-m", f"bench.{kind}")), *argv]),
         "machine": machine(gpu),
         "complete": complete,
     }
+    found = {**about, **result}
     try:
-        path.write_text(json.dumps({**about, **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror}") from None
+    return found
 
 
-def _command(kind: str, argv: Sequence[str]) -> str:
+def _command(words: Sequence[str]) -> str:
     """The command line, with the variable that restricts the instructions of kernels if it is set."""
-    command = shlex.join(["python", "-m", f"bench.{kind}", *argv])
+    command = shlex.join(words)
     level = os.environ.get(LEVEL_VARIABLE)
     return f"{LEVEL_VARIABLE}={shlex.quote(level)} {command}" if level else command
 

@@ -12,6 +12,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("polarlm.engine.chat.__main__", "chat with a model in the terminal"),
     "serve": ("polarlm.server.__main__", "serve a model: a chat page, and OpenAI's, Anthropic's and Ollama's APIs"),
     "pull": ("polarlm.pull", "download a model of the Hugging Face hub"),
+    "fit": ("polarlm.fit", "say what of a model fits on this machine, before anything is loaded"),
+    "quality": ("polarlm.bench.quality.cost", "measure what cache types cost on your model and text: one page"),
     "speed": ("polarlm.bench.speed.__main__", "measure tokens a second and memory on this machine"),
     "completion": ("polarlm.completion", "print a script that completes flags in bash, zsh or fish"),
 }

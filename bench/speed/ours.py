@@ -33,6 +33,10 @@ class Ours:
         self._engine = Engine(parts)
         self._streams: Streams | None = None
 
+    def close(self) -> None:
+        """Close the model's files."""
+        self._engine.close()
+
     def about(self) -> dict[str, Any]:
         """The folder of its backend, the line that says what was loaded, and what was said meanwhile."""
         return {"backend": self._backend, "loaded": self._engine.fit_line(), "said": self._said}

@@ -1,0 +1,299 @@
+"""`polarlm quality`: what each cache type costs on a model, in quality and in speed, on one page and in minutes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from polarlm import model_loaders
+from polarlm.bench import report
+from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, cache_types, note, run
+from polarlm.bench.quality import page
+from polarlm.bench.quality.budget import MOST, Windows, choose
+from polarlm.bench.quality.scores import windows
+from polarlm.bench.quality.speeds import Rates, Speeds
+from polarlm.bench.quality.survey import Survey, arithmetic
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.fit import CacheFit, devices, fit_weights
+from polarlm.engine.flags import FlagError, parse, that
+from polarlm.engine.model.weights import weight_bytes
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.demo import demo_model
+from polarlm.model_loaders.hub import PREFIX
+
+DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
+_SPEED_SHARE = 0.25  # of the time
+_PROBE = 128  # tokens that the time is estimated from
+_MOST_CHARACTERS = 4_000_000  # of a text: more than any budget scores
+_LEAST_TOKENS = 64
+_TOO_LATE = "the time was up before speed was measured"
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class QualityConfig:
+    """The text, the model, the cache types and the time for them."""
+
+    text: str | None = setting(None, "TEXT", help="UTF-8 text like what the model will read; - is standard input")
+    weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
+    types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP)
+    minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
+    output: str | None = setting(
+        None,
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="where the page goes, and its figures as JSON beside it; else quality-<model>-<date>.html in the current "
+        "folder",
+    )
+    device: str = setting(
+        "auto", "--device", choices=("auto", "cpu", "cuda"), help="where speed is measured; auto as in the chat"
+    )
+    threads: int = setting(
+        0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS or the cores"
+    )
+
+
+GROUPS: Mapping[str, type] = {"Quality": QualityConfig}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the page and its JSON, prints the table; returns the exit code."""
+    return run(lambda argv: _Command(argv, time.monotonic).run(), argv)
+
+
+class _Command:
+    """One run of the command. clock: seconds."""
+
+    def __init__(self, argv: Sequence[str], clock: Clock) -> None:
+        """Raises FlagError or LoadError for what can be seen before a model is loaded."""
+        self._clock, self._started, self._argv = clock, clock(), argv
+        (self._options,) = parse(
+            argv,
+            GROUPS,
+            prog="polarlm quality",
+            description="What each cache type costs on your model and your text: one page, as HTML and JSON.",
+            checks={
+                "minutes": that(lambda minutes: 0 < minutes <= 24 * 60, "must be above 0 and at most 1440"),
+                "threads": that(lambda threads: threads >= 0, "must be 0 or more"),
+            },
+        )
+        self._text = _read(str(self._options.text))
+        self._seconds = 60 * self._options.minutes
+        path = self._options.weights
+        self._path = str(demo_model(note) if path is None else path)
+        config, source, dtype = model_loaders.load_weights(self._path)
+        try:
+            self._types = _chosen(self._options.types, config)
+            self._file = _file(self._options.output, _name(self._path))
+            self._ops = arithmetic(source, self._options.threads)
+            device, ops = devices(self._options.device, self._options.threads)[0]
+            size = weight_bytes(ops, source)
+            self._fits = {one.label: _fit(one, ops, config, size) for one in self._types}
+        finally:
+            source.close()
+        self._config, self._device = config, device
+        self._about: dict[str, Any] = {
+            "model": _name(self._path),
+            "weights": dtype,
+            "text": "standard input" if self._options.text == "-" else Path(str(self._options.text)).name,
+            "arithmetic": "float32" if isinstance(self._ops, NumpyOps) else "compiled kernels",
+            "device": device,
+            "budget_minutes": self._options.minutes,
+        }
+        self._rates: dict[str, Rates] = {}
+
+    def run(self) -> None:
+        """Raises EngineError, and KeyboardInterrupt after writing what was measured."""
+        note(f"Loading {self._about['model']} with {len(self._types)} cache types")
+        context = min(MOST, self._config.max_context)
+        survey = Survey(self._path, self._types, context, self._ops, note)
+        try:
+            ids = survey.tokenize(self._text)
+            if len(ids) < _LEAST_TOKENS:
+                raise FlagError(
+                    f"TEXT has {len(ids)} tokens, and at least {_LEAST_TOKENS} are needed: give a longer text, such as "
+                    "some pages of what the model will read"
+                )
+            self._quality(survey, ids)
+        finally:
+            survey.close()
+        del survey  # and the weights, before the engine loads its own
+        self._measure_speed(ids)
+        self._write(complete=True)
+        print(page.table(self._result))
+        note(f"The page: {self._file}, its figures: {self._file.with_suffix('.json')}")
+
+    # -- quality -----------------------------------------------------------------------------------------------
+
+    def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
+        """Score windows until the time for them is up."""
+        plan = self._plan(survey, ids)
+        cut = windows(ids, plan.length, survey.bos_id)[: plan.count]
+        self._about |= {"window": plan.length, "planned_windows": len(cut)}
+        each = plan.seconds / plan.count
+        try:
+            with tqdm(total=len(cut) * (1 + len(self._types)), desc="Scoring", unit="pass", leave=False) as bar:
+                for number, window in enumerate(cut):
+                    if number and self._clock() + each > self._until_speed:
+                        note(f"{number} of {len(cut)} windows were scored in the time there is")
+                        break
+                    started = self._clock()
+                    for _ in survey.score(window):
+                        bar.update()
+                    each = self._clock() - started
+                    self._keep(survey)
+        except BaseException:
+            if survey.windows:
+                self._keep(survey)
+                self._stopped()
+            raise
+
+    def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
+        """What there is time for, from the speed of a short window; says so."""
+        probe = windows(ids[:_PROBE], _PROBE, survey.bos_id)[0]
+        list(survey.score(probe, keep=False))  # the first one takes longer
+        started = self._clock()
+        list(survey.score(probe, keep=False))
+        taken = self._clock() - started
+        plan = choose(
+            max(0.0, self._until_speed - self._clock()), taken / len(probe), len(ids), self._config.max_context
+        )
+        speed = _SPEED_SHARE * self._seconds
+        text = ", all of the text" if plan.count * plan.length > len(ids) - plan.length else ""
+        note(
+            f"{len(self._types)} cache types on {_counted(plan.count, 'window')} of {plan.length:,} tokens{text}: "
+            f"about {report.duration(plan.seconds)}, and {report.duration(speed)} at most for speed. "
+            f"Ctrl-C keeps what was measured, in {self._file}"
+        )
+        return plan
+
+    @property
+    def _until_speed(self) -> float:
+        """When the time for quality is up."""
+        return self._started + (1 - _SPEED_SHARE) * self._seconds
+
+    def _keep(self, survey: Survey) -> None:
+        """Write what was scored so far."""
+        self._quality_so_far = survey.quality()
+        self._about["windows"] = survey.windows
+        self._write(complete=False)
+
+    # -- speed -------------------------------------------------------------------------------------------------
+
+    def _measure_speed(self, ids: Sequence[int]) -> None:
+        """Tokens a second of each type, while there is time."""
+        settings = {"device": self._device, "threads": self._options.threads}
+        speeds = Speeds(self._path, ids, settings, self._clock)
+        end = self._started + self._seconds
+        longest = 0.0
+        try:
+            with tqdm(self._types, desc="Speed", unit="type", leave=False) as bar:
+                for number, one in enumerate(bar):
+                    started = self._clock()
+                    left = end - started
+                    if number and left < longest:
+                        self._rates[one.label] = Rates(
+                            one.label, problem="the time was up before its speed was measured"
+                        )
+                        continue
+                    self._rates[one.label] = speeds.measure(one, max(0.0, left) / (len(self._types) - number))
+                    longest = max(longest, self._clock() - started)
+                    self._about["speed_context"] = speeds.prompt_tokens
+                    self._write(complete=False)
+        except BaseException:
+            self._stopped()
+            raise
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _stopped(self) -> None:
+        self._write(complete=False)
+        note(f"What was measured is in {self._file}")
+
+    def _write(self, *, complete: bool) -> None:
+        """Write the page and its JSON. Raises EngineError."""
+        quality = asdict(self._quality_so_far)
+        for row in quality["rows"]:
+            del row["attention_error"]
+            row["pair"] = next(one.pair for one in self._types if one.label == row["type"])
+            row["fit"] = asdict(self._fits[row["type"]])
+            rates = self._rates.get(row["type"])
+            row["speed"] = None if rates is None else asdict(rates)
+        self._result = report.write(
+            self._file.with_suffix(".json"),
+            "quality",
+            self._argv,
+            {**self._about, **quality, "seconds": round(self._clock() - self._started, 1)},
+            complete=complete,
+            program=("polarlm", "quality"),
+        )
+        page.write(self._file, self._result)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
+    """The types of --types; those that the model's heads do not admit are left out of the default, with a note.
+
+    Raises FlagError.
+    """
+    found = []
+    for one in cache_types(text):
+        try:
+            one.check(config.head_dim)
+        except FlagError as error:
+            if text != DEFAULT_TYPES:
+                raise
+            note(f"{one.label} is left out. {str(error).partition(': ')[2]}")
+        else:
+            found.append(one)
+    return found
+
+
+def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
+    settings = replace(EngineConfig(), key_conditioning=one.key_conditioning)
+    return fit_weights(settings, ops, config, size, [one.pair]).caches[0]
+
+
+def _name(path: str) -> str:
+    """The model's name: of its folder, of its file, or of its repository on the hub."""
+    where = Path(path)
+    if path.startswith(PREFIX) and not where.exists():
+        return path.rpartition("/")[2].replace(":", "-")
+    return where.resolve().name if where.is_dir() else where.stem
+
+
+def _file(output: str | None, model: str) -> Path:
+    """Where the page goes. Raises FlagError if it cannot be written."""
+    if output is None:
+        return report.Output(str(Path.cwd() / f"quality-{report.slug(model)}-{report.today()}.html")).path("", "")
+    path = report.Output(output).path("", "")
+    return path.with_suffix(".html")
+
+
+def _read(file: str) -> str:
+    """The text with plain line ends, its first 4 million characters. Raises FlagError."""
+    try:
+        if file == "-":
+            return sys.stdin.read(_MOST_CHARACTERS)
+        with Path(file).open(encoding="utf-8") as text:  # universal newlines: CRLF becomes LF
+            return text.read(_MOST_CHARACTERS)
+    except OSError as error:
+        raise FlagError(f"TEXT: {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FlagError(f"TEXT: {file} is not UTF-8 text") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The page of `polarlm quality`: from its figures to one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from polarlm.bench import report
+from polarlm.bench.plot_style import NO_PICTURES
+from polarlm.bench.quality import page_plots
+from polarlm.bench.quality.scores import small
+from polarlm.engine import EngineError
+from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.engine.kv.plan import format_bytes
+
+Result = Mapping[str, Any]
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_NONE = "—"
+_PLAIN = ":plain"
+# Column → what it is, for the page and docs/quality.md.
+COLUMNS = {
+    "cache type": "how keys and values are stored; :plain is without our conditioning of keys, as others publish it",
+    "bits/value": "of complete blocks: codes, norms and means; f16 has 16",
+    "perplexity": "of the text, and its change from full precision; lower is better, and small changes are chance",
+    "KL mean": "how far the next token's distribution is from full precision's on average, in nats; 0 is the same",
+    "KL 99.9 %": "one position in a thousand is further off than this, in nats",
+    "same top-1": "positions where the most likely next token is that of full precision",
+    "prompt": "tokens a second of a prompt, on this machine",
+    "generation": "tokens a second behind that prompt, one request alone",
+    "1,000 tokens": "bytes of the KV cache for 1,000 tokens in complete blocks",
+    "longest context": "tokens that fit in this machine's memory beside the weights, up to the model's own",
+}
+
+
+def write(file: Path, result: Result) -> None:
+    """Writes the page. Raises EngineError."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pictures = page_plots.draw(result)
+    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        result=result,
+        sentences=sentences(result),
+        columns=COLUMNS,
+        header=list(COLUMNS),
+        rows=_cells(result),
+        pictures=[(title, Markup(svg)) for title, svg in pictures or ()],
+        colours=page_plots.COLOURS,
+        no_pictures="" if pictures is not None else NO_PICTURES,
+        about=_about(result),
+        partial=_partial(result),
+        missing=_missing(result),
+    )
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EngineError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def table(result: Result) -> str:
+    """The table as Markdown, for a terminal."""
+    return report.table(list(COLUMNS), [cells for _, cells in _cells(result)])
+
+
+def _cells(result: Result) -> list[tuple[bool, list[str]]]:
+    """(whether it is a preset, its cells) for each type, and full precision first."""
+    exact = result["exact_perplexity"]
+    first = ["full precision", _NONE, f"{exact:.3f}", "0", "0", "100 %", *[_NONE] * 4]
+    return [(False, first), *((row["type"] in PRESETS, _row_cells(row, exact)) for row in result["rows"])]
+
+
+def _row_cells(row: Result, exact: float) -> list[str]:
+    speed, fit = row["speed"] or {}, row["fit"]
+    tail = row["kl_999th_percentile"]
+    return [
+        row["type"],
+        f"{row['bits_per_value']:.2f}",
+        f"{row['perplexity']:.3f} ({_change(row, exact)})",
+        small(row["kl_mean"]),
+        _NONE if tail is None else small(tail),
+        f"{100 * row['same_top1']:.1f} %",
+        _rate(speed.get("prompt")),
+        _rate(speed.get("generation")),
+        _NONE if fit["problem"] else format_bytes(1000 * fit["bytes_per_token"]),
+        _NONE if fit["problem"] else f"{fit['tokens']:,}",
+    ]
+
+
+def _change(row: Result, exact: float) -> str:
+    return f"{100 * (row['perplexity'] / exact - 1):+.2f} %"
+
+
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return _NONE
+    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
+def sentences(result: Result) -> list[tuple[str, list[str]]]:
+    """(preset, what it costs in plain words, point by point), of the presets that were measured."""
+    f16 = next((row for row in result["rows"] if row["type"] == "f16"), None)
+    return [(row["type"], _points(row, f16, result)) for row in result["rows"] if row["type"] in PRESETS]
+
+
+def _points(row: Result, f16: Result | None, result: Result) -> list[str]:
+    smaller = f"the KV cache is {16 / row['bits_per_value']:.1f} times smaller than in half precision"
+    same = f"{100 * row['same_top1']:.1f} % of the most likely next tokens stay the same"
+    change = 100 * (row["perplexity"] / result["exact_perplexity"] - 1)
+    direction = "rises" if change >= 0 else "falls"
+    perplexity = "perplexity stays the same" if abs(change) < 0.05 else f"perplexity {direction} by {abs(change):.1f} %"
+    parts = [smaller, same, perplexity]
+    if f16 is not None and 0 < f16["fit"]["tokens"] < row["fit"]["tokens"]:
+        parts.append(f"{row['fit']['tokens']:,} tokens of context fit here, {f16['fit']['tokens']:,} with f16")
+    if f16 is not None and row["speed"] and f16["speed"] and row["speed"]["generation"] and f16["speed"]["generation"]:
+        ratio = row["speed"]["generation"] / f16["speed"]["generation"]
+        parts.append(f"generation runs at {_rate(row['speed']['generation'])} tokens/s, {ratio:.2f} times f16's speed")
+    return parts
+
+
+def _partial(result: Result) -> str:
+    """What this page lacks because the measurement was stopped; empty if nothing."""
+    if result["complete"]:
+        return ""
+    windows = f"{result['windows']} of {result['planned_windows']} windows were scored"
+    timed = sum(row["speed"] is not None for row in result["rows"])
+    return f"This page is partial: {windows}, and the speed of {timed} of {len(result['rows'])} types was measured."
+
+
+def _missing(result: Result) -> list[str]:
+    """A sentence for each figure that the table lacks."""
+    found = []
+    if any(row["kl_999th_percentile"] is None for row in result["rows"]):
+        found.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")
+    problems: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        for problem in {row["fit"]["problem"], (row["speed"] or {}).get("problem", "")} - {""}:
+            problems.setdefault(problem, []).append(row["type"])
+    return found + [f"{', '.join(types)}: {problem}" for problem, types in problems.items()]
+
+
+def _about(result: Result) -> Sequence[tuple[str, str]]:
+    machine = result["machine"]
+    arithmetic = {
+        "float32": "float32",
+        "compiled kernels": "compiled kernels, keys and values in float32 (the weights as float32 do not fit)",
+    }
+    speed = "CPU" if result["device"] == "cpu" else "GPU"
+    if result.get("speed_context"):
+        speed += f", behind a prompt of {result['speed_context']:,} tokens"
+    return [
+        ("model", f"{result['model']}, {result['weights']} weights"),
+        ("text", f"{result['text']}: {_windows(result)}, {result['scored_tokens']:,} tokens scored"),
+        (
+            "full precision",
+            f"a prefill in {arithmetic[result['arithmetic']]}; its perplexity is {result['exact_perplexity']:.3f}",
+        ),
+        (
+            "types",
+            "as generation reads them: complete blocks as codes, the first and the current one in full precision",
+        ),
+        ("speed", speed),
+        ("machine", f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}"),
+        ("date", f"{result['date']}, {report.duration(result['seconds'])}"),
+        ("command", result["command"]),
+    ]
+
+
+def _windows(result: Result) -> str:
+    count = result["windows"]
+    return f"{count} window{'' if count == 1 else 's'} of up to {result['window']:,} tokens"

@@ -1,0 +1,96 @@
+"""Cache types side by side: one set of weights, a KV store for each type, and the same windows of a text for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from polarlm.bench.command import CacheType
+from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.scores import Quality, row_of
+from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
+from polarlm.engine.assembly import assemble, settle, with_cache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import select
+from polarlm.engine.model.weights import weight_bytes
+from polarlm.model_loaders.weights import WeightSource
+
+_SCORING = "as served"
+_ARITHMETIC_SHARE = 0.7  # of the free memory that weights as float32 may take
+
+
+def arithmetic(source: WeightSource, threads: int) -> Ops:
+    """NumPy's float32 arithmetic; where the weights as float32 do not fit well, that of compiled kernels."""
+    plain = NumpyOps(threads)
+    if weight_bytes(plain, source) <= _ARITHMETIC_SHARE * plain.free_memory():
+        return plain
+    return select("cpu", threads)[0]
+
+
+class Survey:
+    """Scores windows with every type as they come. Full precision is a prefill with the same weights.
+
+    Types of one window are compared with each other, so those that the last window has not come to lack it in `quality`
+    for all, unless it is the first.
+    """
+
+    def __init__(
+        self, weights: str, types: Sequence[CacheType], context: int, ops: Ops, say: Callable[[str], None]
+    ) -> None:
+        """context: tokens of the longest window. Raises EngineError."""
+        settings = {"ctx_size": context, "kept_sequences": 0, "parallel": 1}
+        self._parts = assemble(settle(weights, None, {**settings, "cache_type": "f16"}), say, ops=ops)
+        self.types = list(types)
+        try:
+            self._others = [
+                with_cache(self._parts, settle(None, None, {**settings, **one.settings()}), say) for one in types
+            ]
+        except BaseException:
+            self._parts.close()
+            raise
+        self._found: list[list[Scored]] = [[] for _ in types]
+        self._logprobs: list[np.ndarray] = []
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._parts.source.tokenizer.tokenize(text)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._parts.source.tokenizer.bos_id
+
+    def score(self, ids: Sequence[int], *, keep: bool = True) -> Iterator[None]:
+        """Score a window (T,), in as many parts as there are types, and one before. keep: for `quality`."""
+        reference = self._parts.model
+        exact = exact_states(reference, ids)
+        logprobs = exact_logprobs(reference, exact, ids)
+        if keep:
+            self._logprobs.append(logprobs)
+        yield
+        for found, other in zip(self._found, self._others, strict=True):
+            one = scored(reference, exact, other.model, served_states(other.model, ids), ids)
+            if keep:
+                found.append(one)
+            yield
+
+    @property
+    def windows(self) -> int:
+        """The number of windows that `quality` is about."""
+        return max(1, min(map(len, self._found))) if any(self._found) else 0
+
+    def quality(self) -> Quality:
+        """All figures so far. There is a window that one type at least has been scored on."""
+        windows = self.windows
+        rows = [
+            row_of(one, other.plan.shape.bits_per_value, _SCORING, found[:windows], [])
+            for one, other, found in zip(self.types, self._others, self._found, strict=True)
+            if found
+        ]
+        logprobs = np.concatenate(self._logprobs[:windows])
+        return Quality(len(logprobs), perplexity(logprobs), rows)
+
+    def close(self) -> None:
+        self._parts.close()
+        self._others.clear()
+        del self._parts

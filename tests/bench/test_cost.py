@@ -1,0 +1,317 @@
+"""`polarlm quality`: figures, page, budget, interruption, and wrong input."""
+
+from __future__ import annotations
+
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.bench import plot_style
+from polarlm.bench.quality import budget, cost, page, page_plots, survey
+from polarlm.bench.quality.speeds import Rates, Speeds
+from polarlm.engine import Engine
+from polarlm.engine.assembly import assemble, settle
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from tests.bare import bare_model, prefill_logits, read_model
+
+TEXT = "the rain in the north and the other inn on the hill\n" * 40
+TYPES = ["f16", "balanced"]
+
+
+class Page(HTMLParser):
+    """The tags of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[list[str]] = []
+        self.words: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], "every element is closed"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1].append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "measure", lambda self, one, seconds: Rates(one.label, 1000.0, 100.0))
+
+
+def argv(model: Path, text: Path | str, *flags: str) -> list[str]:
+    return [str(text), "--model", str(model), "--types", ",".join(TYPES), "--device", "cpu", *flags]
+
+
+def result(output: Path) -> tuple[dict, Page]:
+    found = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    return found, Page(output.read_text(encoding="utf-8"))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
+    """Perplexity, KL and the same top-1, computed from an engine's logits in float64."""
+    output = text.with_name("out.html")
+    assert cost.main(argv(tiny_path, text, "--output", str(output), "--minutes", "0.5")) == 0
+    found, shown = result(output)
+    assert found["complete"] is True
+    rows = {row["type"]: row for row in found["rows"]}
+    assert list(rows) == TYPES
+
+    config, weights = read_model(tiny_path)
+    exact, other, ids_of_all = [], [], []
+    settings = {"cache_type": "balanced", "ctx_size": 256, "kept_sequences": 0}
+    with Engine(assemble(settle(tiny_path, None, settings), None, ops=NumpyOps())) as engine:
+        ids = engine.tokenize(TEXT)
+        for first in range(0, found["windows"] * found["window"], found["window"]):
+            window = ids[first : first + found["window"]]
+            model = bare_model(config, weights, block_size=-(-len(window) // 4) * 4 + 4)
+            exact.append(softmax(prefill_logits(model, window))[:-1])
+            other.append(softmax(engine.score(window, logits=True).logits)[:-1])
+            ids_of_all += window[1:]
+    p, q, following = np.concatenate(exact), np.concatenate(other), np.array(ids_of_all)
+    assert found["scored_tokens"] == len(p)
+    chosen = np.arange(len(p)), following
+    assert found["exact_perplexity"] == pytest.approx(np.exp(-np.log(p[chosen]).mean()), rel=1e-4)
+    row, kl = rows["balanced"], (p * np.log(p / q)).sum(axis=1)
+    assert row["perplexity"] == pytest.approx(np.exp(-np.log(q[chosen]).mean()), rel=1e-4)
+    assert row["kl_mean"] == pytest.approx(kl.mean(), rel=1e-2)
+    assert row["same_top1"] == pytest.approx((p.argmax(1) == q.argmax(1)).mean(), abs=2 / len(p))
+    assert rows["f16"]["kl_mean"] < 1e-5 < row["kl_mean"]
+    # The page and the terminal have the same rows.
+    assert [cells[0] for cells in shown.cells] == ["cache type", "full precision", *TYPES]
+    assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in printed[2:]] == ["full precision", *TYPES]
+
+
+def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> None:
+    """With real speed; it goes to the current folder."""
+    assert cost.main(argv(tiny_path, text, "--minutes", "0.2")) == 0
+    (output,) = text.parent.glob("quality-*.html")
+    found, shown = result(output)
+    assert not [link for link in shown.links if not link.startswith("#")]
+    assert shown.text.count("the KV cache is") == 1
+    assert "of the most likely next tokens stay the same" in shown.text
+    assert "text.txt" in shown.text
+    assert found["command"].startswith("polarlm quality ")
+    assert found["command"] in shown.text
+    assert found["machine"]["cpu"] in shown.text
+    speeds = [row["speed"] for row in found["rows"]]
+    assert speeds[0]["generation"] > 0
+    assert speeds[0]["prompt"] > 0
+    assert found["rows"][1]["fit"]["tokens"] == 256
+    svg = output.read_text(encoding="utf-8")
+    assert svg.count("<svg") == (2 if plot_style.can_draw() else 0)
+    assert str(output) in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_sentence_stands_for_the_pictures(
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_plots, "can_draw", lambda: False)
+    output = text.with_name("out.html")
+    assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "0.1")) == 0
+    assert "<svg" not in output.read_text(encoding="utf-8")
+    assert plot_style.NO_PICTURES in result(output)[1].text
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -> list[int]:
+    """Let every window of a type take so long for each token; a list that gets their lengths."""
+    seen: list[int] = []
+    scored = survey.scored
+
+    def counted(*given):
+        clock.now += token_seconds * len(given[-1])
+        seen.append(len(given[-1]))
+        return scored(*given)
+
+    monkeypatch.setattr(survey, "scored", counted)
+    return seen
+
+
+@pytest.mark.parametrize("token_seconds", [0.001, 0.03, 0.2])
+def test_the_budget_is_kept(
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch, capsys, token_seconds: float
+) -> None:
+    clock, output = Clock(), text.with_name("out.html")
+    seen = timed(monkeypatch, clock, token_seconds)
+    cost._Command(argv(tiny_path, text, "-o", str(output), "--minutes", "2"), clock).run()
+    found, _ = result(output)
+    probes, scored = seen[: 2 * len(TYPES)], seen[2 * len(TYPES) :]
+    assert len(set(probes)) == 1
+    window = token_seconds * max(scored) * len(TYPES)
+    assert clock.now <= max(0.75 * 120, token_seconds * sum(probes) + window)
+    assert found["windows"] == len(scored) // len(TYPES) >= 1
+    said = capsys.readouterr().err
+    assert f"2 cache types on {found['planned_windows']} window" in said
+    assert f"of {found['window']:,} tokens" in said
+
+
+def test_a_slow_model_stops_before_the_window_that_would_take_too_long(
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Windows that take longer than was expected."""
+    clock, output = Clock(), text.with_name("out.html")
+    seen = timed(monkeypatch, clock, 0.01)
+    choose = cost.choose
+    monkeypatch.setattr(cost, "choose", lambda seconds, *rest: choose(6 * seconds, *rest))
+    cost._Command(argv(tiny_path, text, "-o", str(output), "--minutes", "0.5"), clock).run()
+    found, _ = result(output)
+    assert 1 <= found["windows"] < found["planned_windows"]
+    assert clock.now <= 0.75 * 30 + 0.01 * max(seen) * len(TYPES)
+    assert "were scored in the time there is" in capsys.readouterr().err
+    assert found["complete"] is True
+
+
+@pytest.mark.parametrize(("passes", "windows", "types"), [(1, 1, ["f16"]), (3, 1, TYPES), (5, 2, TYPES)])
+def test_what_was_measured_is_kept_when_it_is_stopped(
+    tiny_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+    passes: int,
+    windows: int,
+    types: list[str],
+) -> None:
+    """After so many passes of types over windows."""
+    output, scored = text.with_name("out.html"), survey.scored
+    count = -2 * len(TYPES)  # of the probe
+
+    def stopping(*given):
+        nonlocal count
+        if count == passes:
+            raise KeyboardInterrupt
+        count += 1
+        return scored(*given)
+
+    monkeypatch.setattr(survey, "scored", stopping)
+    assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "5")) == 130
+    found, shown = result(output)
+    assert found["complete"] is False
+    assert found["windows"] == windows
+    assert [row["type"] for row in found["rows"]] == types
+    assert "This page is partial" in shown.text
+    said = capsys.readouterr().err
+    assert str(output) in said
+    assert "Traceback" not in said
+
+
+def test_stopped_while_speed_is_measured(tiny_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopping(self, one, seconds):
+        if one.label != "f16":
+            raise KeyboardInterrupt
+        return Rates(one.label, 1000.0, 100.0)
+
+    monkeypatch.setattr(Speeds, "measure", stopping)
+    output = text.with_name("out.html")
+    assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "0.1")) == 130
+    found, shown = result(output)
+    assert [bool(row["speed"]) for row in found["rows"]] == [True, False]
+    assert "the speed of 1 of 2 types was measured" in shown.text
+
+
+def test_standard_input_can_be_the_text(
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
+    assert cost.main(argv(tiny_path, "-", "-o", "out.html", "--minutes", "0.1")) == 0
+    assert "standard input" in result(Path("out.html"))[1].text
+
+
+def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:
+    config, _ = read_model(tiny_path)
+    kept = [one.label for one in cost._chosen(cost.DEFAULT_TYPES, config)]
+    assert "q8_0" not in kept
+    assert {"f16", "quality", "balanced", "compact"} <= set(kept)
+    assert "q8_0 is left out. Cache type q8_0 needs a head dimension" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["none.txt"], "TEXT: none.txt cannot be read: No such file or directory"),
+        (["."], "TEXT: . cannot be read: Is a directory"),
+        (["latin1.txt"], "TEXT: latin1.txt is not UTF-8 text"),
+        (["short.txt"], "TEXT has 5 tokens, and at least 64 are needed"),
+        ([], "TEXT is missing"),
+        (["text.txt", "--minutes", "0"], "--minutes: must be above 0"),
+        (["text.txt", "--minutes", "nan"], "--minutes: must be above 0"),
+        (["text.txt", "--types", "int3"], "--types int3: There is no cache type 'int3'"),
+        (["text.txt", "--types", "q8_0"], "--types q8_0: Cache type q8_0 needs a head dimension"),
+        (["text.txt", "--output", "none/out.html"], "--output none/out.html cannot be written"),
+        (["text.txt", "--model", "none.gguf"], "none.gguf does not exist"),
+    ],
+)
+def test_wrong_input_is_answered_with_a_sentence(
+    tiny_path: Path, text: Path, flags: list[str], sentence: str, capsys
+) -> None:
+    Path("latin1.txt").write_bytes(b"caf\xe9" * 99)
+    Path("short.txt").write_text("abcde", encoding="utf-8")
+    assert cost.main(["--model", str(tiny_path), "--device", "cpu", *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err.splitlines()[-1]
+    assert printed.err.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in printed.err
+
+
+def test_windows_are_as_long_as_time_allows() -> None:
+    for seconds, token_seconds, expected in ((1e6, 1e-3, 2048), (6.0, 1e-3, 1024), (1.2, 1e-3, 256), (0.0, 1.0, 256)):
+        found = budget.choose(seconds, token_seconds, 100_000, 8192)
+        assert found.length == expected
+        assert found.count >= 1
+        assert found.seconds <= max(seconds, budget.window_seconds(token_seconds, 256))
+    assert budget.choose(1e6, 1e-3, 5000, 8192).count == 2
+    assert budget.choose(1e6, 1e-3, 100, 8192).length == 100
+    assert budget.choose(1e6, 1e-3, 100_000, 512).length == 512
+
+
+def test_every_column_is_explained() -> None:
+    """On the page, and in docs/quality.md."""
+    document = (Path(__file__).parents[2] / "docs" / "quality.md").read_text(encoding="utf-8")
+    for name in page.COLUMNS:
+        assert f"| {name} |" in document, name
