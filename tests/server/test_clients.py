@@ -114,6 +114,7 @@ def pydantic_models(url: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("number", range(3))
 def test_pydantic_ai_answers_and_has_structured_output(url: str, number: int) -> None:
+    pytest.importorskip("pydantic_ai", reason="pydantic-ai needs Python 3.11")
     from pydantic_ai import Agent, NativeOutput
 
     model = list(pydantic_models(url))[number]
