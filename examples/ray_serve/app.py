@@ -27,8 +27,7 @@ from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ApiError, api_error
 
 # Of a request's scope; the rest belongs to a process.
-_SENT_ON = {"type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers"}
-_SENT_ON |= {"client", "server"}
+_SENT_ON = {"type", "http_version", "method", "scheme", "query_string", "headers", "client", "server"}
 _ATTEMPTS = 3
 
 
@@ -106,7 +105,8 @@ class _Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await read_bytes(Request(scope, receive), self._max_body)
-            sent_on = {name: scope[name] for name in _SENT_ON if name in scope}
+            path = scope["path"].removeprefix(scope.get("root_path", ""))  # without the application's route_prefix
+            sent_on = {**{name: scope[name] for name in _SENT_ON if name in scope}, "path": path}
             await self._forward(prefix_key(body), sent_on, body, send)
         except ClientDisconnect:
             return
