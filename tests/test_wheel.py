@@ -69,7 +69,17 @@ def test_every_file_is_there_below_one_name(members: list[str]) -> None:
 def test_there_is_nothing_but_code(members: list[str]) -> None:
     """No results of measurements, data of tests, or compiled leftovers."""
     inside = [name for name in members if name.startswith("polarlm/")]
-    assert {Path(name).suffix for name in inside} <= {".py", ".typed", ".cu", ".cuh", ".html", ".txt", ".md"}
+    assert {Path(name).suffix for name in inside} <= {
+        ".py",
+        ".typed",
+        ".cu",
+        ".cuh",
+        ".html",
+        ".css",
+        ".js",
+        ".txt",
+        ".md",
+    }
     assert not [name for name in inside if {"results", "tests", "fixtures", "__pycache__"} & {*name.split("/")}]
 
 

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, dict[str, str]]:
-    """The page and its headers, which allow its own script and style by their hashes, and no others."""
-    text = files("polarlm.server").joinpath("page.html").read_text(encoding="utf-8")
+    """The page and its headers, which allow its own scripts and styles by their hashes, and no others."""
+    text = _whole()
     policy = [
         "default-src 'none'",
-        f"script-src {_hash_of('script', text)}",
-        f"style-src {_hash_of('style', text)}",
+        f"script-src {_hashes('script', text)}",
+        f"style-src {_hashes('style', text)}",
         "img-src data:",  # the icon
         "connect-src 'self'",
         "base-uri 'none'",
@@ -35,10 +35,24 @@ def _page() -> tuple[str, dict[str, str]]:
     }
 
 
-def _hash_of(element: str, page: str) -> str:
-    """A source of a Content-Security-Policy: the one inline element of that name."""
-    (content,) = re.findall(f"<{element}>(.*?)</{element}>", page, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def _whole() -> str:
+    """page.html with the contents of the files that it names in the places of their names."""
+    folder = files("polarlm.server").joinpath("page")
+
+    def read(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    text = re.sub(
+        r'<link rel="stylesheet" href="(.*?)">', lambda m: f"<style>\n{read(m[1])}</style>", read("page.html")
+    )
+    return re.sub(r'<script src="(.*?)"></script>', lambda m: f"<script>\n{read(m[1])}</script>", text)
+
+
+def _hashes(element: str, page: str) -> str:
+    """A source list of a Content-Security-Policy: the inline elements of that name."""
+    contents = re.findall(f"<{element}>(.*?)</{element}>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 async def page(_request: Request) -> Response:

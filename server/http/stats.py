@@ -9,6 +9,7 @@ from typing import Any
 
 from polarlm.engine import Engine
 from polarlm.engine.kv.cache_types import chosen
+from polarlm.engine.kv.plan import CacheShape
 from polarlm.engine.outputs import Status
 from polarlm.server.values import BadRequest
 
@@ -23,6 +24,12 @@ def asked_tokens(query: Mapping[str, str]) -> int | None:
     return int(given)
 
 
+def _window(cache: CacheShape) -> int | None:
+    """The last tokens that any layer can see; None where a layer sees all."""
+    windows = [layer.window for layer in cache.layers]
+    return None if None in windows else max(window for window in windows if window is not None)
+
+
 def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, also the memory of a sequence of so many, here and in half precision."""
     cache = engine.cache_shape
@@ -32,6 +39,8 @@ def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
         "context": engine.context,
         "cache_type_k": type_k,
         "cache_type_v": type_v,
+        "block_size": cache.block_size,
+        "window": _window(cache),
         "bits_per_value": cache.bits_per_value,
         "bytes_per_token": cache.bytes_per_token,
         "f16_bytes_per_token": cache.f16_bytes_per_token,

@@ -16,7 +16,7 @@ import httpx
 from tests.server.lines import PATIENCE, eventually
 
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-ENTER, SHIFT, TAB, ESCAPE, NO_MODIFIER = "\ue007", "\ue008", "\ue004", "\ue00c", "\ue000"
+ENTER, SHIFT, CONTROL, TAB, ESCAPE, NO_MODIFIER = "\ue007", "\ue008", "\ue009", "\ue004", "\ue00c", "\ue000"
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which the protocol has an element's id
 _FLAGS = [

@@ -1,0 +1,240 @@
+"use strict";
+
+// Answers: what is sent, and what comes.
+
+const LOOP = { pieces: 300, rounds: 3, every: 64 }; // so long an end of so many rounds; how often it is looked for
+const KEEP_MS = 2000; // between two times that an answer under way is kept
+const SPOKEN = 600; // characters of an answer that a screen reader is given at its end
+const ENDINGS = {
+  length: "as long as the server and the context allow",
+  stopped: "stopped",
+  loop: "stopped, because it repeated itself over and over (Settings can let it go on)",
+  edited: "edited",
+};
+
+let live = null; // the answer under way: { conversation, message, row, stop }
+
+/** A message of the user's, behind the last one or behind `parent`, and the answer to it. */
+function say(message, parent = rows.at(-1)?.message ?? null) {
+  const behind = parent === current || parent === null ? null : parent;
+  const said = addMessage(current, behind, message);
+  chats.set(current.id, current);
+  following = true;
+  return answer(newAnswer(said));
+}
+
+const newAnswer = (parent) => addMessage(current, parent, {
+  role: "assistant", text: "", reasoning: "", calls: [], ending: "", error: "", usage: null, rate: null, thought: null,
+});
+
+/** Another answer in the place of this one, which stays; one that never came is asked for again. */
+function regenerate(message) {
+  if (live || !settingsHold()) return;
+  const { text, calls } = message;
+  following = true;
+  answer(text || calls.length ? newAnswer(parentOf(message)) : message);
+  $("message").focus();
+}
+
+const canContinue = ({ text, calls, ending, error }) =>
+  text !== "" && !calls.length && !$("schema").value.trim() && (error !== "" || ["length", "stopped", "loop", "edited", ""].includes(ending));
+
+/** Lets the model go on with an answer. */
+function resume(message) {
+  if (live || !settingsHold()) return;
+  following = true;
+  answer(message);
+  $("message").focus();
+}
+
+/** The messages up to the answer; with the answer, if there is some of it, which the server goes on with then. */
+function messagesUpTo(message) {
+  const messages = [];
+  for (let at = message; at; at = parentOf(at)) messages.unshift(at);
+  const sent = [], system = $("system").value.trim();
+  if (system) sent.push({ role: "system", content: system });
+  for (const each of messages) {
+    if (each.role === "user") sent.push({ role: "user", content: each.text });
+    if (each.role === "tool") for (const { id, text } of each.results) sent.push({ role: "tool", tool_call_id: id, content: text });
+    if (each.role !== "assistant") continue;
+    if (each.text || each.calls.length) sent.push(sentAnswer(each));
+    else if (each !== message && sent.at(-1)?.role === "user") sent.pop(); // two questions in a row are no conversation to most models
+  }
+  return sent;
+}
+
+function sentAnswer({ text, reasoning, calls }) {
+  const sent = { role: "assistant", content: calls.length && !text ? null : text };
+  if (reasoning) sent.reasoning_content = reasoning;
+  if (calls.length) sent.tool_calls = calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+  return sent;
+}
+
+async function answer(message) {
+  const conversation = current;
+  const mine = live = { conversation, message, row: null, stop: new AbortController() };
+  const pace = { pieces: 0, first: 0, last: 0, thought: 0, thoughtOut: false }, begins = [];
+  let flow = "", usage = null, drawing = 0, trouble = null, keptAt = performance.now();
+  settle();
+  const before = used.tokens;
+  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null });
+  if (!message.text) Object.assign(message, { reasoning: "", thought: null, calls: [] });
+  draw();
+  mine.row = rowOf(message);
+  fill(mine.row, true);
+  begin(mine);
+  try {
+    const body = { messages: messagesUpTo(message), stream: true, stream_options: { include_usage: true }, ...requestSettings() };
+    const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: mine.stop.signal });
+    for await (const event of events(response)) {
+      usage = event.usage ?? usage;
+      const choice = event.choices?.[0];
+      message.ending = choice?.finish_reason ?? message.ending;
+      const piece = choice && take(message, choice.delta ?? {}, pace);
+      if (!piece) continue;
+      begins.push(flow.length);
+      flow += piece;
+      drawing ||= requestAnimationFrame(() => {
+        drawing = 0;
+        if (live === mine) show(mine, pace, before);
+      });
+      if (performance.now() - keptAt > KEEP_MS) {
+        keptAt = performance.now();
+        keepConversation(conversation);
+      }
+      if (begins.length < LOOP.pieces || begins.length % LOOP.every || !$("loop_check").checked) continue;
+      if (loops(flow, flow.length - begins.at(-LOOP.pieces))) {
+        message.ending = "loop";
+        mine.stop.abort();
+        break;
+      }
+    }
+  } catch (error) {
+    trouble = error;
+  }
+  cancelAnimationFrame(drawing);
+  finish(mine, pace, usage, trouble, before);
+}
+
+/** Adds a piece to an answer, and returns its text. */
+function take(message, { reasoning_content: reasoning, content, tool_calls: calls }, pace) {
+  const now = performance.now();
+  let text = "";
+  if (reasoning) {
+    message.reasoning += reasoning;
+    pace.thought ||= now;
+    text += reasoning;
+  }
+  if (pace.thought && !pace.thoughtOut) message.thought = (now - pace.thought) / 1000;
+  pace.thoughtOut ||= Boolean(content || calls);
+  if (content) {
+    message.text += content;
+    text += content;
+  }
+  for (const { index, id, function: { name, arguments: more } = {} } of calls ?? []) {
+    const call = message.calls[index] ??= { id: "", name: "", arguments: "" };
+    if (id) call.id = id;
+    if (name) call.name = name;
+    call.arguments += more ?? "";
+    text += `${name ?? ""}${more ?? ""}`;
+  }
+  if (text) {
+    pace.first ||= now;
+    pace.last = now;
+    pace.pieces += 1;
+  }
+  return text;
+}
+
+function begin({ row }) {
+  row.body.setAttribute("aria-busy", "true");
+  used = { ...used, exact: false };
+  busy(true);
+  tell("Reading the prompt …");
+  speed(0, 0);
+  changed();
+  follow();
+  look();
+}
+
+/** What has come so far. A piece of text is a token, mostly; the usage at the end is exact. */
+function show({ row, message }, pace, before) {
+  grow(row);
+  tell(message.text || message.calls.length ? "Answering …" : "Thinking …");
+  used = { ...used, tokens: before + pace.pieces, exact: false };
+  speed(pace.pieces, pace.last - pace.first);
+  meter();
+  follow();
+}
+
+function finish(mine, pace, usage, trouble, before) {
+  const { conversation, message, row } = mine;
+  const stopped = trouble?.name === "AbortError", shown = live === mine;
+  message.calls = message.calls.filter(Boolean);
+  if (usage) {
+    message.usage = {
+      prompt: usage.prompt_tokens, completion: usage.completion_tokens, cached: usage.prompt_tokens_details?.cached_tokens ?? null,
+    };
+  }
+  message.drafts = draftsOf(usage?.completion_tokens_details);
+  const timed = pace.last - pace.first, tokens = usage?.completion_tokens ?? pace.pieces;
+  if (timed > 0) message.rate = (1000 * (tokens - 1)) / timed;
+  if (stopped && message.ending !== "loop") message.ending = "stopped";
+  if (trouble && !stopped) {
+    const lost = !(trouble instanceof Failure);
+    message.error = lost ? "The connection to the server was lost before the answer was complete." : trouble.message;
+    message.ending ||= "error";
+  }
+  if (live === mine) live = null;
+  conversation.changed = Date.now();
+  keepConversation(conversation);
+  if (!shown) return; // another conversation is
+  row.body.setAttribute("aria-busy", "false");
+  grow(row);
+  row.text.end();
+  complain(row);
+  used = usage
+    ? { tokens: usage.total_tokens, cached: message.usage.cached ?? 0, exact: true }
+    : { tokens: before + pace.pieces, cached: used.cached, exact: pace.pieces === 0 };
+  speed(tokens, timed);
+  draw();
+  busy(false);
+  if (trouble?.field) point(trouble);
+  if (trouble?.status === 401) lock(message);
+  tell(trouble && !stopped ? "" : stopped || message.ending === "loop" ? "Stopped." : message.calls.length ? "It waits for results." : "Answered.");
+  if (message.text && !message.error) announce(spoken(row.body.textContent));
+  drawList();
+  meter();
+  follow();
+  look();
+}
+
+/** How many tokens were drafted, and how many of them accepted; null where none was. */
+function draftsOf(details) {
+  const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } = details ?? {};
+  return accepted + rejected > 0 ? { all: accepted + rejected, accepted } : null;
+}
+
+const spoken = (text) => (text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer goes on.` : text);
+
+/** Shows the server's complaint at the field that it is about. */
+function point(trouble) {
+  const field = fieldOf(trouble.field);
+  if (field !== "tools" && field !== "schema") return;
+  sayWrong(field, trouble.message);
+  $("more").open = true;
+}
+
+/** Whether the last `least` characters or more are the same ones over and over: one pass, from the end backwards. */
+function loops(text, least) {
+  const at = (place) => text.charCodeAt(text.length - 1 - place);
+  const borders = new Int32Array(text.length); // of the last place + 1 characters: the longest end they begin with
+  for (let place = 1, border = 0; place < text.length; place += 1) {
+    while (border && at(place) !== at(border)) border = borders[border - 1];
+    if (at(place) === at(border)) border += 1;
+    borders[place] = border;
+    const length = place + 1;
+    if (length >= least && LOOP.rounds * (length - border) <= length) return true;
+  }
+  return false;
+}

@@ -1,0 +1,79 @@
+"use strict";
+
+// The server: requests, refusals and streams.
+
+const $ = (id) => document.getElementById(id);
+
+/** What the server said no with; `field` is the one of the request that it names. */
+class Failure extends Error {
+  constructor(sentence, status = 0, field = "") {
+    super(sentence);
+    Object.assign(this, { status, field });
+  }
+}
+
+async function ask(path, options = {}) {
+  const headers = {};
+  const key = kept("sessionStorage", KEY);
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (options.body) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Failure("The server cannot be reached.");
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+async function refusal(response) {
+  let sentence = `The server answered with status ${response.status}.`, field = "";
+  try {
+    const { error } = await response.json();
+    sentence = full(error.message);
+    field = error.param ?? "";
+  } catch { /* whatever stands in between may answer with anything */ }
+  const seconds = Number(response.headers.get("Retry-After"));
+  if (seconds > 0) sentence += ` It asks to wait for about ${seconds} ${seconds === 1 ? "second" : "seconds"}.`;
+  if (response.status === 401) sentence = "This server asks for an API key.";
+  return new Failure(sentence, response.status, String(field));
+}
+
+const full = (sentence) => (/[.!?]$/.test(sentence) ? sentence : `${sentence}.`);
+
+/** The JSON of each server-sent event, up to [DONE]. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new TypeError("the stream ended too early");
+    const frames = (rest + value).split("\n\n");
+    rest = frames.pop();
+    for (const frame of frames) {
+      const data = frame.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Failure(full(event.error.message), 0, String(event.error.param ?? ""));
+      yield event;
+    }
+  }
+}
+
+// -- what lasts no longer than needed ---------------------------------------------------------------------------------
+
+const SETTINGS = "polarlm.settings", KEY = "polarlm.key";
+
+/** Storage may be forbidden, its very name too; what is to be kept lasts as long as the page, then. */
+const held = {};
+
+function kept(storage, name) {
+  try { return window[storage].getItem(name) ?? held[name] ?? null; } catch { return held[name] ?? null; }
+}
+
+function keep(storage, name, value) {
+  held[name] = value;
+  try { window[storage].setItem(name, value); } catch { /* for this page only, then */ }
+}

@@ -1,0 +1,213 @@
+"use strict";
+
+// The conversations of this browser: the list at the side, files of them, and going from one to another.
+
+const chats = new Map(); // by their ids; one without messages is none of them yet
+let deleted = null; // the conversation that can be brought back
+let renaming = false; // the one that is shown
+
+/** How much of the context the conversation that is shown takes, by its last answer. */
+function settle() {
+  const path = pathOf(current), last = path.findLast((message) => message.usage);
+  used = last
+    ? { tokens: last.usage.prompt + last.usage.completion, cached: last.usage.cached ?? 0, exact: last === path.at(-1) }
+    : { tokens: 0, cached: 0, exact: path.length === 0 };
+  meter();
+}
+
+/** Something was said in the conversation that is shown. */
+function changed() {
+  current.changed = Date.now();
+  chats.set(current.id, current);
+  if (location.hash !== `#${current.id}`) history.replaceState(null, "", `#${current.id}`);
+  keepConversation(current);
+  drawList();
+}
+
+/** Ends the answer under way without a word; what has come of it is kept. */
+function leave() {
+  const left = live;
+  live = null;
+  left?.stop.abort();
+  busy(false);
+}
+
+function openChat(conversation, fresh = true) {
+  leave();
+  current = conversation;
+  renaming = false;
+  for (const row of rows.splice(0)) row.element.remove();
+  showSettings(current.settings);
+  draw();
+  settle();
+  drawList();
+  tell("");
+  speed(0, 0);
+  if (fresh) history.pushState(null, "", current.children.length ? `#${current.id}` : location.pathname + location.search);
+  following = true;
+  follow();
+  look();
+}
+
+function newChat() {
+  openChat(newConversation(lastSettings()), current.children.length > 0);
+  if (!isShut("chats") && $("chats").classList.contains("open")) sheet("chats", false);
+  $("message").focus();
+}
+
+// -- the list ---------------------------------------------------------------------------------------------------------
+
+function found(conversation, words) {
+  if (!words) return true;
+  const texts = Object.values(conversation.messages).flatMap(({ text, results }) => text ?? results.map((result) => result.text));
+  return [titleOf(conversation), ...texts].some((text) => text.toLowerCase().includes(words));
+}
+
+function drawList() {
+  const words = $("search").value.trim().toLowerCase();
+  const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
+  const focused = $("list").contains(document.activeElement) ? document.activeElement.dataset.does : null;
+  $("list").replaceChildren(...sorted.map(listItem));
+  $("none").hidden = sorted.length > 0;
+  $("none").textContent = words ? "No conversation has these words in it." : "No conversation is kept yet.";
+  $("export-all").disabled = !chats.size;
+  if (focused) $("list").querySelector(`[aria-current] ~ * [data-does="${focused}"], [aria-current]`)?.focus();
+}
+
+function listItem(chat) {
+  const item = make("li"), shown = chat === current, name = visible(titleOf(chat));
+  if (shown && renaming) return renameItem(item, chat);
+  const opener = button(name, () => {
+    if (chat !== current) openChat(chat);
+    if ($("chats").classList.contains("open")) sheet("chats", false);
+    $("message").focus();
+  }, "chat");
+  opener.dir = "auto";
+  opener.title = name;
+  item.append(opener);
+  if (!shown) return item;
+  opener.setAttribute("aria-current", "true");
+  const does = { rename: ["Rename", () => { renaming = true; drawList(); }], save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove(chat)] };
+  const row = make("div", "row");
+  for (const [key, [label, act]] of Object.entries(does)) {
+    const made = button(label, act, "quiet");
+    made.dataset.does = key;
+    row.append(made);
+  }
+  item.append(row);
+  return item;
+}
+
+function renameItem(item, chat) {
+  const field = make("input");
+  field.value = titleOf(chat);
+  field.maxLength = 200;
+  field.setAttribute("aria-label", "Name of the conversation");
+  const done = (keepIt) => {
+    if (!renaming) return;
+    renaming = false;
+    if (keepIt) {
+      chat.title = field.value.trim();
+      keepConversation(chat);
+    }
+    drawList();
+    $("list").querySelector("[data-does=rename]")?.focus();
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
+    event.preventDefault(); // or the button that is focused next would be pressed
+    event.stopPropagation();
+    done(event.key === "Enter");
+  });
+  field.addEventListener("blur", () => done(true));
+  item.append(field);
+  setTimeout(() => field.select());
+  return item;
+}
+
+function remove(chat) {
+  deleted = chat;
+  chats.delete(chat.id);
+  removeConversation(chat.id);
+  openChat(newConversation(lastSettings()));
+  $("undone").textContent = `Deleted “${visible(titleOf(chat))}”.`;
+  $("undo").hidden = false;
+  $("restore").focus();
+}
+
+$("restore").addEventListener("click", () => {
+  const chat = deleted;
+  deleted = null;
+  $("undo").hidden = true;
+  chats.set(chat.id, chat);
+  keepConversation(chat);
+  openChat(chat);
+  $("list").querySelector("[aria-current]")?.focus();
+});
+
+$("search").addEventListener("input", drawList);
+
+// -- files ------------------------------------------------------------------------------------------------------------
+
+function exportChats(list) {
+  const text = JSON.stringify({ format: FORMAT, version: 1, conversations: list }, null, 1);
+  const link = make("a"), address = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.href = address;
+  link.download = list.length === 1 ? `${titleOf(list[0]).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.json` : "conversations.json";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+  $("shelf-says").textContent = `${count(list.length, "conversation")} exported.`;
+}
+
+/** Adds the conversations of a file; those that are here stay. */
+async function importChats(text) {
+  let value;
+  try { value = JSON.parse(text); } catch { throw new Failure("This file is not JSON."); }
+  if (value?.format !== FORMAT || !Array.isArray(value.conversations)) throw new Failure("This file has no conversations of this page in it.");
+  const read = value.conversations.map(readConversation).filter((chat) => chat.children.length);
+  for (const chat of read) {
+    chats.set(chat.id, chat);
+    await keepConversation(chat);
+  }
+  drawList();
+  return read.length;
+}
+
+$("export-all").addEventListener("click", () => exportChats([...chats.values()]));
+$("import").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", async () => {
+  const [file] = $("file").files;
+  if (!file) return;
+  try {
+    $("shelf-says").textContent = `${count(await importChats(await file.text()), "conversation")} imported.`;
+  } catch (error) {
+    $("shelf-says").textContent = error instanceof Failure ? error.message : "This file cannot be read.";
+  }
+  $("file").value = "";
+});
+
+// -- what else changes the list ---------------------------------------------------------------------------------------
+
+async function openShelved() {
+  for (const chat of await openShelf()) if (!chats.has(chat.id)) chats.set(chat.id, chat);
+  if (!current.children.length) openAddressed();
+  drawList();
+}
+
+/** Opens the conversation that the address names; a new one where it names none. */
+function openAddressed() {
+  const chat = chats.get(location.hash.slice(1));
+  if (chat && chat !== current) openChat(chat, false);
+  else if (!chat && current.children.length) openChat(newConversation(lastSettings()), false);
+}
+
+window.addEventListener("popstate", openAddressed);
+
+otherTabs.addEventListener("message", async ({ data: id }) => {
+  if (!database || live?.conversation.id === id) return;
+  const chat = await taken(id).catch(() => null);
+  if (chat) chats.set(id, chat);
+  else chats.delete(id);
+  if (current.id === id && chat) openChat(chat, false);
+  else drawList();
+});

@@ -1,0 +1,128 @@
+"use strict";
+
+// The composer, sheets, the key, and the keyboard.
+
+function busy(yes) {
+  const focused = document.activeElement === $("send") || document.activeElement === $("stop");
+  $("send").hidden = yes;
+  $("stop").hidden = !yes;
+  $("turns").classList.toggle("busy", yes);
+  if (focused) $("message").focus();
+}
+
+function tell(sentence) {
+  if ($("status").textContent !== sentence) $("status").textContent = sentence;
+}
+
+/** Gives a text to screen readers alone. */
+function announce(text) {
+  $("said").textContent = text;
+}
+
+// -- the view follows the answer --------------------------------------------------------------------------------------
+
+let following = true; // the end of the conversation stays in view
+
+function follow() {
+  if (following) $("log").scrollTop = $("log").scrollHeight;
+}
+
+$("log").addEventListener("scroll", () => {
+  following = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 48;
+}, { passive: true });
+
+new ResizeObserver(follow).observe($("log"));
+
+// -- the composer -----------------------------------------------------------------------------------------------------
+
+$("message").addEventListener("keydown", (event) => {
+  if (event.isComposing) return;
+  if (event.key === "ArrowUp" && !$("message").value) {
+    const row = rows.findLast(({ message }) => message.role === "user");
+    if (!row || live) return;
+    event.preventDefault();
+    edit(row);
+  }
+  if (event.key !== "Enter" || event.shiftKey) return;
+  event.preventDefault();
+  $("say").requestSubmit();
+});
+
+$("say").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("message").value.trim();
+  if (!text || live || !settingsHold()) return;
+  $("message").value = "";
+  say({ role: "user", text });
+  $("message").focus();
+});
+
+$("stop").addEventListener("click", () => live?.stop.abort());
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  const open = document.querySelector(".chats.open, .settings.open");
+  if (open) sheet(open.id, false);
+  else live?.stop.abort();
+});
+
+$("new").addEventListener("click", newChat);
+
+// -- sheets: on a narrow screen, conversations and settings cover the page --------------------------------------------
+
+/** Whether a part of the page is a sheet here, and not open. */
+const isShut = (name) => getComputedStyle($(`open-${name}`)).display !== "none" && !$(name).classList.contains("open");
+
+function sheet(name, open) {
+  $(name).classList.toggle("open", open);
+  $(`open-${name}`).setAttribute("aria-expanded", String(open));
+  for (const part of ["head", "log", "meters", "composer", "chats", "settings"]) $(part).inert = open && part !== name;
+  if (open) $({ chats: "search", settings: "system" }[name]).focus();
+  else $(`open-${name}`).focus();
+}
+
+for (const name of ["chats", "settings"]) {
+  $(`open-${name}`).addEventListener("click", () => sheet(name, true));
+  $(name).querySelector("[data-close]").addEventListener("click", () => sheet(name, false));
+  new ResizeObserver(() => {
+    if ($(name).classList.contains("open") && getComputedStyle($(`open-${name}`)).display === "none") sheet(name, false);
+  }).observe(document.body);
+}
+
+// -- the key ----------------------------------------------------------------------------------------------------------
+
+let locked = null; // the answer that was refused for want of a key
+
+function lock(message = null) {
+  const again = kept("sessionStorage", KEY) !== null;
+  locked = message ?? locked;
+  $("door-why").textContent = again ? "The server does not know this key." : "This server asks for one. It is kept until this tab is closed.";
+  if ($("door").hidden) {
+    $("door").hidden = false;
+    $("key").focus();
+  }
+}
+
+$("door").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  keep("sessionStorage", KEY, $("key").value);
+  $("door").hidden = true;
+  $("key").value = "";
+  $("message").focus();
+  await look();
+  const message = locked;
+  if (!$("door").hidden || !message) return;
+  locked = null;
+  if (message === rows.at(-1)?.message && !live) answer(message);
+});
+
+// -- the beginning ----------------------------------------------------------------------------------------------------
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) look();
+});
+
+showSettings(current.settings);
+drawList();
+look();
+openShelved();

@@ -1,0 +1,303 @@
+"use strict";
+
+// The messages that are shown: their elements, and what can be done with them.
+
+let current = newConversation(lastSettings()); // the conversation that is shown
+let rows = []; // of its messages that are shown: { message, element, … }
+
+/** Shows the path of the conversation. Rows of messages that are shown already stay as they are. */
+function draw() {
+  const path = pathOf(current);
+  let same = 0;
+  while (same < rows.length && rows[same].message === path[same]) same += 1;
+  for (const row of rows.splice(same)) row.element.remove();
+  for (const message of path.slice(same)) {
+    const row = { user: userRow, assistant: assistantRow, tool: toolRow }[message.role](message);
+    rows.push(row);
+    $("turns").append(row.element);
+  }
+  rows.forEach(drawFoot);
+  $("welcome").hidden = path.length > 0;
+}
+
+const rowOf = (message) => rows.find((row) => row.message === message);
+
+function article(message, name) {
+  const element = make("article", `message ${message.role}`);
+  element.setAttribute("aria-label", name);
+  return element;
+}
+
+function button(name, does, className = "quiet act") {
+  const made = make("button", className, name);
+  made.type = "button";
+  made.addEventListener("click", does);
+  return made;
+}
+
+function fold(className, summary) {
+  const element = make("details", `fold ${className}`);
+  element.append(make("summary", "", summary));
+  return element;
+}
+
+// -- the three kinds of messages --------------------------------------------------------------------------------------
+
+function userRow(message) {
+  const element = article(message, "You"), foot = make("footer", "foot"), body = dir(make("div", "question", visible(message.text)));
+  element.append(body, foot);
+  return { message, element, body, foot };
+}
+
+function assistantRow(message) {
+  const element = article(message, "Answer"), foot = make("footer", "foot");
+  const row = { message, element, foot, thoughts: null, body: make("div", "answer"), calls: make("div", "calls"), written: 0 };
+  element.append(row.body, row.calls, foot);
+  fill(row);
+  return row;
+}
+
+/** Shows all of an answer anew; `going`: there is more to come. */
+function fill(row, going = false) {
+  row.thoughts?.remove();
+  row.thoughts = null;
+  row.calls.replaceChildren();
+  row.text = new Markdown(row.body);
+  row.written = 0;
+  grow(row);
+  if (!going) row.text.end();
+  complain(row);
+}
+
+/** Shows what an answer has more than before. */
+function grow(row) {
+  const { message } = row;
+  if (message.reasoning) think(row);
+  row.text.write(message.text.slice(row.written));
+  row.text.flush();
+  row.written = message.text.length;
+  message.calls.forEach((call, index) => showCall(row, call, index));
+}
+
+function think(row) {
+  const { message } = row;
+  if (!row.thoughts) {
+    row.thoughts = fold("thinking", "");
+    row.thoughts.append(dir(make("div", "thoughts")));
+    row.body.before(row.thoughts);
+  }
+  const [summary, text] = row.thoughts.children, busy = live?.row === row && !message.text && !message.calls.length;
+  const seconds = message.thought === null || message.thought === undefined ? "" : `${number(message.thought, 1)} s`;
+  const line = busy ? `Thinking … ${seconds}` : seconds ? `Thought for ${seconds}` : "Thoughts";
+  if (summary.textContent !== line) summary.textContent = line;
+  const written = row.thoughts.written ?? 0;
+  if (message.reasoning.length > written) addText(text, visible(message.reasoning.slice(written)));
+  row.thoughts.written = message.reasoning.length;
+}
+
+function showCall(row, call, index) {
+  let element = row.calls.children[index];
+  if (!element) {
+    element = fold("call", "");
+    const text = make("pre");
+    text.tabIndex = 0;
+    text.setAttribute("role", "region");
+    text.setAttribute("aria-label", "Arguments");
+    element.append(text);
+    row.calls.append(element);
+  }
+  const busy = live?.row === row && index === row.message.calls.length - 1, [summary, text] = element.children;
+  const line = `${busy ? "Calling" : "Called"} ${visible(call.name)}${busy ? " …" : ""}`;
+  if (summary.textContent !== line) summary.textContent = line;
+  if (element.shown === call.arguments && element.busy === busy) return;
+  Object.assign(element, { shown: call.arguments, busy });
+  text.textContent = visibleCode(busy ? call.arguments : indented(call.arguments));
+}
+
+function indented(json) {
+  try { return JSON.stringify(JSON.parse(json), null, 2); } catch { return json; }
+}
+
+function toolRow(message) {
+  const element = article(message, "Results of tools"), foot = make("footer", "foot"), body = make("div", "calls");
+  for (const { name, text } of message.results) {
+    const result = fold("call", `Result of ${visible(name)}`), shown = make("pre", "", visibleCode(indented(text)));
+    shown.tabIndex = 0;
+    shown.setAttribute("role", "region");
+    shown.setAttribute("aria-label", `Result of ${visible(name)}`);
+    result.append(shown);
+    body.append(result);
+  }
+  element.append(body, foot);
+  return { message, element, body, foot };
+}
+
+/** What went wrong with an answer, below it. */
+function complain(row) {
+  row.element.querySelector(".notice")?.remove();
+  if (!row.message.error) return;
+  const notice = make("p", "notice", row.message.error);
+  notice.setAttribute("role", "alert");
+  row.foot.before(notice);
+}
+
+// -- below a message --------------------------------------------------------------------------------------------------
+
+function drawFoot(row) {
+  const { message, foot } = row;
+  const last = message === rows.at(-1).message, copied = () => message.text;
+  const parts = [...arrows(row)];
+  if (message.role === "user") parts.push(button("Edit", () => edit(row)), copyButton("Copy message", copied));
+  if (message.role === "tool") parts.push(button("Edit", () => editResults(row)));
+  if (message.role === "assistant" && live?.message !== message) {
+    const whole = message.text || message.calls.length;
+    parts.push(button(whole && !message.error ? "Regenerate" : "Retry", () => regenerate(message)));
+    if (last && canContinue(message)) parts.push(button("Continue", () => resume(message)));
+    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied));
+  }
+  if (message.role === "assistant") parts.push(make("span", "figures", figuresOf(message)));
+  foot.replaceChildren(...parts);
+  row.form?.remove();
+  row.form = null;
+  if (message.role === "assistant" && last && message.calls.length && live?.message !== message) {
+    row.form = resultsForm(message.calls.map(({ id, name }) => ({ id, name, text: "" })), "Send results", (results) => say({ role: "tool", results }));
+    foot.before(row.form);
+  }
+}
+
+/** Which of several messages in this place is shown, and the way to the others. */
+function arrows({ message }) {
+  const holder = above(current, message), all = holder.children.length;
+  if (all < 2) return [];
+  const turn = (by, name, sign) => {
+    const made = button(sign, () => {
+      holder.shown += by;
+      draw();
+      settle();
+      keepConversation(current);
+      const buttons = rowOf(current.messages[holder.children[holder.shown]]).foot.querySelectorAll(".arrows button");
+      [...buttons].sort((a, b) => a.disabled - b.disabled || (a.textContent === sign ? -1 : 1))[0].focus();
+    });
+    made.setAttribute("aria-label", name);
+    made.disabled = !(holder.shown + by in holder.children);
+    return made;
+  };
+  const element = make("span", "arrows");
+  element.setAttribute("role", "group");
+  element.setAttribute("aria-label", `Version ${holder.shown + 1} of ${all}`);
+  element.append(turn(-1, "Earlier version", "‹"), make("span", "", `${holder.shown + 1}/${all}`), turn(1, "Later version", "›"));
+  return [element];
+}
+
+function figuresOf({ usage, rate, ending, drafts, error, text }) {
+  if (!ending || (error && !usage)) return "";
+  const most = Number(current.settings.max_tokens || Infinity);
+  const why = ending === "length" && usage?.completion >= most ? "as long as the settings allow" : ENDINGS[ending];
+  return [
+    usage && fromCache(usage), usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,
+    drafts && `${number(drafts.accepted)} of ${count(drafts.all, "drafted token")} right`, why && ending === "stopped" && !text ? "stopped before the first token" : why,
+  ].filter(Boolean).join(" · ");
+}
+
+const fromCache = ({ prompt, cached }) =>
+  cached === null ? count(prompt, "prompt token") : `${number(cached)} of ${number(prompt)} prompt tokens from the cache`;
+
+// -- editing ----------------------------------------------------------------------------------------------------------
+
+/** A text in place of a message's own, with buttons that do something with it. */
+function edit(row) {
+  const { message, element } = row;
+  if (live || element.querySelector(".edit")) return;
+  const mine = message.role === "user", form = make("form", "edit"), area = make("textarea");
+  area.value = message.text;
+  area.setAttribute("aria-label", mine ? "Edit your message" : "Edit the answer");
+  const close = () => {
+    form.remove();
+    element.classList.remove("edited");
+  };
+  const cancel = () => {
+    close();
+    [...row.foot.querySelectorAll("button")].find((made) => made.textContent === "Edit")?.focus();
+  };
+  const send = make("button", "main", mine ? "Send" : "Save and continue");
+  const buttons = make("div", "row");
+  buttons.append(send, ...(mine ? [] : [button("Save", () => { close(); rewrite(message, area.value); }, "")]), button("Cancel", cancel, ""));
+  form.append(area, buttons);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!area.value.trim() || live || !settingsHold()) return;
+    close();
+    $("message").focus();
+    if (mine) say({ role: "user", text: area.value.trim() }, above(current, message));
+    else resume(rewrite(message, area.value));
+  });
+  area.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.isComposing) {
+      event.stopPropagation();
+      cancel();
+    }
+    if (event.key !== "Enter" || event.isComposing || (mine ? event.shiftKey : !event.ctrlKey && !event.metaKey)) return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
+  element.classList.add("edited");
+  element.append(form);
+  area.focus();
+  area.setSelectionRange(area.value.length, area.value.length);
+}
+
+/** A second version of an answer, with another text; nothing comes behind it yet. */
+function rewrite(message, text) {
+  const { role, reasoning, calls, thought } = message;
+  const written = { role, text, reasoning, thought, calls: structuredClone(calls), ending: "edited", error: "", usage: null, rate: null };
+  const made = addMessage(current, parentOf(message), written);
+  draw();
+  settle();
+  changed();
+  return made;
+}
+
+const parentOf = (message) => (message.parent === null ? null : current.messages[message.parent]);
+
+/** A form with a field for the result of each call. */
+function resultsForm(results, name, send) {
+  const form = make("form", "results"), areas = results.map((result) => {
+    const label = make("label", "", `Result of ${visible(result.name)}`), area = make("textarea");
+    area.rows = 2;
+    area.value = result.text;
+    area.spellcheck = false;
+    label.append(area);
+    form.append(label);
+    return area;
+  });
+  const buttons = make("div", "row");
+  buttons.append(make("button", "main", name));
+  form.append(buttons);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (live || !settingsHold()) return;
+    $("message").focus();
+    send(results.map(({ id, name: tool }, index) => ({ id, name: tool, text: areas[index].value })));
+  });
+  return form;
+}
+
+function editResults(row) {
+  const { message, element } = row;
+  if (live || element.querySelector(".results")) return;
+  const form = resultsForm(message.results, "Send again", (results) => {
+    close();
+    say({ role: "tool", results }, parentOf(message));
+  });
+  const close = () => {
+    form.remove();
+    element.classList.remove("edited");
+  };
+  form.querySelector(".row").append(button("Cancel", () => {
+    close();
+    row.foot.querySelector("button:last-of-type").focus();
+  }, ""));
+  element.classList.add("edited");
+  element.append(form);
+  form.querySelector("textarea").focus();
+}

@@ -1,0 +1,128 @@
+"use strict";
+
+// Meters: speed, context, the picture of the cache, memory. The picture is drawn from counts of tokens alone.
+
+const BUSY_MS = 1000, IDLE_MS = 5000; // between two looks at /stats
+
+let used = { tokens: 0, cached: 0, exact: true }; // of the context: by the conversation, and found in the cache
+let stats = null; // what /stats said last
+
+const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB"];
+  let power = 0;
+  while (bytes >= 1023.95 && power < 3) { bytes /= 1024; power += 1; }
+  return `${number(bytes, power ? 1 : 0)} ${units[power]}`;
+}
+
+/** The first token comes out of the prompt: what is timed are the steps behind it. */
+function speed(tokens, milliseconds) {
+  const rate = milliseconds > 0 ? `${number((1000 * (tokens - 1)) / milliseconds, 1)} tokens/s` : "";
+  $("speed").textContent = rate || "–";
+  return rate;
+}
+
+function meter() {
+  if (!stats) return;
+  const about = used.exact ? "" : "≈ ";
+  $("model").textContent = stats.model;
+  $("context").textContent = `${about}${number(used.tokens)} of ${number(stats.context)}`;
+  $("filled").max = stats.context;
+  $("filled").value = used.tokens;
+  $("bits").textContent = `${number(stats.bits_per_value, 2)} bits/value`;
+  $("types").textContent = `Keys as ${stats.cache_type_k}, values as ${stats.cache_type_v}; a token takes ` +
+    `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
+  const { bytes, f16_bytes: f16 } = stats.sequence;
+  $("memory").textContent = f16 > 1.05 * bytes ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";
+  $("saved").textContent = bytes ? `f16 would take ${size(f16)}` : "";
+  if (bytes > f16) $("saved").textContent += ": the first and the current block stay exact, which is most of a short conversation";
+  for (const [id, value] of [["bytes", bytes], ["f16-bytes", f16]]) {
+    $(id).max = Math.max(bytes, f16, 1);
+    $(id).value = value;
+  }
+  $("requests").textContent = `${stats.running} running, ${stats.waiting} waiting`;
+  $("in-use").textContent = `${number(stats.blocks_used)} of ${number(stats.blocks)} blocks in use, ${number(stats.blocks_kept)} kept`;
+  drawBlocks(blocksOf(used.tokens, used.cached, stats), stats);
+}
+
+let looking = 0;
+let worry = ""; // what was wrong with the last look
+
+/** Asks for /stats now, and again and again while the page is seen. */
+async function look() {
+  clearTimeout(looking);
+  try {
+    stats = await (await ask(`stats?tokens=${used.tokens}`)).json();
+    if ($("status").textContent === worry) tell("");
+    meter();
+  } catch (error) {
+    if (error.status === 401) return lock();
+    worry = error.message;
+    if (!live) tell(worry);
+  }
+  clearTimeout(looking);
+  if (!document.hidden) looking = setTimeout(look, live ? BUSY_MS : IDLE_MS);
+}
+
+// -- the picture of the cache -----------------------------------------------------------------------------------------
+
+const WIDTH = 264; // of the picture, in its own units
+const PITCHES = [[12, 132], [8, 660], [5, 2640]]; // of a cell, and the most cells that are drawn at this pitch
+
+/**
+ * The blocks of a sequence of `tokens`, of which `cached` were found: its first block and the one that is being filled are
+ * in full precision, those between are coded. Behind a window only the blocks are left that a later token sees.
+ */
+function blocksOf(tokens, cached, { block_size: length, window }) {
+  const complete = Math.floor(tokens / length), rest = tokens % length;
+  const first = window ? Math.floor(Math.max(0, tokens - window + 1) / length) : 0;
+  const sink = complete > 0 && first === 0 ? 1 : 0;
+  return {
+    length, first, sink, complete, filled: rest / length, all: complete - first + (rest > 0 ? 1 : 0),
+    full: sink + (rest > 0 ? 1 : 0), coded: Math.max(0, complete - Math.max(1, first)),
+    shared: Math.max(0, Math.min(complete, Math.floor(cached / length)) - first),
+  };
+}
+
+/** The picture in words. */
+function blocksInWords({ all, length, full, coded, shared }, bits) {
+  if (!all) return `No block of ${length} tokens yet`;
+  const parts = [`${number(full)} in full precision`];
+  if (coded) parts.push(`${number(coded)} coded (${number(bits, 1)} bits)`);
+  if (shared) parts.push(`${number(shared)} shared with an earlier prompt`);
+  return `${count(all, "block")} of ${length} tokens: ${parts.join(", ")}`;
+}
+
+let drawn = ""; // what the picture shows
+
+/** A cell is a block: filled by how many bits of 16 its values take, and by how much of it there is. */
+function drawBlocks(blocks, { bits_per_value: bits, context }) {
+  const words = blocksInWords(blocks, bits), state = `${words} ${blocks.filled.toFixed(2)}`;
+  if (state === drawn) return;
+  drawn = state;
+  if ($("blocks-say").textContent !== words) $("blocks-say").textContent = words;
+  const [pitch, most] = PITCHES.find(([, cells]) => blocks.all <= cells) ?? PITCHES.at(-1);
+  const columns = Math.floor(WIDTH / pitch), each = Math.max(1, Math.ceil(blocks.all / most)); // blocks to a cell
+  const cells = Math.ceil(blocks.all / each), room = Math.ceil(context / blocks.length / each);
+  const seen = Math.max(cells, Math.min(room, columns * Math.max(2, Math.ceil(cells / columns))));
+  const side = pitch - (pitch > 8 ? 3 : 2), height = Math.min(1, bits / 16);
+  const paths = { free: "", "outline own": "", "outline shared": "", "fill own": "", "fill shared": "" };
+  const box = (cell, part) => {
+    const x = (cell % columns) * pitch + .5, bottom = Math.floor(cell / columns) * pitch + side + .5, high = side * part;
+    return `M${x} ${(bottom - high).toFixed(2)}h${side}v${high.toFixed(2)}h${-side}z`;
+  };
+  for (let cell = 0; cell < seen; cell += 1) {
+    const block = blocks.first + cell * each;
+    if (cell >= cells) { paths.free += box(cell, 1); continue; }
+    const whose = cell * each < blocks.shared ? "shared" : "own";
+    const full = (cell === 0 && blocks.sink) || block >= blocks.complete;
+    paths[`outline ${whose}`] += box(cell, 1);
+    paths[`fill ${whose}`] += box(cell, full ? (block >= blocks.complete ? blocks.filled : 1) : height);
+  }
+  $("blocks").setAttribute("viewBox", `0 0 ${WIDTH} ${Math.ceil(seen / columns) * pitch}`);
+  for (const [name, path] of Object.entries(paths)) {
+    $("blocks").querySelector(`.${name.replace(" ", ".")}`).setAttribute("d", path);
+  }
+}

@@ -1,0 +1,110 @@
+"use strict";
+
+// Settings: those of the conversation that is shown, and the last ones for a new one.
+
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_tokens", "seed"];
+const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
+
+/** The settings in an untrusted value: a text for each field that is not empty, and loop_check where it is off. */
+function readSettings(value) {
+  const settings = {};
+  for (const name of FIELDS) {
+    const given = value?.[name];
+    if (typeof given === "string" ? given : Number.isFinite(given)) settings[name] = String(given);
+  }
+  if (value?.loop_check === false) settings.loop_check = false;
+  return settings;
+}
+
+function lastSettings() {
+  try { return readSettings(JSON.parse(kept("localStorage", SETTINGS))); } catch { return {}; } // not ours
+}
+
+function showSettings(settings) {
+  for (const name of FIELDS) $(name).value = settings[name] ?? "";
+  $("loop_check").checked = settings.loop_check ?? true;
+  for (const name of ["tools", "schema"]) checkJson(name);
+  $("more").open ||= Boolean(settings.tools || settings.schema);
+}
+
+function shownSettings() {
+  const settings = {};
+  for (const name of FIELDS) if ($(name).value !== "") settings[name] = $(name).value;
+  if (!$("loop_check").checked) settings.loop_check = false;
+  return settings;
+}
+
+function remember() {
+  const settings = shownSettings();
+  keep("localStorage", SETTINGS, JSON.stringify(settings));
+  current.settings = settings;
+  if (current.children.length) keepConversation(current);
+}
+
+/** Whether every field holds what can be sent; the browser says what does not. */
+function settingsHold() {
+  if ($("fields").checkValidity()) return true;
+  revealSettings($("fields").querySelector(":invalid"));
+  $("fields").reportValidity();
+  return false;
+}
+
+function revealSettings(field) {
+  if (isShut("settings")) sheet("settings", true);
+  if ($("more").contains(field)) $("more").open = true;
+  field.focus();
+}
+
+// -- JSON in fields ---------------------------------------------------------------------------------------------------
+
+/** What is wrong with the text of a field for JSON, in a sentence; empty if nothing is. */
+function wrongJson(name) {
+  const text = $(name).value.trim();
+  if (!text) return "";
+  let value;
+  try { value = JSON.parse(text); } catch (error) { return `This is not JSON: ${full(error.message)}`; }
+  if (name === "tools") return Array.isArray(value) ? "" : "Tools are a JSON array: [{\"name\": …, \"parameters\": …}].";
+  return value && typeof value === "object" && !Array.isArray(value) ? "" : "A schema is a JSON object: {\"type\": \"object\", …}.";
+}
+
+function checkJson(name) {
+  sayWrong(name, wrongJson(name));
+  $(name).setCustomValidity(wrongJson(name));
+}
+
+function sayWrong(name, sentence) {
+  $(`${name}-wrong`).textContent = sentence;
+  $(name).setAttribute("aria-invalid", String(Boolean(sentence)));
+}
+
+/** The field that the server's complaint is about, by the name of the request's field; null for none of them. */
+function fieldOf(param) {
+  if (/^tool/.test(param)) return "tools";
+  if (/^(response_format|json_schema)/.test(param)) return "schema";
+  return FIELDS.includes(param) ? param : null;
+}
+
+/** The fields of a request that the settings are for. */
+function requestSettings() {
+  const body = {};
+  for (const name of NUMBERS) if ($(name).value !== "") body[name] = $(name).valueAsNumber;
+  if ($("cache_salt").value) body.cache_salt = $("cache_salt").value;
+  if ($("tools").value.trim()) {
+    body.tools = JSON.parse($("tools").value).map((tool) => (tool?.function ? tool : { type: "function", function: tool }));
+    if ($("tool_choice").value) body.tool_choice = $("tool_choice").value;
+  }
+  if ($("schema").value.trim()) {
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse($("schema").value) } };
+  }
+  return body;
+}
+
+$("fields").addEventListener("input", (event) => {
+  if (event.target.id === "tools" || event.target.id === "schema") checkJson(event.target.id);
+  remember();
+});
+$("fields").addEventListener("reset", () => setTimeout(() => {
+  showSettings({});
+  remember();
+}));
+$("fields").addEventListener("submit", (event) => event.preventDefault());

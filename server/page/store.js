@@ -1,0 +1,145 @@
+"use strict";
+
+// Conversations: trees of messages, kept in this browser.
+
+/*
+ * A conversation: { id, title, changed, settings, children, shown, messages: { ID: message } }
+ * A message: { id, parent, children, shown, role, … }: `children` are the ids of what may come behind it, `shown` is the
+ * place of the one that does. The parent of a first message is null. Beside these
+ *   "user" has text,
+ *   "assistant" text, reasoning, calls: [{ id, name, arguments }], and once it has ended: ending, error, usage, drafts, rate, thought,
+ *   "tool" results: [{ id, name, text }], one for each call of the message before.
+ */
+
+const DATABASE = "polarlm", SHELF = "conversations", FORMAT = "polarlm-conversations";
+const ROLES = ["user", "assistant", "tool"];
+
+const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+const newConversation = (settings) => ({ id: newId(), title: "", changed: Date.now(), settings, children: [], shown: 0, messages: {} });
+
+/** What holds the children that a message is one of. */
+const above = (conversation, message) => (message.parent === null ? conversation : conversation.messages[message.parent]);
+
+/** The messages that are shown, first to last. */
+function pathOf(conversation) {
+  const path = [];
+  for (let at = conversation; at.children.length; ) {
+    at = conversation.messages[at.children[at.shown]];
+    path.push(at);
+  }
+  return path;
+}
+
+/** Adds a message behind another one, or as a first one where that is null, and shows it. */
+function addMessage(conversation, parent, message) {
+  const added = { id: newId(), parent: parent?.id ?? null, children: [], shown: 0, ...message };
+  conversation.messages[added.id] = added;
+  const holder = above(conversation, added);
+  holder.shown = holder.children.push(added.id) - 1;
+  return added;
+}
+
+const titleOf = (conversation) =>
+  conversation.title || pathOf(conversation).find((message) => message.role === "user")?.text.trim().slice(0, 80) || "New chat";
+
+/** The conversation of an untrusted JSON value. Raises a Failure. */
+function readConversation(value) {
+  if (!value?.messages || typeof value.messages !== "object" || !Array.isArray(value.children)) {
+    throw new Failure("This file has no conversations of this page in it.");
+  }
+  const string = (text) => (typeof text === "string" ? text : "");
+  const figure = (number) => (Number.isFinite(number) ? number : null);
+  const list = (items, read) => (Array.isArray(items) ? items.filter((item) => item && typeof item === "object").map(read) : []);
+  const conversation = newConversation(readSettings(value.settings));
+  conversation.title = string(value.title).slice(0, 200);
+  conversation.changed = figure(value.changed) ?? conversation.changed;
+  const copyBehind = (source, parent) => {
+    const waiting = [[source, parent]], seen = new Set();
+    while (waiting.length) { // a loop, since a conversation may be longer than the stack
+      const [from, to] = waiting.pop();
+      for (const id of Array.isArray(from.children) ? from.children : []) {
+        const found = Object.hasOwn(value.messages, id) ? value.messages[id] : null;
+        if (seen.has(id) || !ROLES.includes(found?.role)) continue;
+        seen.add(id);
+        const message = { role: found.role };
+        if (found.role === "tool") {
+          message.results = list(found.results, ({ id: call, name, text }) => ({ id: string(call), name: string(name), text: string(text) }));
+        } else message.text = string(found.text);
+        if (found.role === "assistant") {
+          const { usage, drafts } = found;
+          Object.assign(message, {
+            reasoning: string(found.reasoning), ending: string(found.ending), error: string(found.error),
+            calls: list(found.calls, (call) => ({ id: string(call.id), name: string(call.name), arguments: string(call.arguments) })),
+            usage: usage && figure(usage.prompt) !== null && figure(usage.completion) !== null
+              ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached) } : null,
+            drafts: drafts && figure(drafts.all) !== null && figure(drafts.accepted) !== null
+              ? { all: drafts.all, accepted: drafts.accepted } : null,
+            rate: figure(found.rate), thought: figure(found.thought),
+          });
+        }
+        waiting.push([found, addMessage(conversation, to, message)]);
+      }
+      const holder = to ?? conversation, shown = Number.isInteger(from.shown) ? from.shown : 0;
+      holder.shown = Math.min(Math.max(0, shown), Math.max(0, holder.children.length - 1));
+    }
+  };
+  copyBehind(value, null);
+  return conversation;
+}
+
+// -- the browser's database -------------------------------------------------------------------------------------------
+
+const NOT_KEPT = "This browser keeps nothing here (a private window, or storage is forbidden): conversations last until this tab is closed. Export saves them to a file.";
+const NO_ROOM = "The browser’s storage is full: what changed last is not kept. Delete conversations, or export them to a file.";
+
+let database = null; // null where the browser keeps nothing
+const otherTabs = new BroadcastChannel(DATABASE); // they hear the id of each conversation that has changed
+
+const granted = (request) => new Promise((resolve, reject) => {
+  request.onsuccess = () => resolve(request.result);
+  request.onerror = () => reject(request.error);
+});
+
+/** Every conversation that is kept. */
+async function openShelf() {
+  try {
+    const request = indexedDB.open(DATABASE, 1);
+    request.onupgradeneeded = () => request.result.createObjectStore(SHELF, { keyPath: "id" });
+    database = await granted(request);
+    database.onversionchange = () => database.close();
+    return await granted(database.transaction(SHELF).objectStore(SHELF).getAll());
+  } catch {
+    warn(NOT_KEPT);
+    return [];
+  }
+}
+
+const taken = (id) => granted(database.transaction(SHELF).objectStore(SHELF).get(id));
+
+/** Does `change` to the shelf; whether that lasts. */
+async function shelve(id, change) {
+  if (!database) return false;
+  try {
+    const transaction = database.transaction(SHELF, "readwrite");
+    change(transaction.objectStore(SHELF));
+    await new Promise((resolve, reject) => {
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error);
+    });
+    warn("");
+    otherTabs.postMessage(id);
+    return true;
+  } catch (error) {
+    warn(error?.name === "QuotaExceededError" ? NO_ROOM : NOT_KEPT);
+    return false;
+  }
+}
+
+const keepConversation = (conversation) => shelve(conversation.id, (shelf) => shelf.put(conversation));
+const removeConversation = (id) => shelve(id, (shelf) => shelf.delete(id));
+
+/** Says, or stops saying, that conversations are not kept. */
+function warn(sentence) {
+  if ($("unkept").textContent !== sentence) $("unkept").textContent = sentence;
+}

@@ -1,0 +1,289 @@
+"""What a model writes, on the page: Markdown becomes elements as it streams in, and nothing becomes HTML."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.page.browser import Browser
+from tests.server.page.visitor import choose, done, says, send, send_and_wait, text_of
+
+HOSTILE = """<img src=x onerror="window.harmed = 1"><script>window.harmed = 1</script> **<b>bold</b>** `<i>code</i>`
+
+```html
+</code></pre><svg onload="window.harmed = 1">
+```
+[a link](javascript:window.harmed=1) &lt;escaped&gt;"""
+
+# Writes a text at once and character by character; both elements, in a form that is easy to read.
+SHOW = """
+    const [whole, grown] = [make("div"), make("div")], text = arguments[0];
+    const once = new Markdown(whole), slowly = new Markdown(grown);
+    once.write(text);
+    once.end();
+    for (const character of text) { slowly.write(character); slowly.flush(); }
+    slowly.end();
+    const each = (child) => child.nodeType === 3 ? child.data : form(child);
+    const inside = (node) => [...node.childNodes].map(each).join("");
+    const form = (element) => {
+        if (element.matches("figure.code")) {
+            const language = element.querySelector(".language").textContent;
+            return `{${language}: ${element.querySelector("code").textContent}}`;
+        }
+        const name = element.localName, more = element.href ?? (element.start > 1 ? element.start : "");
+        return `<${name}${more ? ` ${more}` : ""}>${inside(element)}</${name}>`;
+    };
+    return [whole, grown].map(inside);
+"""
+
+
+def shown(page: Browser, text: str) -> str:
+    whole, grown = page.run(SHOW, text)
+    assert whole == grown
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("", ""),
+        ("one\ntwo\n\n\nthree", "<p>one\ntwo</p><p>three</p>"),
+        ("# Title\ntext\n### Less", "<h3>Title</h3><p>text</p><h5>Less</h5>"),
+        ("#hashtag and 5 # 3", "<p>#hashtag and 5 # 3</p>"),
+        ("before\n```python\nx = 1\n\ny = 2\n```\nafter", "<p>before</p>{python: x = 1\n\ny = 2}<p>after</p>"),
+        ("```\nstill being written", "{Code: still being written}"),
+        ("```", "{Code: }"),
+        ("~~~~\n```\n~~~\n~~~~\nout", "{Code: ```\n~~~}<p>out</p>"),
+        ("a ```one line``` fence", "<p>a ```one line``` fence</p>"),
+        (
+            "- a\n- b\n  - c\n- d",
+            "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li><li><p>d</p></li></ul>",
+        ),
+        ("3. c\n4. d\n\nout", "<ol 3><li><p>c</p></li><li><p>d</p></li></ol><p>out</p>"),
+        ("1. a\n   ```sh\n   ls\n   ```\n2. b", "<ol><li><p>a</p>{sh: ls}</li><li><p>b</p></li></ol>"),
+        ("1. a\n\n   more\n2. b", "<ol><li><p>a</p><p>more</p></li><li><p>b</p></li></ol>"),
+        ("* a\n* * *\nb", "<ul><li><p>a</p></li></ul><hr><p>b</p>"),
+        ("-5 degrees\n1.5 m", "<p>-5 degrees\n1.5 m</p>"),
+        ("> one\n> two\n>\n> three\n\nout", "<blockquote><p>one\ntwo</p><p>three</p></blockquote><p>out</p>"),
+        (
+            "| a | b |\n|---|--:|\n| 1 | `x\\|y` |\n| 2 |\n\nout",
+            "<div><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>x|y</code></td></tr>"
+            "<tr><td>2</td><td></td></tr></table></div><p>out</p>",
+        ),
+        ("a | b\nno table", "<p>a | b\nno table</p>"),
+        ("**a b c** d **e** " * 300, "<p>" + "<strong>a b c</strong> d <strong>e</strong> " * 300 + "</p>"),
+    ],
+)
+def test_the_structure_of_markdown(page: Browser, text: str, html: str) -> None:
+    """At once and character by character."""
+    assert shown(page, text).replace("</hr>", "") == html
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("**bold** and *it* and ***", "<strong>bold</strong> and <em>it</em> and ***"),
+        ("2 * 3 * 4, 2*3*4 and ** nothing", "2 * 3 * 4, 2*3*4 and ** nothing"),
+        ("snake_case_name and _it_", "snake_case_name and <em>it</em>"),
+        ("**a `b**` c**", "<strong>a `b</strong>` c**"),
+        ("`**x**` and ``a`b``", "<code>**x**</code> and <code>a`b</code>"),
+        ("~~gone~~ \\*not\\*", "<s>gone</s> *not*"),
+        ("**not closed", "**not closed"),
+        ("[a](https://b.example/c_(d))", "<a https://b.example/c_(d)>a</a>"),
+        ("see https://b.example/c.", "see <a https://b.example/c>https://b.example/c</a>."),
+        (
+            "[a](javascript:alert(1)) [b](/stats) [c](data:text/html,x)",
+            "[a](javascript:alert(1)) [b](/stats) [c](data:text/html,x)",
+        ),
+        ("[a](https://b.example\x00c)", "[a](<a https://b.example/>https://b.example</a>␀c)"),
+    ],
+)
+def test_the_words_of_markdown(page: Browser, text: str, html: str) -> None:
+    assert shown(page, text) == f"<p>{html}</p>"
+
+
+def test_a_link_leaves_no_way_back_to_the_page(page: Browser) -> None:
+    says(page, ["[a](https://b.example)"])
+    send_and_wait(page, "a link")
+    found = page.run("const a = document.querySelector('.answer a'); return [a.target, a.rel, a.title]")
+    assert found == ["_blank", "noopener noreferrer", "https://b.example/"]
+
+
+def test_text_of_the_model_is_never_html(page: Browser) -> None:
+    says(page, list(HOSTILE))
+    send_and_wait(page, "harm me")
+    elements = page.run("return [...document.querySelectorAll('.answer *')].map((element) => element.localName)")
+    code = ["figure", "figcaption", "span", "button", "pre", "code"]
+    assert elements == ["p", "strong", "code", *code, "p"]
+    for piece in ('<img src=x onerror="window.harmed = 1">', "<b>bold</b>", "</code></pre><svg", "&lt;escaped&gt;"):
+        assert piece in page.text(".answer")
+    assert page.run("return window.harmed ?? null") is None
+
+
+def test_text_of_the_user_is_never_html(page: Browser) -> None:
+    choose(page, max_tokens=1)
+    send(page, HOSTILE.partition("\n")[0])
+    page.until(lambda: done(page) and page.text(".question"))
+    assert page.text(".question") == HOSTILE.partition("\n")[0]
+    assert page.run("return document.querySelectorAll('.question *').length") == 0
+    assert page.run("return window.harmed ?? null") is None
+
+
+def test_names_that_a_model_makes_up_are_text_too(page: Browser) -> None:
+    call = {"index": 0, "id": "<b>", "function": {"name": "<img src=x>", "arguments": '{"a": "<svg>"}'}}
+    says(page, [{"reasoning_content": "<i>hm</i>"}, {"tool_calls": [call]}])
+    send_and_wait(page, "call")
+    assert page.run("return document.querySelectorAll('.turns :is(img, svg, i, b)').length") == 0
+    assert page.text(".call summary") == "Called <img src=x>"
+    assert page.text(".thoughts") == "<i>hm</i>"
+
+
+def test_what_cannot_be_seen_or_reorders_text_is_shown_as_signs(page: Browser) -> None:
+    assert shown(page, "a\x00b\x1b[31mc\x7f") == "<p>a␀b␛[31mc␡</p>"
+    assert shown(page, "`a\u202eb`\n```\n\u2066x\n```") == "<p><code>a⟨U+202E⟩b</code></p>{Code: ⟨U+2066⟩x}"
+    assert page.run("const p = make('div'); new Markdown(p).write('ab\\n'); return p.firstChild.dir") == "auto"
+
+
+def test_a_line_without_end_does_not_widen_the_page(page: Browser) -> None:
+    says(page, ["x" * 20000, "\n\n```\n", "y" * 20000, "\n```\n\n", "|a" * 300, "|\n", "|-" * 300, "|\n"])
+    send_and_wait(page, "long")
+    assert text_of(page).startswith("xxx")
+    assert page.run("return document.documentElement.scrollWidth - innerWidth") <= 0
+    assert page.run("return log.scrollWidth - log.clientWidth") <= 0
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "word ",
+        "**bold** ",
+        "`code` ",
+        "- item\n",
+        "|a",
+        "> ",
+        "```\n",
+        "* ",
+        "[a](",
+        "_a_ ",
+        "x",
+        "**a ",
+        "# \n",
+        "  - a\n",
+    ],
+)
+def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(page: Browser, unit: str) -> None:
+    """Flushed with every token, as no browser would: the work of one flush has to stay small as the text grows."""
+    script = """
+        const [unit, tokens] = arguments, target = make("div"), markdown = new Markdown(target);
+        let parsed = 0;
+        const real = Words.prototype.flush;
+        Words.prototype.flush = function () { parsed += this.text.length; return real.call(this); };
+        const halves = [0, 0];
+        for (let token = 0; token < tokens; token += 1) {
+            const before = parsed;
+            markdown.write(unit);
+            markdown.flush();
+            halves[Math.floor(token * 2 / tokens)] = Math.max(halves[Math.floor(token * 2 / tokens)], parsed - before);
+        }
+        Words.prototype.flush = real;
+        return [...halves, target.textContent.length > 0];
+    """
+    middle, end, there = page.run(script, unit, 4000)
+    assert there or unit in ("# \n", "* ")
+    assert end <= max(middle, 4200)
+
+
+def test_four_thousand_tokens_are_drawn_in_few_milliseconds_each(page: Browser) -> None:
+    """With a selection in what does not change, which stays."""
+    text = "## Part\n\nSome words in **bold** and `code`, then a list:\n\n- one\n- two\n\n```python\nx = 1\n```\n\n"
+    script = """
+        const [tokens] = arguments, target = make("div", "answer"), markdown = new Markdown(target);
+        document.querySelector("#turns").append(target);
+        let first = null, longest = 0;
+        for (const token of tokens) {
+            markdown.write(token);
+            const begun = performance.now();
+            markdown.flush();
+            target.getBoundingClientRect();
+            longest = Math.max(longest, performance.now() - begun);
+            if (!first && target.children.length > 3) {
+                first = target.firstChild;
+                getSelection().selectAllChildren(first);
+            }
+        }
+        const found = [first === target.firstChild, String(getSelection()), longest];
+        target.remove();
+        return found;
+    """
+    tokens = [text[start : start + 4] for start in range(0, len(text), 4)] * (4000 * 4 // len(text))
+    same, selected, longest = page.run(script, tokens)
+    assert same
+    assert selected == "Part"
+    assert longest < 500
+
+
+def test_code_is_copied_as_it_was_written(page: Browser) -> None:
+    says(page, ["```python\nif x < 1:\n\ty = '\u202e'\n```"])
+    send_and_wait(page, "code")
+    assert page.text(".code .language") == "python"
+    page.run("window.copied = null; navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click(".code button")
+    page.until(lambda: page.text(".code button") == "Copied")
+    assert page.run("return window.copied") == "if x < 1:\n\ty = '\u202e'"
+    page.until(lambda: page.text(".code button") == "Copy")
+
+
+def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Browser) -> None:
+    says(page, ["```\na\n```"])
+    send_and_wait(page, "code")
+    script = """
+        navigator.clipboard.writeText = () => Promise.reject(new DOMException("no", "NotAllowedError"));
+        window.copied = null;
+        document.addEventListener("copy", () => { window.copied = document.activeElement.value; });
+    """
+    page.run(script)
+    page.click(".code button")
+    page.until(lambda: page.run("return window.copied") == "a")
+    assert page.run("return document.activeElement.textContent") in ("Copy", "Copied")
+
+
+def test_nothing_becomes_code_unless_a_program_asks_for_it(page: Browser) -> None:
+    """Trusted types: what would write HTML, a script or a handler raises an error."""
+    script = """
+        const raises = (action) => { try { action(); return false; } catch { return true; } };
+        return [
+            raises(() => { make("p").innerHTML = "<b>"; }),
+            raises(() => { make("script").textContent = "1"; }),
+            raises(() => { make("p").setAttribute("onclick", "1"); }),
+            raises(() => { setTimeout("1"); }),
+        ];
+    """
+    assert page.run(script) == [True] * 4
+
+
+def test_the_policy_stops_what_is_injected(page: Browser) -> None:
+    script = """
+        const violated = new Set();
+        document.addEventListener("securitypolicyviolation", (event) => violated.add(event.effectiveDirective));
+        const add = (name, attributes) => {
+            const element = document.createElement(name);
+            for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+            document.body.append(element);
+            return element;
+        };
+        const past = trustedTypes.createPolicy("past trusted types", { createScript: (text) => text });
+        const harm = past.createScript("window.harmed = 1");
+        const inline = document.createElement("script");
+        inline.textContent = harm;
+        document.body.append(inline);
+        add("button", { onclick: harm }).click();
+        add("p", { style: "position: fixed" });
+        add("img", { src: "http://127.0.0.1:9/" });
+        add("iframe", { src: "http://127.0.0.1:9/" });
+        const fetched = await fetch("http://127.0.0.1:9/").catch((error) => error.name);
+        await new Promise((resolve) => setTimeout(resolve, 50));
+        return [fetched, window.harmed ?? null, [...violated].sort()];
+    """
+    fetched, harmed, violated = page.run(f"return (async () => {{ {script} }})()")
+    assert (fetched, harmed) == ("TypeError", None)
+    stopped = ["connect-src", "frame-src", "img-src", "script-src-attr", "script-src-elem", "style-src-attr"]
+    assert violated == stopped
