@@ -111,7 +111,7 @@ def _predict_and_report(argv: Sequence[str]) -> None:
     contexts = _numbers("--context", options.context, _LEAST_CONTEXT, config.max_context)
     batches = _numbers("--batch", options.batch, 1, _MOST_BATCH)
     prompts = _numbers("--prompt", options.prompt, _LEAST_PROMPT, config.max_context)
-    output = destination.path("gpu-predict", f"{options.gpu}-{options.model}-{options.weights}")
+    output = destination.path("gpu-predict", f"{options.gpu}-{options.model}-{options.weights}-{options.cache}")
     steps = [
         _step(machine, config, options.weights, cache_type, context, batch) for context in contexts for batch in batches
     ]

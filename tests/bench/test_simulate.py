@@ -201,6 +201,7 @@ def test_a_run_reports_both_questions(tmp_path: Path, capsys: pytest.CaptureFixt
     assert needed["balanced", "affinity", ()] <= needed["f16", "affinity", ()]
     assert output.with_suffix(".png").exists()
     assert main(["--costs", str(output)]) == 2
+    assert main([*words, "--rate", "1e-9", "--load", "1e-9", "--output", str(output)]) == 2
     assert "--costs" in capsys.readouterr().err
 
 

@@ -225,6 +225,22 @@ def test_fields_are_vllms(published: tuple[Engine, Subscriber]) -> None:
     }
 
 
+def test_servers_alike_give_a_block_the_same_hash(published: tuple[Engine, Subscriber], tiny_path: Path) -> None:
+    engine, subscriber = published
+    with (
+        load_tiny(tiny_path, **PLAIN, ctx_size=96) as other,
+        load_tiny(tiny_path, **{**PLAIN, "cache_type": "f16"}) as f16,
+    ):
+        for one in (engine, other, f16):
+            one.generate(list(range(10, 37)), SamplingParams(max_tokens=1))
+        known = catch_up(engine, subscriber)
+        same, different = (
+            {(0, int.from_bytes(key[:8], "big")) for _, key in findable(one._prefixes)} for one in (other, f16)
+        )
+    assert known == same
+    assert not known & different
+
+
 def test_prompts_with_a_salt_are_not_published(published: tuple[Engine, Subscriber]) -> None:
     engine, subscriber = published
     secret, plain = list(range(10, 40)), list(range(40, 60))

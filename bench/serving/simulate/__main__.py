@@ -35,6 +35,7 @@ from polarlm.engine.kv.plan import parse_size
 # Bytes a second and seconds of latency: host memory over PCIe, one NVMe disk.
 _RAM, _DISK = (25e9, 20e-6), (5e9, 200e-6)
 _NETWORK_LATENCY = 1e-3
+_MOST_REQUESTS = 400_000  # of a number of machines: more of them are simulated for a shorter time
 _MOST_MACHINES = 1024  # that are tried for a load
 
 
@@ -144,12 +145,14 @@ def _default_costs() -> Path:
 def _by_machines(options: Options, costs: Costs, counts: Sequence[int]) -> Sequence[dict[str, Any]]:
     rows = []
     for count in tqdm(counts, desc="Machines", unit="size"):
-        trace = _trace(options, options.rate * count)
+        part = min(1.0, _MOST_REQUESTS / (options.rate * count * (options.warm + options.seconds)))
+        shorter = replace(options, warm=part * options.warm, seconds=part * options.seconds)
+        trace = _trace(shorter, options.rate * count)
         for routing in ROUTERS:
             fleet = _fleet(options, costs, count, routing, ())
             began = time.process_time()
-            result = Simulation(trace, fleet, options.seconds, options.seed).run()
-            row = {"machines": count, "routing": routing, **summary(result, count)}
+            result = Simulation(trace, fleet, shorter.seconds, options.seed).run()
+            row = {"machines": count, "routing": routing, "seconds": shorter.seconds, **summary(result, count)}
             rows.append(row | {"cpu_seconds": time.process_time() - began})
     return rows
 

@@ -32,11 +32,22 @@ def by_machines(result: Mapping[str, Any]) -> str:
             *_waits(row),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['requests']:,}",
+            f"{row['seconds']:.0f}",
             f"{row['cpu_seconds']:.1f}",
         )
         for row in result["by_machines"]
     ]
-    header = ("machines, routing", "cached", "p50 ms", "p95 ms", "p99 ms", "tokens/s each", "requests", "CPU s")
+    header = (
+        "machines, routing",
+        "cached",
+        "p50 ms",
+        "p95 ms",
+        "p99 ms",
+        "tokens/s each",
+        "requests",
+        "measured s",
+        "CPU s",
+    )
     return report.table(header, rows)
 
 

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from polarlm.engine import EngineError
+
 _LEAST, _MOST = 4, 16384  # tokens of one message
 
 
@@ -94,7 +96,7 @@ def make(
 
     agents: the part of the requests that are agents'. context: a conversation ends before it has more tokens. before:
     conversations that began within so many seconds before `begin` are under way then; answers of their turns until
-    then count as taking no time.
+    then count as taking no time. Raises EngineError if there is no request.
     """
     rng = np.random.default_rng(seed)
     parts = []
@@ -108,6 +110,8 @@ def make(
             if count:
                 drawn = _conversations(kind, rng.uniform(left, right, count), context, base, rng)
                 parts.append(_within(begin, end, *drawn))
+    if not parts:
+        raise EngineError("--rate and --load: no request arrives in that time; choose more of them, or more --seconds")
     begins, system, history, turns, *columns = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     order = np.argsort(begins, kind="stable")
     starts = np.cumsum(turns) - turns
@@ -129,8 +133,8 @@ def _conversations(
     owner, number = _owners(turns)
     rows = len(owner)
     prompt = np.where(number == 0, kind.opening.draw(rng, rows), kind.message.draw(rng, rows))
-    prompt = np.clip(prompt, _LEAST, _MOST).astype(int)
-    answer = np.clip(kind.answer.draw(rng, rows), _LEAST, _MOST).astype(int)
+    prompt = np.clip(prompt, _LEAST, min(_MOST, context // 2)).astype(int)
+    answer = np.clip(kind.answer.draw(rng, rows), _LEAST, min(_MOST, context // 4)).astype(int)
     away = rng.random(rows) < kind.away
     pause = np.where(away, rng.exponential(kind.away_seconds, rows), kind.pause.draw(rng, rows))
     pause[number == 0] = 0
