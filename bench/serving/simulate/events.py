@@ -169,7 +169,7 @@ class Simulation:
         own, history = self._prompt[turn], self._history[conversation]
         system_tokens, answer = self._system_tokens[system], self._answer[turn]
         pieces = [(-1 - system, system_tokens), (conversation, history)]
-        found, cached, transfer = self._find(machine.tiers, pieces)
+        found, cached, transfer = self._find(now, machine, pieces)
         whole = system_tokens + history + own
         machine.tiers.put(-1 - system, system_tokens)
         machine.tiers.share(-1 - system, system_tokens)
@@ -188,22 +188,26 @@ class Simulation:
         else:
             self._enqueue(now, which, job)
 
-    def _find(self, tiers: Tiers, pieces: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, float]:
+    def _find(
+        self, now: float, machine: Machine, pieces: Sequence[tuple[int, int]]
+    ) -> tuple[list[tuple[int, int]], int, float]:
         """([(tier, tokens)] of what is worth fetching, their tokens, seconds of the transfers)."""
         found, cached, transfer = [], 0, 0.0
+        wait = max(0.0, machine.link_free - now)  # for transfers of other requests
         for key, tokens in pieces:
             if tokens == 0:
                 continue
-            level, known = tiers.find(key)
+            level, known = machine.tiers.find(key)
             if level < 0:
                 break
             known = min(known, tokens)
             if level != STORE:
                 size = self._tiers[level]
                 seconds = size.latency + known / size.tokens_per_second
-                if seconds > self._fleet.settings.costs.prefill(known, cached):
+                if wait + seconds > self._fleet.settings.costs.prefill(known, cached):
                     break
                 transfer += seconds
+                wait = 0.0
             found.append((level, known))
             cached += known
         return found, cached, transfer

@@ -38,7 +38,7 @@ def draw(result: Mapping[str, Any], output: Path) -> str:
             ax.set_xlabel("machines")
         rates.set_ylim(0, 100)
         rates.set_ylabel("percent of the prompts' tokens in the store")
-        waits.set_yscale("log")
+        waits.set_ylim(0)
         waits.set_ylabel("ms to the first token, 95 %")
         rates.legend()
         _draw_needed(fleets, result)
