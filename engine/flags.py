@@ -2,7 +2,8 @@
 
 `config.setting` stores the metadata: `flags`, `help`, and optionally `metavar`, `choices`, `bare` (the value of a flag
 that is given without one) and `text` (the value is text for the model and must be UTF-8). A field without flags is not
-on the command line. One whose only name has no dash, such as `MODEL`, is a word that the command line must have.
+on the command line. One whose only name has no dash, such as `MODEL`, is a word that the command line must have,
+unless it has `bare`.
 """
 
 from __future__ import annotations
@@ -81,10 +82,11 @@ def parser(
 
     checks: field name → check. Its errors are FlagErrors.
     """
-    words = [_value_name(field) for cls in groups.values() for field in _on_command_line(cls) if _is_word(field)]
+    words = [field for cls in groups.values() for field in _on_command_line(cls) if _is_word(field)]
+    shown = [f"[{_value_name(word)}]" if "bare" in word.metadata else _value_name(word) for word in words]
     made = _Parser(
         prog=prog,
-        usage=" ".join(["%(prog)s", *words, "[flags]"]),
+        usage=" ".join(["%(prog)s", *shown, "[flags]"]),
         description=description,
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,

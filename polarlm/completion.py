@@ -10,6 +10,9 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from typing import Any
+
+import shtab
 
 from polarlm.command import COMMANDS
 from polarlm.engine import codecs, weight_formats
@@ -18,7 +21,7 @@ from polarlm.engine.flags import FlagError, parse, parser, use_utf8
 from polarlm.engine.kv.cache_types import PRESETS
 
 _SHELLS = ("bash", "zsh", "fish")
-_FAILED, _BAD_REQUEST = 1, 2
+_BAD_REQUEST = 2
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlagError as error:
         print(f"error: {error}; --help lists the flags", file=sys.stderr)
         return _BAD_REQUEST
-    try:
-        print(script(options.shell))
-    except ImportError as error:
-        print(f"error: {error}; pip install shtab adds it", file=sys.stderr)
-        return _FAILED
+    print(script(options.shell))
     return 0
 
 
 def script(shell: str) -> str:
-    """The script for "bash", "zsh" or "fish". Raises ImportError without shtab."""
-    import shtab
-
-    places = {"PATH": shtab.FILE, "FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY}
+    """The script for "bash", "zsh" or "fish"."""
     whole = argparse.ArgumentParser("polarlm", description="Run language models on this machine.")
     whole.add_argument("--version", action="store_true", help="show the version and exit")
     commands = whole.add_subparsers()
@@ -68,8 +64,9 @@ def script(shell: str) -> str:
         groups = importlib.import_module(module).GROUPS
         made = parser(groups, prog=f"polarlm {name}", description=meaning, checks={})
         for action in made._actions:
-            if action.metavar in places:
-                action.complete = places[action.metavar]  # type: ignore[attr-defined]
+            value = action.metavar if action.option_strings else _WORDS.get(action.dest)
+            if value in _PLACES:
+                action.complete = _PLACES[value]  # type: ignore[attr-defined]
             action.choices = _NAMES.get(action.dest, action.choices)
             if shell == "fish":  # it is told names of one letter, and names behind two dashes
                 action.option_strings = [n for n in action.option_strings if n.startswith("--") or len(n) == 2]
@@ -77,6 +74,8 @@ def script(shell: str) -> str:
     return shtab.complete(whole, shell)
 
 
+_PLACES: Mapping[Any, Any] = {"PATH": shtab.FILE, "FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY}
+_WORDS = {"weights": "PATH", "text": "FILE"}  # fields of words without a flag
 _CODECS = codecs.available()
 _NAMES: Mapping[str, Sequence[str]] = {
     "cache_type": (*PRESETS, *_CODECS),

@@ -18,8 +18,6 @@ import pytest
 from polarlm.command import COMMANDS, main
 from polarlm.completion import script
 
-pytest.importorskip("shtab", reason="shtab makes the scripts")
-
 PATIENCE = 60.0  # seconds for a shell that has other work to do
 
 

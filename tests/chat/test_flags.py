@@ -358,3 +358,29 @@ def test_a_word_is_explained(capsys):
     assert shown.startswith("usage: ask MODEL [flags] Asks. ")
     assert "Asked: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown
     assert [names for names, _ in describe(Asked)] == ["MODEL", "-n, --count N"]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    model: str | None = setting(None, "MODEL", bare=None, help="a folder; without it, the demonstration model")
+    count: int = setting(3, "-n", "--count", metavar="N", help="how often")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), Fitted()),
+        (("-n", "4"), Fitted(count=4)),
+        (("x",), Fitted("x")),
+        (("x", "-n", "4"), Fitted("x", 4)),
+        (("-n", "4", "x"), Fitted("x", 4)),
+    ],
+)
+def test_a_word_with_a_default_may_be_left_out(argv, expected):
+    assert parse(argv, {"Fit": Fitted}, prog="fit", description="Fits.", checks={}) == [expected]
+
+
+def test_a_word_that_may_be_left_out_is_shown_so(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], {"Fit": Fitted}, prog="fit", description="Fits.", checks={})
+    assert capsys.readouterr().out.startswith("usage: fit [MODEL] [flags]\n")
