@@ -170,12 +170,14 @@ class _Fetching:
         files = list(self._listing.files.values())
         models = quantizations(files)
         config = None if self._is_cut_off else self._configuration(models[0].files[0])
-        chosen = choose_gguf(self._name, files, lambda size: self._fits(config, size))
+        chosen = choose_gguf(self._name, files, lambda size: self._fits(config, size), self._is_here)
         if self._name.quantization is None and len(models) > 1:
-            self.say(
-                f"Taking {chosen.label} of {self._name.repo}, the best that fits in memory here; "
-                f"{self._name.repo}:NAME takes another."
+            why = (
+                "which is in the cache"
+                if all(map(self._is_here, chosen.files))
+                else "the best that fits in memory here"
             )
+            self.say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
         return self._fetch(chosen.files)[0]
 
     def _configuration(self, file: HubFile) -> ModelConfig | None:
@@ -190,10 +192,13 @@ class _Fetching:
                     break
         return sizes_from_beginning(bytes(head), f"{file.name} of {self._name.repo}")
 
+    def _is_here(self, file: HubFile) -> bool:
+        return self._client.cached(self._name.repo, self._listing.commit, file.path) is not None
+
     def _fetch(self, files: Sequence[HubFile]) -> list[Path]:
         """The paths of these files, in order. Raises LoadError if the disk has no room for them."""
         client, repo, commit = self._client, self._name.repo, self._listing.commit
-        missing = [file for file in files if client.cached(repo, commit, file.path) is None]
+        missing = [file for file in files if not self._is_here(file)]
         total, begun = 0, 0
         for file in missing:
             blob = client.blob(repo, file)

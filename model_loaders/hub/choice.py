@@ -118,10 +118,16 @@ def has_safetensors(files: Mapping[str, HubFile]) -> bool:
     return CONFIG in files and (SINGLE in files or INDEX in files)
 
 
-def choose_gguf(name: HubName, files: Iterable[HubFile], fits: Callable[[int], bool]) -> Quantization:
-    """The quantization that `name` asks for, else the best one that fits. Raises LoadError with those that are there.
+def choose_gguf(
+    name: HubName,
+    files: Iterable[HubFile],
+    fits: Callable[[int], bool],
+    is_here: Callable[[HubFile], bool] = lambda file: False,
+) -> Quantization:
+    """The quantization that `name` asks for; else the best one that fits, of those in the cache if there are any.
 
-    fits: whether a file of so many bytes fits in memory.
+    fits: whether a file of so many bytes fits in memory. is_here: whether a file is in the cache. Raises LoadError with
+    the quantizations that there are.
     """
     models = quantizations(files)
     listed = ", ".join(f"{model.label} ({size_text(model.size)})" for model in models)
@@ -131,7 +137,8 @@ def choose_gguf(name: HubName, files: Iterable[HubFile], fits: Callable[[int], b
         if not found:
             raise LoadError(f"{name.repo} has no {name.quantization}; there are {listed}.")
     else:
-        found = [model for model in models if fits(model.size)][:1]
+        found = [model for model in models if fits(model.size)]
+        found = [model for model in found if all(map(is_here, model.files))] or found
         if not found:
             raise LoadError(
                 f"Of {name.repo}, no file fits in memory here beside its KV store; there are {listed}. Choose a "

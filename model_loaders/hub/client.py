@@ -97,8 +97,9 @@ class Client:
         revision = name.revision or "main"
         if revision != commit:
             ref = self.repo_folder(name.repo) / "refs" / revision
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(commit, encoding="ascii")
+            if not ref.is_file() or ref.read_text(encoding="ascii") != commit:  # the cache may be read-only
+                ref.parent.mkdir(parents=True, exist_ok=True)
+                ref.write_text(commit, encoding="ascii")
 
     def repo_folder(self, repo: str) -> Path:
         return self.cache / self._folder_name(repo_id=repo, repo_type="model")

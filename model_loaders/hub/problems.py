@@ -36,7 +36,7 @@ def _problem(client: Client, name: HubName, error: Exception) -> str:
         if client.has_token:
             return f"{first}, with the account that your token belongs to; some owners then have to agree."
         return f"{first}, then {_LOG_IN}."
-    if status == 401 and message is not None and "credentials" in message.lower():
+    if status == 401 and client.has_token:
         return f"The hub does not accept your token: make a new one at {_TOKENS}, and {_LOG_IN.partition(', with')[0]}."
     if isinstance(error, hub.RevisionNotFoundError):
         return f"{name.repo} has no revision {name.revision or 'main'!r}: choose one of those at {page}/tree/main."

@@ -12,17 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import numpy as np
 import pytest
 from huggingface_hub import constants, utils
+from tqdm import tqdm
 
 from polarlm import model_loaders
 from polarlm.model_loaders import hub as hub_package
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.hub import parse, transfer
-from polarlm.model_loaders.hub.choice import HubFile, quantizations
+from polarlm.model_loaders.hub.choice import BESIDE_WEIGHTS, HubFile, quantizations
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
 from tests.random_model import random_model, write_in_parts
@@ -79,6 +81,7 @@ def test_a_folder_gets_the_files_that_it_is_read_with_and_no_others(hub: Hub, sm
     assert all((where / path.name).read_bytes() == small_folder[path.name] for path in where.iterdir())
     assert not [seen for seen in hub.seen if seen.path.endswith(tuple(more))]
     assert len([seen for seen in hub.seen if seen.path.startswith("/api/")]) == 1
+    assert not [seen for seen in hub.seen if seen.path == "/no-xet"]
 
 
 def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it(hub: Hub, small_folder: dict[str, bytes]) -> None:
@@ -89,6 +92,50 @@ def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it(hub: Hub, small_fol
     assert (where / "model.safetensors").resolve().name == sha256(small_folder["model.safetensors"])
     found = huggingface_hub.try_to_load_from_cache("user/tiny", "model.safetensors")
     assert found == str(where / "model.safetensors")
+
+
+@pytest.mark.parametrize("trouble", ["none", "a broken connection", "a server without ranges"])
+def test_one_bar_shows_the_bytes_of_all_files(
+    hub: Hub, small_folder: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**{**settings, "disable": True})
+            self.total, self.n, self.shown = settings["total"], settings["initial"], settings["disable"]
+            bars.append(self)
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    hub.repositories["user/tiny"] = Repository(small_folder)
+    if trouble != "none":
+        hub.trouble.drop["model.safetensors"] = 5000
+        hub.trouble.no_ranges = trouble == "a server without ranges"
+    fetch("user/tiny", verbose=lambda sentence: None)
+    config, rest, *others = [bar for bar in bars if bar.total]
+    wanted = {
+        name: len(small_folder[name]) for name in small_folder.keys() & set(BESIDE_WEIGHTS) | {"model.safetensors"}
+    }
+    assert others == []
+    assert (config.total, rest.total) == (wanted.pop("config.json"), sum(wanted.values()))
+    assert [(bar.n, bar.shown) for bar in (config, rest)] == [(bar.total, None) for bar in (config, rest)]
+    fetch("user/tiny")
+    assert bars[-1].shown is True  # that is, not shown
+
+
+def test_nothing_is_written_for_a_model_in_the_cache(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder)
+    fetch("user/tiny")
+
+    def times() -> dict[Path, int]:
+        return {path: path.lstat().st_mtime_ns for path in Path(constants.HF_HUB_CACHE).rglob("*")}
+
+    before = times()
+    fetch("user/tiny")
+    assert times() == before
 
 
 def test_it_is_fetched_once(hub: Hub, small_folder: dict[str, bytes]) -> None:
@@ -167,8 +214,17 @@ def test_without_a_wish_the_best_one_that_fits_is_fetched(hub: Hub, small_ggufs:
     said: list[str] = []
     assert fetch("user/tiny", fits=fits, verbose=said.append).name == "tiny-Q4_K_M.gguf"
     assert asked == [(2, 2, 64, len(small_ggufs[name])) for name in ("tiny-Q8_0.gguf", "tiny-Q4_K_M.gguf")]
-    assert "Taking Q4_K_M of user/tiny" in said[0]
-    assert fetch("user/tiny").name == "tiny-Q8_0.gguf"
+    assert said[0] == ("Taking Q4_K_M of user/tiny, the best that fits in memory here; user/tiny:NAME takes another.")
+
+
+def test_a_file_in_the_cache_is_taken_before_a_better_one(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    fetch("user/tiny:q4_k_m")
+    said: list[str] = []
+    assert fetch("user/tiny", verbose=said.append).name == "tiny-Q4_K_M.gguf"
+    assert said == ["Taking Q4_K_M of user/tiny, which is in the cache; user/tiny:NAME takes another."]
+    large = len(small_ggufs["tiny-Q8_0.gguf"])
+    assert fetch("user/tiny", fits=lambda config, size: size == large).name == "tiny-Q8_0.gguf"
 
 
 def test_nothing_is_fetched_if_nothing_fits(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
