@@ -112,7 +112,8 @@ class GgufFile:
                 raise LoadError(f"{path} is missing: {self.path.name} has {count} parts; download them all.")
             part = GgufFile(path, mmap, alone=True)
             self.files += part.files
-            if part._part() != later - 1 or tensors.keys() & part.tensors.keys():
+            is_next = part._part() == later - 1 and part.metadata["split.count"] == count
+            if not is_next or tensors.keys() & part.tensors.keys():
                 raise LoadError(f"{path} does not belong to {self.path.name}; download both again.")
             tensors |= part.tensors
         self.tensors = MappingProxyType(tensors)

@@ -81,6 +81,17 @@ def test_a_part_of_another_place_is_noticed(first: Path) -> None:
     assert refusal(first) == f"{later(first, 2)} does not belong to {first.name}; download both again."
 
 
+def test_a_part_of_another_division_is_noticed(whole: Path, first: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = write_in_parts(tmp_path / "other" / first.name.replace("-00001-of-00003", ""), whole, 9)
+    shutil.copy(later(other, 2), later(first, 2))  # its last tensors are those that the third part begins with
+    assert refusal(first) == f"{later(first, 3)} does not belong to {first.name}; download both again."
+    (tmp_path / "two").mkdir()
+    two = write_in_parts(tmp_path / "two" / "random-Q8_0.gguf", whole, 12)
+    shutil.copy(two.with_name("random-Q8_0-00002-of-00002.gguf"), later(first, 2))
+    assert refusal(first) == f"{later(first, 2)} does not belong to {first.name}; download both again."
+
+
 def test_a_whole_file_in_the_place_of_a_part_is_noticed(whole: Path, first: Path) -> None:
     shutil.copy(whole, later(first, 2))
     assert "does not belong to" in refusal(first)

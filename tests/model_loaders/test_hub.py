@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,17 +305,20 @@ def test_a_transfer_goes_on_behind_the_bytes_that_came(large: Hub) -> None:
     assert second == "bytes=2000000-"
 
 
-def test_a_later_attempt_goes_on_behind_the_bytes_that_came(large: Hub) -> None:
+def test_a_later_attempt_goes_on_behind_the_bytes_that_came(large: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     large.trouble.drop["model.safetensors"] = 2_000_000
     large.trouble.then.append(("cdn", 404, {}))
     assert "answers with an error (404)" in refusal("user/large")
     (partial,) = Path(constants.HF_HUB_CACHE).rglob("*.incomplete")
     begun = partial.stat().st_size
     assert begun == 2_000_000
+    bars = []
+    monkeypatch.setattr("tqdm.tqdm", lambda **settings: bars.append(settings) or tqdm(disable=True))
     said: list[str] = []
     assert (fetch("user/large", verbose=said.append) / "model.safetensors").read_bytes() == CONTENT
     assert large.fetched("model.safetensors")[-1] == f"bytes={begun}-"
     assert any("of them already there" in sentence for sentence in said)
+    assert max((bar["total"], bar["initial"]) for bar in bars) == (len(CONTENT), begun)
     assert not partial.exists()
 
 
@@ -378,7 +382,8 @@ def test_ctrl_c_keeps_what_came_and_says_so(large: Hub, monkeypatch: pytest.Monk
 def test_two_at_once_fetch_it_once(large: Hub) -> None:
     go_on = large.trouble.hold["model.safetensors"] = threading.Event()
     said: list[str] = []
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, ExitStack() as at_the_end:
+        at_the_end.callback(go_on.set)
         first = pool.submit(fetch, "user/large")
         assert large.trouble.held.wait(60)
 
