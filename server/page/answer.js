@@ -199,7 +199,7 @@ function finish(mine, pace, usage, trouble, before) {
   speed(tokens, timed);
   draw();
   busy(false);
-  if (trouble?.field) point(trouble);
+  if (trouble instanceof Failure) point(trouble);
   if (trouble?.status === 401) lock(message);
   tell(trouble && !stopped ? "" : stopped || message.ending === "loop" ? "Stopped." : message.calls.length ? "It waits for results." : "Answered.");
   if (message.text && !message.error) announce(spoken(row.body.textContent));
@@ -219,8 +219,8 @@ const spoken = (text) => (text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … T
 
 /** Shows the server's complaint at the field that it is about. */
 function point(trouble) {
-  const field = fieldOf(trouble.field);
-  if (field !== "tools" && field !== "schema") return;
+  const field = fieldOf(trouble);
+  if (!field) return;
   sayWrong(field, trouble.message);
   $("more").open = true;
 }

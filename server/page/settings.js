@@ -77,11 +77,10 @@ function sayWrong(name, sentence) {
   $(name).setAttribute("aria-invalid", String(Boolean(sentence)));
 }
 
-/** The field that the server's complaint is about, by the name of the request's field; null for none of them. */
-function fieldOf(param) {
-  if (/^tool/.test(param)) return "tools";
-  if (/^(response_format|json_schema)/.test(param)) return "schema";
-  return FIELDS.includes(param) ? param : null;
+/** The field that the server's complaint is about, "tools" or "schema"; null for another one, or none. */
+function fieldOf({ field, message }) {
+  if (/^tool/.test(field)) return "tools";
+  return /^(response_format|json_schema)/.test(field) || /^The JSON schema\b/.test(message) ? "schema" : null;
 }
 
 /** The fields of a request that the settings are for. */
