@@ -148,7 +148,7 @@ class _Fetching:
         """The path of a folder of safetensors. Its configuration comes first, since it may not be supported."""
         files = self._listing.files
         config = self._fetch([files[CONFIG]])[0]
-        read_configuration(config.parent)
+        model = read_configuration(config.parent)
         wanted = [files[path] for path in BESIDE_WEIGHTS if path in files]
         if SINGLE in files:
             shards = [files[SINGLE]]
@@ -162,6 +162,12 @@ class _Fetching:
                     "model."
                 )
             shards = [files[path] for path in paths]
+        size = sum(file.size for file in shards)
+        if not self._fits(model, size) and not all(map(self._is_here, shards)):
+            self.say(
+                f"warning: the weights of {self._name} take {size_text(size)}, which leaves too little memory here for "
+                "its KV store; choose a smaller model, a GGUF file of it, or another type of weights (--weight-type)"
+            )
         self._fetch([*wanted, *shards])
         return config.parent
 

@@ -228,6 +228,25 @@ def test_a_file_in_the_cache_is_taken_before_a_better_one(hub: Hub, small_ggufs:
     assert fetch("user/tiny", fits=lambda config, size: size == large).name == "tiny-Q8_0.gguf"
 
 
+def test_weights_that_do_not_fit_are_warned_about_before_they_are_fetched(
+    hub: Hub, small_folder: dict[str, bytes]
+) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder)
+    said: list[str] = []
+
+    def fits(config: model_loaders.ModelConfig | None, size: int) -> bool:
+        assert config is not None
+        assert size == len(small_folder["model.safetensors"])
+        assert hub.fetched("model.safetensors") == []
+        return False
+
+    where = fetch("user/tiny", fits=fits, verbose=said.append)
+    assert said[0].startswith("warning: the weights of user/tiny take 0.")
+    assert (where / "model.safetensors").is_file()
+    assert fetch("user/tiny", fits=lambda config, size: False, verbose=said.append) == where
+    assert len(said) == 1
+
+
 def test_nothing_is_fetched_if_nothing_fits(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
     hub.repositories["user/tiny"] = Repository(small_ggufs)
     problem = refusal("user/tiny", fits=lambda config, size: False)
