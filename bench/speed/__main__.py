@@ -1,4 +1,4 @@
-"""`python -m bench.speed`: tokens a second and memory, beside llama-cpp-python on the same file.
+"""`polarlm speed`: tokens a second and memory, beside llama-cpp-python on the same file.
 
 Each engine runs with each of its caches in a process of its own. Runs to be compared alternate, so that a machine that
 slows down slows all of them. A context is computed once; every run goes on from there. docs/speed.md says what is
@@ -102,7 +102,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context)
 
     def keep(speed: Speed, complete: bool = False) -> None:
-        report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete)
+        report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=("polarlm", "speed"))
 
     note(f"Figures are kept in {output} as they come")
     with closing(Children(subject)) as children:

@@ -204,7 +204,7 @@ def test_the_tables_come_last_and_the_file_says_how_it_was_made(
 
     assert whole["ours"]["loaded"].startswith("random: Q8_0 weights as ")
     assert {"cpu", "cores", "numpy", "blas"} <= whole["machine"].keys()
-    assert whole["command"].startswith("python -m bench.speed --weights ")
+    assert whole["command"].startswith("polarlm speed --weights ")
     assert whole["peer"]["version_or_absence"] == "not installed"
     assert whole["contestants"] == [
         {"engine": "polarlm", "cache": "balanced", "types": "ring4/ring3.5"},
