@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +21,23 @@ from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.select import select
 from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.encoding import WHOLE
 from polarlm.engine.fit import CacheFit, devices, fit_weights
-from polarlm.engine.flags import FlagError, parse, that
+from polarlm.engine.flags import FlagError, parse, that, use_utf8
 from polarlm.engine.model.weights import weight_bytes
+from polarlm.engine.sizes import fits_beside
+from polarlm.model_loaders import hub
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.demo import demo_model
-from polarlm.model_loaders.hub import PREFIX
 
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 _SPEED_SHARE = 0.25  # of the time
 _PROBE = 128  # tokens that the time is estimated from
 _MOST_CHARACTERS = 4_000_000  # of a text: more than any budget scores
 _LEAST_TOKENS = 64
+_WRITTEN_EVERY = 15  # seconds
 _TOO_LATE = "the time was up before speed was measured"
 
 Clock = Callable[[], float]
@@ -67,6 +72,7 @@ GROUPS: Mapping[str, type] = {"Quality": QualityConfig}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes the page and its JSON, prints the table; returns the exit code."""
+    use_utf8()
     return run(lambda argv: _Command(argv, time.monotonic).run(), argv)
 
 
@@ -88,12 +94,11 @@ class _Command:
         )
         self._text = _read(str(self._options.text))
         self._seconds = 60 * self._options.minutes
-        path = self._options.weights
-        self._path = str(demo_model(note) if path is None else path)
+        self._path, name = _model(self._options.weights)
         config, source, dtype = model_loaders.load_weights(self._path)
         try:
             self._types = _chosen(self._options.types, config)
-            self._file = _file(self._options.output, _name(self._path))
+            self._file = _file(self._options.output, name)
             self._ops = arithmetic(source, self._options.threads)
             device, ops = devices(self._options.device, self._options.threads)[0]
             size = weight_bytes(ops, source)
@@ -102,7 +107,7 @@ class _Command:
             source.close()
         self._config, self._device = config, device
         self._about: dict[str, Any] = {
-            "model": _name(self._path),
+            "model": name,
             "weights": dtype,
             "text": "standard input" if self._options.text == "-" else Path(str(self._options.text)).name,
             "arithmetic": "float32" if isinstance(self._ops, NumpyOps) else "compiled kernels",
@@ -110,6 +115,7 @@ class _Command:
             "budget_minutes": self._options.minutes,
         }
         self._rates: dict[str, Rates] = {}
+        self._written = -math.inf  # when
 
     def run(self) -> None:
         """Raises EngineError, and KeyboardInterrupt after writing what was measured."""
@@ -164,9 +170,7 @@ class _Command:
         started = self._clock()
         list(survey.score(probe, keep=False))
         taken = self._clock() - started
-        plan = choose(
-            max(0.0, self._until_speed - self._clock()), taken / len(probe), len(ids), self._config.max_context
-        )
+        plan = choose(max(0.0, self._until_speed - self._clock()), taken / len(probe), len(ids), survey.context)
         speed = _SPEED_SHARE * self._seconds
         text = ", all of the text" if plan.count * plan.length > len(ids) - plan.length else ""
         note(
@@ -182,10 +186,11 @@ class _Command:
         return self._started + (1 - _SPEED_SHARE) * self._seconds
 
     def _keep(self, survey: Survey) -> None:
-        """Write what was scored so far."""
+        """Note what was scored so far, and write it from time to time: drawing takes a second."""
         self._quality_so_far = survey.quality()
         self._about["windows"] = survey.windows
-        self._write(complete=False)
+        if self._clock() - self._written >= _WRITTEN_EVERY:
+            self._write(complete=False)
 
     # -- speed -------------------------------------------------------------------------------------------------
 
@@ -237,6 +242,7 @@ class _Command:
             program=("polarlm", "quality"),
         )
         page.write(self._file, self._result)
+        self._written = self._clock()
 
 
 def _counted(count: int, noun: str) -> str:
@@ -266,12 +272,17 @@ def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
     return fit_weights(settings, ops, config, size, [one.pair]).caches[0]
 
 
-def _name(path: str) -> str:
-    """The model's name: of its folder, of its file, or of its repository on the hub."""
+def _model(path: str | None) -> tuple[str, str]:
+    """The path of a model's files, which are fetched if need be, and its name. Raises LoadError."""
+    if path is None:
+        path = str(demo_model(note))
     where = Path(path)
-    if path.startswith(PREFIX) and not where.exists():
-        return path.rpartition("/")[2].replace(":", "-")
-    return where.resolve().name if where.is_dir() else where.stem
+    if path.startswith(hub.PREFIX) and not where.exists():
+        name = hub.parse(path)
+        ops = select("auto", 0)[0]
+        where = hub.fetch(name, fits_beside(EngineConfig(), WHOLE, ops), note)
+        return str(where), name.short if where.is_dir() else where.stem
+    return path, where.resolve().name if where.is_dir() else where.stem
 
 
 def _file(output: str | None, model: str) -> Path:

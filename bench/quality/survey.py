@@ -53,6 +53,11 @@ class Survey:
         self._found: list[list[Scored]] = [[] for _ in types]
         self._logprobs: list[np.ndarray] = []
 
+    @property
+    def context(self) -> int:
+        """Tokens of the longest window that all KV stores have room for."""
+        return min(parts.plan.tokens for parts in (self._parts, *self._others))
+
     def tokenize(self, text: str) -> list[int]:
         return self._parts.source.tokenizer.tokenize(text)
 

@@ -17,6 +17,7 @@ from polarlm.engine import Engine
 from polarlm.engine.assembly import assemble, settle
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.bare import bare_model, prefill_logits, read_model
+from tests.model_loaders.hub_server import Hub, Repository
 
 TEXT = "the rain in the north and the other inn on the hill\n" * 40
 TYPES = ["f16", "balanced"]
@@ -260,6 +261,16 @@ def test_standard_input_can_be_the_text(
     monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
     assert cost.main(argv(tiny_path, "-", "-o", "out.html", "--minutes", "0.1")) == 0
     assert "standard input" in result(Path("out.html"))[1].text
+
+
+def test_a_model_of_the_hub_is_fetched(
+    hub: Hub, small_ggufs: dict[str, bytes], text: Path, no_speed: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    assert cost.main(argv(Path("-"), text, "--model", "hf:user/tiny", "-o", "out.html", "--minutes", "0.1")) == 0
+    found, _ = result(Path("out.html"))
+    assert found["weights"] == "Q8_0"
+    assert found["model"] == next(name for name in small_ggufs if "Q8_0" in name).removesuffix(".gguf")
 
 
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:
