@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEAST, MOST = 256, 2048  # tokens of a window
-_WANTED = 4  # windows; longer ones if there is time for more
+LEAST, MOST = 512, 2048  # tokens of a window
+_WANTED = 2  # windows; longer ones if there is time for more
 _DOUBLES = 3000  # tokens of a window behind which a token takes twice as long
 
 
@@ -19,7 +19,7 @@ class Windows:
 
 
 def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: int) -> Windows:
-    """The longest windows of which `seconds` suffice for four, and as many of them as it suffices for; one at least.
+    """The longest windows of which `seconds` suffice for two, and as many of them as it suffices for; one at least.
 
     token_seconds: of a token in a short window. text_tokens: of the text; windows are not longer, nor are there more.
     """

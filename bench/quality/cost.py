@@ -38,7 +38,6 @@ _PROBE = 128  # tokens that the time is estimated from
 _MOST_CHARACTERS = 4_000_000  # of a text: more than any budget scores
 _LEAST_TOKENS = 64
 _WRITTEN_EVERY = 15  # seconds
-_TOO_LATE = "the time was up before speed was measured"
 
 Clock = Callable[[], float]
 
@@ -195,28 +194,20 @@ class _Command:
     # -- speed -------------------------------------------------------------------------------------------------
 
     def _measure_speed(self, ids: Sequence[int]) -> None:
-        """Tokens a second of each type, while there is time."""
+        """Tokens a second of each type, round after round while there is time."""
         settings = {"device": self._device, "threads": self._options.threads}
-        speeds = Speeds(self._path, ids, settings, self._clock)
+        speeds = Speeds(self._path, self._types, ids, settings, self._clock)
         end = self._started + self._seconds
-        longest = 0.0
         try:
-            with tqdm(self._types, desc="Speed", unit="type", leave=False) as bar:
-                for number, one in enumerate(bar):
-                    started = self._clock()
-                    left = end - started
-                    if number and left < longest:
-                        self._rates[one.label] = Rates(
-                            one.label, problem="the time was up before its speed was measured"
-                        )
-                        continue
-                    self._rates[one.label] = speeds.measure(one, max(0.0, left) / (len(self._types) - number))
-                    longest = max(longest, self._clock() - started)
-                    self._about["speed_context"] = speeds.prompt_tokens
-                    self._write(complete=False)
+            with tqdm(desc="Speed", unit="run", leave=False) as bar:
+                for _ in speeds.measure(end):
+                    bar.set_postfix_str(f"{report.duration(max(0.0, end - self._clock()))} left")
+                    bar.update()
         except BaseException:
+            self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
             self._stopped()
             raise
+        self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
 
     # -- results -----------------------------------------------------------------------------------------------
 

@@ -149,7 +149,8 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
     }
     speed = "CPU" if result["device"] == "cpu" else "GPU"
     if result.get("speed_context"):
-        speed += f", behind a prompt of {result['speed_context']:,} tokens"
+        rounds = max(row["speed"]["rounds"] for row in result["rows"] if row["speed"])
+        speed += f", a prompt of {result['speed_context']:,} tokens and 32 steps, medians of {rounds} rounds"
     return [
         ("model", f"{result['model']}, {result['weights']} weights"),
         ("text", f"{result['text']}: {_windows(result)}, {result['scored_tokens']:,} tokens scored"),

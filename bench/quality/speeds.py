@@ -1,60 +1,89 @@
-"""How fast a model runs with a cache type: a prompt, and generation behind it, through the engine."""
+"""How fast a model runs with each cache type: a prompt, and generation behind it, through the engine.
+
+All types share one set of weights and are measured in turn, round after round, so that what else the machine does
+meets all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.speed.ours import Ours
 from polarlm.engine import EngineError
 
-_PROMPTS = (1024, 512, 256, 128, 64)  # tokens; the longest that there is time for
+_PROMPTS = (1024, 512, 256, 128, 64)  # tokens; the longest of which there is time for two rounds
 _STEPS = 32
 _TRIED = 64  # tokens of the prompt that warms up
+_ROUNDS = 5  # at most
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens a second."""
+    """Tokens a second, the medians of all rounds."""
 
     type: str
     prompt: float | None = None
     generation: float | None = None
+    rounds: int = 0
     problem: str = ""  # a sentence about why nothing was measured
 
 
 class Speeds:
-    """Measures one type after another, all with a prompt of the same length, which the first one's speed decides."""
+    """The speed of several cache types."""
 
-    def __init__(self, weights: str, ids: Sequence[int], settings: dict[str, Any], clock: Callable[[], float]) -> None:
-        """ids: of a text, for prompts. settings: fields of EngineConfig."""
-        self._weights, self._ids, self._settings, self._clock = weights, ids, settings, clock
-        self.prompt_tokens = 0  # 0 before the first measurement
+    def __init__(
+        self,
+        weights: str,
+        types: Sequence[CacheType],
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        clock: Callable[[], float],
+    ) -> None:
+        """ids: of a text, for prompts. settings: further fields of EngineConfig. clock: seconds."""
+        self._weights, self._types, self._ids, self._settings, self._clock = weights, types, ids, settings, clock
+        self._runs: dict[str, list[tuple[float, float]]] = {}
+        self._problems: dict[str, str] = {}
+        self.prompt_tokens = 0  # of each type's prompt; 0 before the first round
 
-    def measure(self, cache_type: CacheType, seconds: float) -> Rates:
-        """The speed with one type, within about `seconds`, loading not counted."""
+    def rates(self) -> dict[str, Rates]:
+        """Label → what has been measured so far, of the types that were tried."""
+        found = {label: Rates(label, problem=problem) for label, problem in self._problems.items()}
+        for label, runs in self._runs.items():
+            prompt, generation = (median(column) for column in zip(*runs, strict=True))
+            found[label] = Rates(label, prompt, generation, len(runs))
+        return found
+
+    def measure(self, end: float) -> Iterator[None]:
+        """Measure rounds until the clock comes to `end`, one at least; yields after each run. Raises EngineError."""
         context = min(len(self._ids), max(_PROMPTS)) + _STEPS + 2
+        first = Ours(self._weights, context, 0, {**self._settings, "cache_type": "f16", "kept_sequences": 0})
         try:
-            engine = Ours(self._weights, context, 0, {**self._settings, **cache_type.settings()})
-        except EngineError as error:
-            return Rates(cache_type.label, problem=str(error))
-        try:
-            rate = engine.prompt_rate(self._ids[:_TRIED])
-            if not self.prompt_tokens:
-                self.prompt_tokens = self._longest(rate, seconds)
-            prompt, following = self._ids[: self.prompt_tokens], self._ids[: _STEPS + 1]
-            prompt_rate = engine.prompt_rate(prompt)
-            engine.generation_rate(prompt, following[:4])
-            return Rates(cache_type.label, prompt_rate, engine.generation_rate(prompt, following))
-        except EngineError as error:
-            return Rates(cache_type.label, problem=str(error))
+            engines, rate = {}, first.prompt_rate(self._ids[:_TRIED])
+            for one in self._types:
+                try:
+                    engines[one.label] = first.beside(one.settings())
+                    rate = engines[one.label].rates(self._ids[:_TRIED], 3)[0]  # compiles kernels
+                except EngineError as error:
+                    self._problems[one.label] = str(error)
+                    engines.pop(one.label, None)
+                yield
+            self.prompt_tokens = self._longest(rate, max(0.0, end - self._clock()) / max(1, len(engines)))
+            prompt = self._ids[: self.prompt_tokens]
+            for _ in range(_ROUNDS):
+                started = self._clock()
+                for label, engine in engines.items():
+                    self._runs.setdefault(label, []).append(engine.rates(prompt, _STEPS))
+                    yield
+                if 2 * self._clock() - started > end:
+                    break
         finally:
-            engine.close()
+            first.close()
 
     def _longest(self, rate: float, seconds: float) -> int:
-        """The longest prompt that two runs of take half of the time; the text may be shorter."""
-        most = max(1, int(rate * seconds / 4))
-        longest = next((tokens for tokens in _PROMPTS if tokens <= most), _PROMPTS[-1])
-        return min(longest, len(self._ids))
+        """The longest prompt of which two runs of a type take two thirds of its `seconds`; the text may be shorter."""
+        most = int(rate * seconds / 3)
+        return min(next((tokens for tokens in _PROMPTS if tokens <= most), _PROMPTS[-1]), len(self._ids))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from polarlm.bench.speed.child import serve
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
-from polarlm.engine.assembly import assemble, settle
+from polarlm.engine.assembly import Parts, assemble, settle, with_cache
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
@@ -27,11 +28,21 @@ class Ours:
         """settings: further fields of EngineConfig. Raises EngineError."""
         settings = {"ctx_size": context, "threads": threads, "kept_sequences": 1, "parallel": 1, **settings}
         self._said: list[str] = []
-        parts = assemble(settle(path, None, settings), self._said.append)
+        self._use(assemble(settle(path, None, settings), self._said.append))
+
+    def _use(self, parts: Parts) -> None:
+        self._parts = parts
         self._backend = type(parts.model.ops).__module__.split(".")[-2]
         self._model, self._shape = parts.model, parts.plan.shape
         self._engine = Engine(parts)
         self._streams: Streams | None = None
+
+    def beside(self, settings: dict[str, Any]) -> Ours:
+        """An engine with the same weights and a cache of its own, for fields of EngineConfig that are about the cache.
+        Closing one of both is enough. Raises EngineError."""
+        other = copy(self)
+        other._use(with_cache(self._parts, settle(None, self._parts.config, settings), self._said.append))
+        return other
 
     def close(self) -> None:
         """Close the model's files."""
@@ -58,6 +69,12 @@ class Ours:
         started = time.perf_counter()
         (arrived,) = self._arrivals(ids, 1, PromptOptions(cache_prompt=False))
         return len(ids) / (arrived - started)
+
+    def rates(self, ids: Sequence[int], steps: int) -> tuple[float, float]:
+        """Tokens a second of a prompt that is computed as a whole, and steps a second behind it."""
+        started = time.perf_counter()
+        first, *_, last = self._arrivals(ids, steps + 1, PromptOptions(cache_prompt=False))
+        return len(ids) / (first - started), steps / (last - first)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
         """Steps a second behind `ids` and one more token; there are as many as `following` has tokens after its first.

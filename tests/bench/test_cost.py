@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from polarlm.bench import plot_style
+from polarlm.bench.command import cache_types
 from polarlm.bench.quality import budget, cost, page, page_plots, survey
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.engine import Engine
@@ -74,9 +75,29 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+class FakeSpeeds:
+    """In the place of `Speeds`: two runs, and then the interruption that a test wants."""
+
+    interrupted = False
+    prompt_tokens = 64
+
+    def __init__(self, weights, types, ids, settings, clock) -> None:
+        self.labels, self.found = [one.label for one in types], {}
+
+    def rates(self) -> dict[str, Rates]:
+        return self.found
+
+    def measure(self, end: float):
+        for label in self.labels:
+            self.found[label] = Rates(label, 1000.0, 100.0, 1)
+            yield
+            if self.interrupted:
+                raise KeyboardInterrupt
+
+
 @pytest.fixture
 def no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speeds, "measure", lambda self, one, seconds: Rates(one.label, 1000.0, 100.0))
+    monkeypatch.setattr(cost, "Speeds", FakeSpeeds)
 
 
 def argv(model: Path, text: Path | str, *flags: str) -> list[str]:
@@ -241,18 +262,33 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
     assert "Traceback" not in said
 
 
-def test_stopped_while_speed_is_measured(tiny_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopping(self, one, seconds):
-        if one.label != "f16":
-            raise KeyboardInterrupt
-        return Rates(one.label, 1000.0, 100.0)
-
-    monkeypatch.setattr(Speeds, "measure", stopping)
+def test_stopped_while_speed_is_measured(
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeSpeeds, "interrupted", True)
     output = text.with_name("out.html")
     assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "0.1")) == 130
     found, shown = result(output)
     assert [bool(row["speed"]) for row in found["rows"]] == [True, False]
     assert "the speed of 1 of 2 types was measured" in shown.text
+
+
+def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
+    clock = Clock()
+    ids = np.random.default_rng(0).integers(5, 90, 150).tolist()
+    types = cache_types(",".join([*TYPES, "q8_0"]))
+    speeds = Speeds(str(tiny_path), types, ids, {"device": "cpu", "threads": 1}, clock)
+    passed = 0
+    for _ in speeds.measure(32.0):
+        passed += 1
+        clock.now += 5
+    # Three to warm up; rounds of two runs, which take ten seconds: another one would end at 35.
+    assert passed == 3 + 2
+    rates = speeds.rates()
+    assert {label: one.rounds for label, one in rates.items()} == {"f16": 1, "balanced": 1, "q8_0": 0}
+    assert all(rates[label].prompt > 0 and rates[label].generation > 0 for label in TYPES)
+    assert "multiple of 32" in rates["q8_0"].problem
+    assert speeds.prompt_tokens in (64, 128, 150)
 
 
 def test_standard_input_can_be_the_text(
@@ -311,11 +347,11 @@ def test_wrong_input_is_answered_with_a_sentence(
 
 
 def test_windows_are_as_long_as_time_allows() -> None:
-    for seconds, token_seconds, expected in ((1e6, 1e-3, 2048), (6.0, 1e-3, 1024), (1.2, 1e-3, 256), (0.0, 1.0, 256)):
+    for seconds, token_seconds, expected in ((1e6, 1e-3, 2048), (4.0, 1e-3, 1024), (1.2, 1e-3, 512), (0.0, 1.0, 512)):
         found = budget.choose(seconds, token_seconds, 100_000, 8192)
         assert found.length == expected
         assert found.count >= 1
-        assert found.seconds <= max(seconds, budget.window_seconds(token_seconds, 256))
+        assert found.seconds <= max(seconds, budget.window_seconds(token_seconds, 512))
     assert budget.choose(1e6, 1e-3, 5000, 8192).count == 2
     assert budget.choose(1e6, 1e-3, 100, 8192).length == 100
     assert budget.choose(1e6, 1e-3, 100_000, 512).length == 512
