@@ -148,6 +148,15 @@ def test_a_model_answers_in_a_folder_with_modules_of_the_same_names(
     assert installed.run(tmp_path, "python", "-m", "polarlm", *words, "--seed", "1", "--ignore-eos") == answer
 
 
+def test_a_page_of_costs_goes_to_the_current_folder(installed: Installed, tiny_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the rain in the north and the other inn on the hill\n" * 9, encoding="utf-8")
+    words = ["text.txt", "--model", str(tiny_path), "--types", "f16,balanced", "--device", "cpu", "--minutes", "0.1"]
+    assert "| balanced " in installed.run(tmp_path, "polarlm", "quality", *words)
+    (page,) = tmp_path.glob("quality-*.html")
+    assert {file.suffix for file in tmp_path.iterdir()} == {".txt", ".html", ".json"}
+    assert "What a cache type costs" in page.read_text(encoding="utf-8")
+
+
 def test_a_users_own_modules_are_theirs(installed: Installed, tmp_path: Path) -> None:
     own_modules(tmp_path)
     program = """

@@ -62,15 +62,16 @@ class Speeds:
         context = min(len(self._ids), max(_PROMPTS)) + _STEPS + 2
         first = Ours(self._weights, context, 0, {**self._settings, "cache_type": "f16", "kept_sequences": 0})
         try:
-            engines, rate = {}, first.prompt_rate(self._ids[:_TRIED])
+            engines = {}
             for one in self._types:
                 try:
                     engines[one.label] = first.beside(one.settings())
-                    rate = engines[one.label].rates(self._ids[:_TRIED], 3)[0]  # compiles kernels
+                    engines[one.label].rates(self._ids[:_TRIED], 3)  # compiles kernels
                 except EngineError as error:
                     self._problems[one.label] = str(error)
                     engines.pop(one.label, None)
                 yield
+            rate = max(first.prompt_rate(self._ids[:_TRIED]) for _ in range(2))
             self.prompt_tokens = self._longest(rate, max(0.0, end - self._clock()) / max(1, len(engines)))
             prompt = self._ids[: self.prompt_tokens]
             for _ in range(_ROUNDS):
