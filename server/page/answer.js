@@ -100,7 +100,7 @@ async function answer(message) {
       });
       if (performance.now() - keptAt > KEEP_MS) {
         keptAt = performance.now();
-        keepConversation(conversation);
+        keepLive(conversation);
       }
       if (begins.length < LOOP.pieces || begins.length % LOOP.every || !$("loop_check").checked) continue;
       if (loops(flow, flow.length - begins.at(-LOOP.pieces))) {
@@ -114,6 +114,11 @@ async function answer(message) {
   }
   cancelAnimationFrame(drawing);
   finish(mine, pace, usage, trouble, before);
+}
+
+/** Keeps a conversation that is still there: it may have been deleted while the answer came. */
+function keepLive(conversation) {
+  if (chats.get(conversation.id) === conversation) keepConversation(conversation);
 }
 
 /** Adds a piece to an answer, and returns its text. */
@@ -187,7 +192,7 @@ function finish(mine, pace, usage, trouble, before) {
   }
   if (live === mine) live = null;
   conversation.changed = Date.now();
-  keepConversation(conversation);
+  keepLive(conversation);
   if (!shown) return; // another conversation is
   row.body.setAttribute("aria-busy", "false");
   grow(row);

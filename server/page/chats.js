@@ -64,6 +64,7 @@ function found(conversation, words) {
 }
 
 function drawList() {
+  document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM";
   const words = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
   const focused = $("list").contains(document.activeElement) ? document.activeElement.dataset.does : null;
@@ -208,6 +209,6 @@ otherTabs.addEventListener("message", async ({ data: id }) => {
   const chat = await taken(id).catch(() => null);
   if (chat) chats.set(id, chat);
   else chats.delete(id);
-  if (current.id === id && chat) openChat(chat, false);
+  if (current.id === id && chat && !document.querySelector(".edited")) openChat(chat, false); // nobody loses what they type
   else drawList();
 });

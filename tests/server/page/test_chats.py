@@ -18,6 +18,7 @@ from tests.server.page.visitor import (
     says,
     send,
     send_and_wait,
+    size,
     text_of,
 )
 from tests.server.process import Process
@@ -137,6 +138,7 @@ def test_conversations_survive_a_reload(page: Browser) -> None:
     page.run("system.value = ''; system.dispatchEvent(new Event('input', {bubbles: true}))")
     send_and_wait(page, "second")
     assert titles(page) == ["second", "first"]
+    assert page.run("return document.title") == "second – PolarLM"
     page.reload()
     page.until(lambda: titles(page) == ["second", "first"])
     page.until(lambda: page.run(SHOWN) == ["second", "two"])
@@ -210,6 +212,18 @@ def test_a_deleted_conversation_can_be_brought_back(page: Browser) -> None:
     assert page.run(SHOWN) == ["first", "one"]
     page.until(lambda: len(kept(page)) == 1)
     assert not page.shown("#undo")
+
+
+def test_a_conversation_that_is_deleted_while_its_answer_comes_stays_deleted(page: Browser) -> None:
+    says(page, ["half", {"wait": 60000}])
+    send(page, "first")
+    page.until(lambda: text_of(page) == "half")
+    page.run(
+        "window.ended = new Promise((done) => { const real = finish; finish = (...all) => { real(...all); done(); }; })"
+    )
+    page.click("[data-does=remove]")
+    page.run("return window.ended.then(() => new Promise((done) => setTimeout(done, 100)))")
+    assert (titles(page), kept(page)) == ([], [])
 
 
 def test_another_tab_hears_of_changes(page: Browser) -> None:
@@ -358,6 +372,9 @@ def test_a_browser_that_keeps_nothing_says_so(page: Browser, server: Process) ->
     try:
         page.reload()
         page.until(lambda: "keeps nothing here" in page.text("#unkept"))
+        size(page, 390, 844)
+        assert page.shown("#unkept")  # beside the message, wherever the list is
+        size(page, 1280, 800)
         says(page, ["one"])
         send_and_wait(page, "first")
         assert titles(page) == ["first"]

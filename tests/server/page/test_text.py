@@ -221,6 +221,25 @@ def test_four_thousand_tokens_are_drawn_in_few_milliseconds_each(page: Browser) 
     assert longest < 500
 
 
+def test_an_answer_of_four_thousand_tokens_comes_as_fast_at_its_end_as_at_its_beginning(page: Browser) -> None:
+    """Through all of the page: the stream, the text, the meters, the picture, the view that follows."""
+    says(page, ["word ", "and ", "**bold** ", "more\n\n"] * 1000)
+    page.run(
+        """
+        window.times = [];
+        const real = take;
+        take = (...all) => { window.times.push(performance.now()); return real(...all); };
+        loop_check.click();
+        """
+    )
+    send_and_wait(page, "go on")
+    times = page.run("return window.times")
+    assert len(times) >= 4000
+    quarters = [times[end - 1] - times[end - 1000] for end in (1000, 2000, 3000, 4000)]
+    assert quarters[3] < 5 * max(quarters[0], 100), quarters
+    assert page.run("return document.querySelectorAll('.answer p').length") == 1000
+
+
 def test_code_is_copied_as_it_was_written(page: Browser) -> None:
     says(page, ["```python\nif x < 1:\n\ty = '\u202e'\n```"])
     send_and_wait(page, "code")
