@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,38 @@ def test_batches_mix_requests_with_and_without_drafts(engine: Engine) -> None:
     for tray, answer in zip(trays, wanted, strict=True):
         assert summary(fold(tray)) == summary(answer)
     assert sum(drafts.accepted for drafts in made) > 100
+
+
+def chi_squared(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """How many standard deviations the difference of two samples is above the usual one, of those seen 20 times."""
+    counts = [Counter(one), Counter(other)]
+    kinds = [kind for kind in {*one, *other} if sum(count[kind] for count in counts) >= 20]
+    total = [sum(count[kind] for kind in kinds) for count in counts]
+    found = 0.0
+    for kind in kinds:
+        seen = [count[kind] for count in counts]
+        usual = [sum(seen) * t / sum(total) for t in total]
+        found += sum((n - m) ** 2 / m for n, m in zip(seen, usual, strict=True))
+    freedom = len(kinds) - 1
+    assert freedom > 5
+    spread = 2 / (9 * freedom)
+    return float(((found / freedom) ** (1 / 3) - 1 + spread) / spread**0.5)
+
+
+def test_sampled_answers_have_the_distribution_of_plain_ones(engine: Engine) -> None:
+    """Tokens behind the first one, of other seeds than those of the plain answers."""
+    params = replace(PARAMS, temperature=1.0, top_k=4, max_tokens=4, min_p=0)
+    drafting(engine, lambda ids: None)
+    wanted = [engine.generate(PROMPT, replace(params, seed=seed)).token_ids for seed in range(400)]
+    guess = [*PROMPT, *(Counter(tokens).most_common(1)[0][0] for tokens in zip(*wanted, strict=True))]
+    made: list[Unpaced] = []
+    drafting(engine, lambda ids: made.append(Unpaced(Known(guess, 1, VOCABULARY))) or made[-1])
+    found = [engine.generate(PROMPT, replace(params, seed=seed)).token_ids for seed in range(1000, 1400)]
+    assert sum(drafts.accepted for drafts in made) > 40
+    assert sum(drafts.drafted - drafts.accepted for drafts in made) > 40
+    for place in (1, 2, 3):
+        assert chi_squared([each[place] for each in found], [each[place] for each in wanted]) < 3
+    assert chi_squared([each[2] for each in found], [each[1] for each in wanted]) > 3  # it would show
 
 
 # -- drafters ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""Drafts among everything else that happens to requests: arrivals, prefix hits, preemption, cancellation, sessions."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from polarlm import Engine, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.outputs import fold
+from polarlm.engine.requests.drafts import Drafts
+from polarlm.engine.requests.request import Ticket
+from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin
+from tests.tiny import VOCABULARY, blocks_left, load_tiny, make_model
+
+BLOCK = 8
+SETTINGS: dict[str, Any] = {"block_size": BLOCK, "cache_type": "f16", "parallel": 3, "ctx_size": 160}
+CLOSE = 0.02  # nats: full precision everywhere, but products of several rows are rounded otherwise
+TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=50)
+
+
+@dataclass
+class Asked:
+    prompt: list[int]
+    params: SamplingParams
+    wanted: tuple[int, ...]  # of a plain run
+    ticket: Ticket | None = None
+    tray: list[Any] = field(default_factory=list)
+    is_cancelled: bool = False
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for chunk in self.tray for token in chunk.token_ids)
+
+
+class Schedules(RuleBasedStateMachine):
+    """Each answer is that of a plain run; a cancelled one is its beginning. No block is lost."""
+
+    preempted = drafted = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        path = make_model(folder)
+        self.file = folder / "session"
+        self.plain: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS))
+        self.engine: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS))
+        self.stack.enter_context(blocks_left(self.engine, 12))  # the longest answer needs eleven
+        preempt = self.engine._scheduler.preempt
+
+        def counted() -> Any:
+            Schedules.preempted += 1
+            return preempt()
+
+        self.engine._scheduler.preempt = counted  # type: ignore[method-assign]
+        self.asked: list[Asked] = []
+        self.made: list[Unpaced] = []
+
+    @rule(
+        prompt=TOKENS,
+        earlier=st.integers(0, 3),
+        tokens=st.integers(5, 35),
+        right=st.sampled_from([None, 0.0, 0.7, 0.95, 1.0]),
+        seed=st.integers(0, 99),
+    )
+    def ask(self, prompt: list[int], earlier: int, tokens: int, right: float | None, seed: int) -> None:
+        """A prompt of its own, or one that goes on with an answer. right: the share of right drafts; None has none."""
+        done = [one for one in self.asked if one.tray and one.tray[-1].finish_reason == "length"]
+        if earlier and done:
+            last = done[seed % len(done)]
+            prompt = [*last.prompt, *last.tokens, *prompt][:60]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        wanted = self.plain.generate(prompt, params, ANEW).token_ids
+        one = Asked(prompt, params, wanted)
+        rng = np.random.default_rng(seed)
+
+        def make(ids: Sequence[int]) -> Drafts | None:
+            if right is None:
+                return None
+            known = Known([*prompt, *wanted], right, VOCABULARY, seed)
+            self.made.append(Unpaced(known, lambda: int(rng.integers(0, 16))))
+            return self.made[-1]
+
+        drafting(self.engine, make)
+        one.ticket = self.engine.submit(prompt, params, into=one.tray)
+        self.asked.append(one)
+
+    @precondition(lambda self: self.asked)
+    @rule(count=st.integers(1, 8))
+    def work(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.work()
+
+    @precondition(lambda self: self.asked)
+    @rule(number=st.integers(0, 99))
+    def cancel(self, number: int) -> None:
+        one = self.asked[number % len(self.asked)]
+        assert one.ticket is not None
+        one.ticket.cancel()
+        one.is_cancelled = True
+
+    @precondition(lambda self: any(one.tray and one.tray[-1].finish_reason == "length" for one in self.asked))
+    @rule()
+    def session(self) -> None:
+        """The newest sequence goes to a file and comes back, beside requests under way."""
+        if self.engine._runner.newest.ids:
+            stored = self.engine.save_session(self.file)
+            assert len(self.engine.load_session(self.file).token_ids) == stored
+
+    def teardown(self) -> None:
+        try:
+            while self.engine.work():
+                pass
+            assert_idle_but_taken(self.engine)
+            for one in self.asked:
+                place = first_difference(one.tokens, one.wanted[: len(one.tokens)])
+                assert place is None or margin(self.plain, one.prompt, one.params, place) < CLOSE
+                if not one.is_cancelled:
+                    assert len(one.tokens) == len(one.wanted)
+                    assert fold(one.tray).finish_reason == "length"
+            Schedules.drafted += sum(drafts.accepted for drafts in self.made)
+        finally:
+            self.stack.close()
+
+
+def assert_idle_but_taken(engine: Engine) -> None:
+    """No request, and no slot in use."""
+    assert not engine._runner.requests
+    assert not engine._runner._steps.has_begun
+    assert all(group.full.free == group.full.size for group in engine._store.groups)
+
+
+def test_answers_are_those_of_plain_runs() -> None:
+    """With requests that are preempted, and drafts that are right."""
+    Schedules.preempted = Schedules.drafted = 0
+    usual = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True, database=None)
+    run_state_machine_as_test(Schedules, settings=usual)
+    assert Schedules.preempted > 0
+    assert Schedules.drafted > 300
