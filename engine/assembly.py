@@ -24,16 +24,16 @@ from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.kv import cache_types
 from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens, format_bytes, parse_size
 from polarlm.engine.kv.store import KVStore, Metrics
-from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
+from polarlm.engine.limits import DRAFT_ROWS, DRAFTS, MOST_DRAFTED
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.magnitudes import Variances, variances
-from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_rows
+from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_drafts, rehearse_rows
 from polarlm.engine.model.weights import left_out, load_weights, weight_bytes, weight_count
 from polarlm.engine.progress import progress_bar
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
-from polarlm.engine.sizes import cache_shape, fits_beside, store_plan, weight_format
+from polarlm.engine.sizes import cache_shape, draft_bytes, draft_config, fits_beside, store_plan, weight_format
 from polarlm.engine.tiers.opening import check_settings, open_places
 from polarlm.engine.tiers.places import Place
 from polarlm.model_loaders.config import ModelConfig
@@ -54,10 +54,17 @@ class Parts:
     plan: StorePlan
     model: Transformer
     places: Sequence[Place] = ()  # of tiers
+    draft: Parts | None = None  # of the draft model
+
+    @property
+    def draft_model(self) -> Transformer | None:
+        return None if self.draft is None else self.draft.model
 
     def close(self) -> None:
         """Close the weights' files."""
         self.source.weights.close()
+        if self.draft is not None:
+            self.draft.close()
 
 
 def settle(
@@ -152,7 +159,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         places = open_places(config, shape, ops.name)
         weight_type = weight_format(config)
         room = ops.room_beside(weight_bytes(ops, source.weights, weight_type))
-        plan = store_plan(config, ops, source.config, shape, room)
+        plan = store_plan(config, ops, source.config, shape, room, draft_bytes(config, ops))
         _warn(config, source.config, plan, say)
         if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
             say(warning)
@@ -189,7 +196,28 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         source.weights.close()
         raise
     _give_back_freed_memory()
-    return Parts(config, source, plan, Transformer(ops, source.config, weights, store), places)
+    parts = Parts(config, source, plan, Transformer(ops, source.config, weights, store), places)
+    if config.model_draft is not None:
+        try:
+            parts.draft = _assemble(draft_config(config, plan.tokens), ops, verbose, encoding)
+            _check_vocabulary(parts.source, parts.draft.source)
+        except BaseException:
+            parts.close()
+            raise
+    return parts
+
+
+def _check_vocabulary(model: model_loaders.Model, draft: model_loaders.Model) -> None:
+    """Raises EngineError unless the ids of both models stand for the same texts."""
+    ours, theirs = model.tokenizer, draft.tokenizer
+    if model.vocabulary != draft.vocabulary or any(
+        ours.token_bytes(token) != theirs.token_bytes(token) for token in model.vocabulary
+    ):
+        raise EngineError(
+            f"model_draft={draft.path}: its vocabulary is not that of {model.name}; choose a smaller model of the same "
+            "family",
+            settings=("model_draft",),
+        )
 
 
 def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -> Parts:
@@ -231,10 +259,19 @@ def _rehearse(
     store = KVStore(ops, least_plan(shape, max(rehearsal.rows, default=0)), conditioning, metrics)
     rehearsed = Transformer(ops, model, weights, store)
     rehearse(rehearsed)
+    drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if _drafts(config) else []
     return [
-        partial(rehearse_rows, rehearsed, rows, in_steps=fewer < config.parallel)
-        for fewer, rows in itertools.pairwise((1, *rehearsal.rows))
+        *(partial(rehearse_drafts, rehearsed, rows) for rows in drafts),
+        *(
+            partial(rehearse_rows, rehearsed, rows, in_steps=fewer < config.parallel)
+            for fewer, rows in itertools.pairwise((1, *rehearsal.rows))
+        ),
     ]
+
+
+def _drafts(config: EngineConfig) -> bool:
+    """Whether the engine drafts tokens for requests that do not say otherwise."""
+    return config.spec_type != DRAFTS[0] or config.model_draft is not None
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them

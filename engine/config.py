@@ -42,6 +42,13 @@ class EngineConfig:
         metavar="USER/REPO[:QUANT]",
         help="model of the Hugging Face hub, downloaded once; of GGUF files the one named, or else the best that fits",
     )
+    model_draft: str | None = setting(
+        None,
+        "-md",
+        "--model-draft",
+        metavar="PATH",
+        help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
+    )
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",
@@ -111,7 +118,7 @@ class EngineConfig:
         "--spec-type",
         choices=limits.DRAFTS,
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last place where the "
-        "newest tokens stood before",
+        "newest tokens stood before; draft-simple asks the draft model, and needs no flag beside that one",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     draft_min: int = setting(0, "--draft-min", metavar="N", help="fewest tokens of a draft; shorter ones are dropped")
@@ -241,7 +248,7 @@ class SamplingParams:
     regex: str | None = setting(None, help="the answer matches this regular expression as a whole; extra json")
 
     shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
-    spec_type: str | None = setting(None, help="none or ngram-simple, in place of the engine's")
+    spec_type: str | None = setting(None, help=f"{', '.join(limits.DRAFTS)}: in place of the engine's")
     draft_max: int | None = setting(None, help="most tokens of a draft, in place of the engine's; 0 drafts none")
     draft_min: int | None = setting(None, help="fewest tokens of a draft, in place of the engine's")
 

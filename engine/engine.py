@@ -49,7 +49,7 @@ class Engine:
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
         self.watch_blocks = self._prefixes.watch  # for servers: before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
-        self._drafting = Drafting(parts.config, parts.source.vocabulary.stop)
+        self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         places, files = parts.places, sorted(parts.source.weights.files())
         self._tiers = Tiers(self._store, self._prefixes, places, files, self._lock) if places else None

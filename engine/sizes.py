@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from polarlm import model_loaders
 from polarlm.engine import codecs, weight_formats
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
-from polarlm.engine.encoding import Encoding
+from polarlm.engine.encoding import WHOLE, Encoding
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv import cache_types
 from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, parse_size, plan_for_memory, plan_for_tokens
+from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
@@ -91,10 +93,55 @@ def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheS
     return lambda tokens: ops.work_bytes(Load(model, shape.format(0), tokens, config.parallel))
 
 
-def store_plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, room: int) -> StorePlan:
+def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
+    """The settings of the draft model of an engine, for as many tokens of context: its store is in half precision."""
+    return replace(
+        config,
+        weights=config.model_draft,
+        model_draft=None,
+        weight_type=AS_STORED,
+        cache_type=codecs.FULL,
+        cache_type_k=None,
+        cache_type_v=None,
+        kv_memory=None,
+        cache_ram=None,
+        cache_disk=None,
+        ctx_size=tokens,
+        kept_sequences=0,
+    )
+
+
+def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
+    """From the tokens of a context to the bytes of the draft model: weights, KV store and work; 0 without one."""
+    if config.model_draft is None:
+        return lambda tokens: 0
+    model, source, _ = model_loaders.load_weights(config.model_draft, config.mmap)
+    config = draft_config(config, 0)
+    try:
+        weights = weight_bytes(ops, source, None)
+    finally:
+        source.close()
+    shape = cache_shape(config, WHOLE, ops, model)
+    work = work_bytes(config, ops, model, shape)
+    return lambda tokens: weights + work(tokens) + plan_for_tokens(shape, tokens, config.parallel).bytes
+
+
+def store_plan(
+    config: EngineConfig,
+    ops: Ops,
+    model: ModelConfig,
+    shape: CacheShape,
+    room: int,
+    more: Callable[[int], int] = lambda tokens: 0,
+) -> StorePlan:
     """The plan of the KV store: for kv_memory, else for the context, or as much of it as fits into `room` bytes beside
-    the work on a prompt of that length. Raises EngineError ("out_of_memory") if nothing fits."""
-    beside = work_bytes(config, ops, model, shape)
+    the work on a prompt of that length, and `more` bytes for a context. Raises EngineError ("out_of_memory") if nothing
+    fits."""
+    work = work_bytes(config, ops, model, shape)
+
+    def beside(tokens: int) -> int:
+        return work(tokens) + more(tokens)
+
     tokens = config.ctx_size or model.max_context
     sequences = config.kept_sequences + config.parallel
     if config.kv_memory is not None:

@@ -149,6 +149,18 @@ class KVStore:
         block = self.shape.block_size
         return min(block - sequence.length % block, STEP_ROWS)
 
+    def first_of_block(self, sequence: SequenceKV) -> int:
+        """The position of the first token in the current block; of the next token if that block is still empty."""
+        return sequence.length // self.shape.block_size * self.shape.block_size
+
+    def truncate(self, sequence: SequenceKV, length: int) -> None:
+        """Forget the tokens from position `length` on, which lie in the current block.
+
+        A block that has left a window stays away, though a token that is not forgotten may see it.
+        """
+        assert self.first_of_block(sequence) <= length <= sequence.length
+        sequence.length = length
+
     def _reserve(self, sequence: SequenceKV, grow: Callable[[TableGroup, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
         try:

@@ -50,6 +50,16 @@ def rehearse_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
         model.store.release(sequence)
 
 
+def rehearse_drafts(model: Transformer, rows: int) -> None:
+    """Run a step of one sequence with as many rows, for drafted tokens."""
+    sequence = model.store.new_sequence()
+    rows = min(rows, model.store.rows_of_block(sequence))
+    span = model.store.open_step(sequence, rows)
+    model.step([span], [0] * rows, [_draw(model)] * rows)
+    model.store.commit(span)
+    model.store.release(sequence)
+
+
 def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:
     span = model.store.open(sequence, tokens)
     units = model.forward_units([span], np.zeros(tokens, np.int32).tolist(), outputs=1)

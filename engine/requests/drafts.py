@@ -18,12 +18,12 @@ from statistics import median
 from typing import Protocol
 
 from polarlm.engine.config import EngineConfig, SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import DRAFT_ROWS
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.requests.draft_model import ModelDrafter
 
-NONE = "none"
-
-# Rows of a request with drafts: each number of them is a recorded step of its own. Few are enough, since the fastest
-# number is between others that are almost as fast.
-ROWS = (2, 4, 8, 16)
+NONE, DRAFT_MODEL = "none", "draft-simple"
 
 _RECENT = 5  # steps of the same rows, over which the median is taken
 _FIRST = 2  # steps of new rows that are compiled or recorded, and not counted
@@ -42,6 +42,9 @@ class Drafter(Protocol):
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         """Whether there may be a draft behind the token that follows `ids`; a step does not begin before it then."""
+
+    def release(self) -> None:
+        """Give up what the drafter holds besides memory of its own: the request ends, or waits."""
 
 
 class PromptLookup:
@@ -84,6 +87,9 @@ class PromptLookup:
         """Whether the newest ids stood somewhere before: otherwise a repetition begins with the next one at best."""
         self.read(ids)
         return self._found is not None
+
+    def release(self) -> None:
+        pass
 
 
 class StepSeconds:
@@ -139,15 +145,15 @@ class Batch:
 class Drafts:
     """The drafts of one request. drafted, accepted: tokens so far.
 
-    A draft has `ROWS` less one tokens, or `most`, but none below `least`. A request begins as if one of two tokens had
-    been right, so that its first drafts are short. Where no length pays, drafts pause, and for twice as many tokens
-    each time; the shortest is tried after each pause, and again as long as all of it is right.
+    A draft has one token fewer than one of `DRAFT_ROWS`, or `most`, but no fewer than `least`. A request begins as if
+    one of two tokens had been right, so that its first drafts are short. Where no length pays, drafts pause, and for
+    twice as many tokens each time; the shortest is tried after each pause, and again as long as all of it is right.
     """
 
     def __init__(self, drafter: Drafter, most: int, least: int, seconds: Callable[[int], float]) -> None:
         """1 ≤ most; least ≤ most. seconds: of a step, by its rows."""
         self._drafter, self._seconds = drafter, seconds
-        self._lengths = sorted({rows - 1 for rows in ROWS if least <= rows - 1 <= most} | {most})
+        self._lengths = sorted({rows - 1 for rows in DRAFT_ROWS if least <= rows - 1 <= most} | {most})
         self._right, self._tried = 1.0, 2.0  # of tokens behind right ones, which decay: those that were right, and all
         self._pause = _PAUSES[0]
         self._resumes = 0  # tokens of the sequence with which drafts go on
@@ -186,6 +192,10 @@ class Drafts:
             self._resumes = len(ids) + self._pause
             self._pause = min(2 * self._pause, _PAUSES[1])
 
+    def release(self) -> None:
+        """Give up what the drafter holds: the request ends, or waits."""
+        self._drafter.release()
+
     def _best(self, room: int, batch: Batch, likely: float) -> int:
         """The length that gives the most tokens a second of `batch`, which is without it; 0 if none pays."""
         best, most = 0, _MARGIN * batch.tokens / self._seconds(batch.rows)
@@ -204,18 +214,31 @@ def _expected(length: int, likely: float) -> float:
 class Drafting:
     """Makes the drafts of an engine's requests, which share what is known about the time of steps."""
 
-    def __init__(self, config: EngineConfig, vocabulary: int) -> None:
-        """vocabulary: the number of ids."""
-        self._config, self._vocabulary = config, vocabulary
+    def __init__(self, config: EngineConfig, vocabulary: int, model: Transformer | None = None) -> None:
+        """vocabulary: the number of ids. model: the draft model, if there is one."""
+        self._config, self._vocabulary, self._model = config, vocabulary, model
         self.seconds = StepSeconds()
 
     def drafts(self, ids: Sequence[int], params: SamplingParams) -> Drafts | None:
-        """The drafts of a request with the prompt `ids`; None where it is to have none."""
+        """The drafts of a request with the prompt `ids`; None where it is to have none.
+
+        Raises EngineError if it is to have those of a draft model, and there is none.
+        """
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
         most = config.draft_max if params.draft_max is None else params.draft_max
         least = config.draft_min if params.draft_min is None else params.draft_min
+        if params.spec_type is None and kind == NONE and self._model is not None:
+            kind = DRAFT_MODEL
         if kind == NONE or most == 0:
             return None
-        lookup = PromptLookup(config.spec_ngram_size_n, self._vocabulary, ids)
-        return Drafts(lookup, most, min(least, most), self.seconds)
+        return Drafts(self.drafter(kind, ids), most, min(least, most), self.seconds)
+
+    def drafter(self, kind: str, ids: Sequence[int]) -> Drafter:
+        """The drafter of a kind, for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
+        if kind != DRAFT_MODEL:
+            return PromptLookup(self._config.spec_ngram_size_n, self._vocabulary, ids)
+        if self._model is None:
+            sentence = f"spec_type={kind} needs a draft model: load the engine with model_draft"
+            raise EngineError(sentence, settings=("spec_type", "model_draft"))
+        return ModelDrafter(self._model, self._vocabulary)

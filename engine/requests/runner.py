@@ -131,6 +131,8 @@ class Runner:
     def _release(self, request: Request) -> None:
         """Abort the request's spans and release its K/V to the prefix cache; discard them if they are damaged."""
         self._steps.leave(request)
+        if request.drafts is not None:
+            request.drafts.release()
         prefill, kv, request.prefill, request.kv = request.prefill, request.kv, None, None
         if prefill is not None:
             self._store.abort(prefill.span)

@@ -28,6 +28,9 @@ class Known:
     def is_ready(self, ids: Sequence[int]) -> bool:
         return True
 
+    def release(self) -> None:
+        pass
+
 
 class Unpaced(Drafts):
     """Drafts at every step, whether it pays or not, `length()` tokens where there is room. `lengths`: of all drafts."""

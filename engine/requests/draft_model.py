@@ -1,0 +1,98 @@
+"""A second, smaller model that drafts: it generates the tokens that the engine's model verifies.
+
+Its K/V have a store of their own. What is stored of tokens that turned out wrong is forgotten before the next draft.
+These lie in the current block, since drafts end where the block of the engine's model ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.store import SequenceKV
+from polarlm.engine.limits import MOST_DRAFTED
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.sampling.sample import Draw, Sampled, Sampling
+
+_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+
+
+class ModelDrafter:
+    """Drafts the most likely tokens of one request, each by a step of the draft model.
+
+    None where that model's store has no room for the sequence.
+    """
+
+    def __init__(self, model: Transformer, vocabulary: int) -> None:
+        """model: the draft model, which the drafters of all requests share. vocabulary: the number of ids."""
+        self._model, self._store = model, model.store
+        self._draw = Draw(_GREEDY, (), 0.0, vocabulary)
+        self._kv: SequenceKV | None = None
+        self._stored: list[int] = []  # the ids whose K/V are stored
+
+    def is_ready(self, ids: Sequence[int]) -> bool:
+        return True
+
+    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        try:
+            kv = self._common(ids)
+            guesses: list[int] = []
+            token = self._compute(kv, ids[kv.length :])
+            while isinstance(token, int):
+                guesses.append(token)
+                if len(guesses) == most:
+                    break
+                token = self._compute(kv, [token])
+        except OutOfBlocks:
+            self.release()
+            return ()
+        return guesses
+
+    def release(self) -> None:
+        if self._kv is not None:
+            self._store.release(self._kv)
+        self._kv, self._stored = None, []
+
+    def _common(self, ids: Sequence[int]) -> SequenceKV:
+        """The K/V of tokens that `ids` begins with, all but the last one at most; those of others are forgotten."""
+        stored, same = self._stored, max(0, len(self._stored) - MOST_DRAFTED)  # before these, nothing was drafted
+        while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
+            same += 1
+        if self._kv is not None and same < len(stored):
+            if same < self._store.first_of_block(self._kv):
+                self.release()
+            else:
+                self._store.truncate(self._kv, same)
+                del stored[same:]
+        if self._kv is None:
+            self._kv = self._store.new_sequence()
+        return self._kv
+
+    def _compute(self, kv: SequenceKV, ids: Sequence[int]) -> Sampled:
+        """Compute the rows of tokens that follow those of `kv` → the token behind them. Raises OutOfBlocks."""
+        if len(ids) > MOST_DRAFTED:
+            self._prefill(kv, ids[:-1])
+            ids = ids[-1:]
+        sampled: Sampled = -1
+        while ids:
+            now = ids[: self._store.rows_of_block(kv)]
+            span = self._store.open_step(kv, len(now))
+            try:
+                *_, sampled = self._model.step([span], now, [self._draw] * len(now))
+                self._store.commit(span)
+            finally:
+                self._store.abort(span)  # nothing after a commit
+            self._stored += now
+            ids = ids[len(now) :]
+        return sampled
+
+    def _prefill(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+        """Compute the K/V of many tokens at once. Raises OutOfBlocks."""
+        span = self._store.open(kv, len(ids))
+        try:
+            for _ in self._model.forward_units([span], ids, outputs=1):
+                pass
+            self._store.commit(span)
+        finally:
+            self._store.abort(span)
+        self._stored += ids

@@ -1,0 +1,171 @@
+"""A second model that drafts: answers are those of the first one alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm import Engine, EngineError, SamplingParams
+from polarlm.engine import EngineConfig
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.encoding import WHOLE
+from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.requests.draft_model import ModelDrafter
+from polarlm.engine.sizes import cache_shape, draft_bytes, store_plan, work_bytes
+from tests.random_model import random_model
+from tests.requests.drafters import ANEW, Unpaced, drafting, first_difference, margin, summary
+from tests.requests.test_drafts import plain, prompts
+from tests.tiny import (
+    VOCABULARY,
+    assert_idle,
+    blocks_left,
+    by_count,
+    forget,
+    load_tiny,
+    make_model,
+    preemptions,
+)
+
+BLOCK = 16
+SETTINGS: dict[str, Any] = {"block_size": BLOCK, "ctx_size": 200, "parallel": 4, "calibration": False}
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same vocabulary with other weights."""
+    return make_model(tmp_path_factory.mktemp("other"), "llama_mha")
+
+
+def idle(engine: Engine) -> bool:
+    """Whether no request runs, and no block of either store is in use."""
+    assert_idle(engine)
+    assert engine._parts.draft is not None
+    groups = engine._parts.draft.model.store.groups
+    return all(group.quantized.free == group.quantized.size and group.full.free == group.full.size for group in groups)
+
+
+def unpaced(engine: Engine) -> list[Unpaced]:
+    """Let later requests draft at every step, and return their drafts."""
+    made: list[Unpaced] = []
+    assert engine._parts.draft is not None
+    draft = engine._parts.draft.model
+    drafting(engine, lambda ids: made.append(Unpaced(ModelDrafter(draft, VOCABULARY), lambda: 7)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("type", ["polarquant", "f16"])
+@pytest.mark.parametrize("itself", [True, False])
+def test_answers_are_those_of_the_model_alone(tiny_path: Path, other: Path, type: str, itself: bool) -> None:
+    """A model that drafts for itself is right, up to what the codes change."""
+    draft = str(tiny_path if itself else other)
+    with load_tiny(tiny_path, model_draft=draft, cache_type=type, **SETTINGS) as engine:
+        drafted = accepted = 0
+        for number, prompt in enumerate(prompts(10)):
+            params = replace(PARAMS, temperature=number % 2, seed=number)
+            wanted = plain(engine, prompt, params)
+            made = unpaced(engine)
+            forget(engine)
+            found = engine.generate(prompt, params, ANEW)
+            place = first_difference(found.token_ids, wanted.token_ids)
+            assert place is None or margin(engine, prompt, params, place) < 0.02
+            drafted += made[0].drafted if params.temperature == 0 else 0
+            accepted += made[0].accepted if params.temperature == 0 else 0
+            assert idle(engine)
+        assert drafted > 50
+        if itself:
+            assert accepted > (0.99 if type == "f16" else 0.2) * drafted
+
+
+def test_requests_share_the_draft_model_and_are_preempted(
+    tiny_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load_tiny(tiny_path, model_draft=str(other), cache_type="f16", **SETTINGS) as engine:
+        asked = prompts(6, seed=3)
+        wanted = [plain(engine, prompt) for prompt in asked]
+        by_count(engine, monkeypatch)
+        preempted = preemptions(engine, monkeypatch)
+        made = unpaced(engine)
+        trays: list[list[Chunk | Exception]] = [[] for _ in asked]
+        forget(engine)
+        with blocks_left(engine, 6):
+            for prompt, tray in zip(asked, trays, strict=True):
+                engine.submit(prompt, PARAMS, ANEW, into=tray)
+            ticket = engine.submit([5, 6, 7], PARAMS, ANEW, into=[])
+            for _ in range(12):
+                engine.work()
+            ticket.cancel()
+            while engine.work():
+                pass
+        assert any(preempted)
+        for prompt, tray, answer in zip(asked, trays, wanted, strict=True):
+            place = first_difference(fold(tray).token_ids, answer.token_ids)
+            assert place is None or margin(engine, prompt, PARAMS, place) < 0.02
+        assert sum(drafts.drafted for drafts in made) > 50
+        assert idle(engine)
+
+
+def test_a_draft_store_without_room_drafts_nothing(tiny_path: Path, other: Path) -> None:
+    with load_tiny(tiny_path, model_draft=str(other), cache_type="f16", **SETTINGS) as engine:
+        wanted = plain(engine, prompts(1)[0])
+        made = unpaced(engine)
+        assert engine._parts.draft is not None
+        slots = engine._parts.draft.model.store.groups[0].full
+        taken = slots.allocate(slots.free)
+        assert summary(engine.generate(prompts(1)[0], PARAMS, ANEW)) == summary(wanted)
+        assert made[0].drafted == 0
+        for slot in taken:
+            slots.release(slot)
+
+
+def test_the_model_drafts_unless_a_request_says_otherwise(tiny_path: Path, other: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", model_draft=str(other), **SETTINGS) as engine:
+        usage = engine.generate([5, 6, 7], PARAMS).usage
+        assert usage.drafted_tokens > 0
+        assert engine.generate([5, 6, 7], replace(PARAMS, spec_type="none")).usage.drafted_tokens == 0
+        assert engine.generate([5, 6, 7] * 4, replace(PARAMS, spec_type="ngram-simple")).usage.completion_tokens == 40
+
+
+def test_what_cannot_be_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:
+    strange = random_model(tmp_path)
+    with pytest.raises(
+        EngineError, match=r"its vocabulary is not that of .*; choose a smaller model of the same family"
+    ):
+        Engine.load(tiny_path, device="cpu", model_draft=str(strange), **SETTINGS)
+    with pytest.raises(EngineError, match="nowhere"):
+        Engine.load(tiny_path, device="cpu", model_draft=str(tmp_path / "nowhere"), **SETTINGS)
+    sentence = pytest.raises(EngineError, match="needs a draft model")
+    with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine, sentence:
+        engine.generate([5, 6], replace(PARAMS, spec_type="draft-simple"))
+
+
+def test_the_plan_leaves_room_for_the_draft_model(tiny_path: Path, other: Path) -> None:
+    config = EngineConfig(weights=str(tiny_path), model_draft=str(other), cache_type="f16", block_size=BLOCK)
+    ops = NumpyOps()
+    with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
+        model = engine.model.config
+    shape, more = cache_shape(config, WHOLE, ops, model), draft_bytes(config, ops)
+    assert more(1000) > more(0) > 100_000  # its weights
+    alone = store_plan(config, ops, model, shape, 1 << 40)
+    room = alone.bytes + work_bytes(config, ops, model, shape)(alone.tokens) + more(alone.tokens) - 50_000
+    assert store_plan(config, ops, model, shape, room).tokens == alone.tokens
+    assert store_plan(config, ops, model, shape, room, more).tokens < alone.tokens
+
+
+def test_forgotten_tokens_leave_no_trace(tiny_path: Path) -> None:
+    """A sequence goes on from the middle of its current block as one that never had the tokens."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(5, VOCABULARY, 70).tolist()
+    with load_tiny(tiny_path, ops=NumpyOps(), cache_type="f16", **SETTINGS) as engine:
+        drafter = ModelDrafter(engine._model, VOCABULARY)
+        for end in range(1, 60):
+            given = drafter.draft(ids[:end], 1 + end % 3)  # what follows is hardly ever what was drafted
+            fresh = ModelDrafter(engine._model, VOCABULARY)
+            assert list(given) == list(fresh.draft(ids[:end], 1 + end % 3))
+            fresh.release()
+        drafter.release()
+        assert_idle(engine)
