@@ -147,7 +147,8 @@ class Steps:
             rows = self._model.step(list(spans.values()), ids, draws)
             own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
             tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
-            sampled = dict(zip(spans, own, strict=True)) if drafted else {}
+            rows_of = dict(zip(spans, own, strict=True))
+            sampled = {request: rows_of[request][-1 - len(guesses) :] for request, guesses in drafted.items()}
             return _Step([*spans], spans, Fetch(None, lambda: tokens), known, drafted=drafted, sampled=sampled)
         except BaseException:
             for span in spans.values():

@@ -129,4 +129,5 @@ class _Api:
     async def stats(self, request: Request) -> Response:
         """/stats?tokens=N adds the memory of a sequence of N tokens."""
         tokens = asked_tokens(request.query_params)
-        return JSONResponse(stats(self._driver.engine, await self._driver.status(), tokens))
+        now, done = await self._driver.status(), self._driver.snapshot()
+        return JSONResponse(stats(self._driver.engine, done, now, tokens))

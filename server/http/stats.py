@@ -11,6 +11,7 @@ from polarlm.engine import Engine
 from polarlm.engine.kv.cache_types import chosen
 from polarlm.engine.kv.plan import CacheShape
 from polarlm.engine.outputs import Status
+from polarlm.server.counters import Totals
 from polarlm.server.values import BadRequest
 
 
@@ -30,7 +31,7 @@ def _window(cache: CacheShape) -> int | None:
     return None if None in windows else max(window for window in windows if window is not None)
 
 
-def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
+def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, also the memory of a sequence of so many, here and in half precision."""
     cache = engine.cache_shape
     (_, type_k), (_, type_v) = chosen(engine.config)
@@ -50,6 +51,8 @@ def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
         "blocks_free": now.blocks_free,
         "running": now.running,
         "waiting": now.waiting,
+        "drafted_tokens": done.drafted_tokens,
+        "accepted_tokens": done.accepted_tokens,
         "threads": None if now.threads is None else asdict(now.threads),
     }
     if tokens is not None:

@@ -25,7 +25,7 @@ from tests.tiny import VOCABULARY, blocks_left, load_tiny, make_model
 BLOCK = 8
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "cache_type": "f16", "parallel": 3, "ctx_size": 160}
 CLOSE = 0.02  # nats: full precision everywhere, but products of several rows are rounded otherwise
-TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=50)
+TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=20, max_size=50)
 
 
 @dataclass
@@ -55,7 +55,9 @@ class Schedules(RuleBasedStateMachine):
         self.file = folder / "session"
         self.plain: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS))
         self.engine: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS))
-        self.stack.enter_context(blocks_left(self.engine, 12))  # the longest answer needs eleven
+        self.stack.enter_context(blocks_left(self.engine, 11))  # the longest answer needs ten
+        record_time = self.engine._scheduler.record_time  # by count: the machine must do the same each time
+        self.engine._scheduler.record_time = lambda unit, _: record_time(unit, 1)  # type: ignore[method-assign]
         preempt = self.engine._scheduler.preempt
 
         def counted() -> Any:
@@ -96,7 +98,7 @@ class Schedules(RuleBasedStateMachine):
         self.asked.append(one)
 
     @precondition(lambda self: self.asked)
-    @rule(count=st.integers(1, 8))
+    @rule(count=st.integers(1, 4))
     def work(self, count: int) -> None:
         for _ in range(count):
             self.engine.work()
@@ -109,7 +111,6 @@ class Schedules(RuleBasedStateMachine):
         one.ticket.cancel()
         one.is_cancelled = True
 
-    @precondition(lambda self: any(one.tray and one.tray[-1].finish_reason == "length" for one in self.asked))
     @rule()
     def session(self) -> None:
         """The newest sequence goes to a file and comes back, beside requests under way."""

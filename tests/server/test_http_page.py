@@ -141,6 +141,8 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "blocks_free": status.blocks,
         "running": 0,
         "waiting": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
         "threads": {
             "number": status.threads.number,
             "why": status.threads.why,

@@ -250,6 +250,8 @@ def test_drafted_tokens_are_counted(server: Serving) -> None:
     after = metrics(server)
     assert after["polarlm_drafted_tokens_total"] == right + wrong
     assert after["polarlm_accepted_tokens_total"] == right
+    now = server.http.get("/stats").json()
+    assert (now["drafted_tokens"], now["accepted_tokens"]) == (right + wrong, right)
     timings = server.post("/completion", body | {"speculative.type": "ngram-simple"}).json()["timings"]
     assert timings["draft_n"] >= timings["draft_n_accepted"] >= 0
     assert "draft_n" not in server.post("/completion", body | {"speculative.n_max": 0}).json()["timings"]
