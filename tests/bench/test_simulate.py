@@ -220,3 +220,12 @@ def test_a_measured_load_is_simulated_beside_it(tmp_path: Path, capsys: pytest.C
     assert simulated["hit_rate"] == pytest.approx(0.75 * 19 / 20)
     assert "71.2 %" in capsys.readouterr().out
     assert main(["--beside", str(output)]) == 2
+    alone = tmp_path / "alone.json"
+    found |= {"benchmark": "serving", "model": "some", "date": "today", "load": load | {"clients": 1}}
+    found["latencies"]["between_tokens_seconds"] = {"percentiles": [0.01] * 101}
+    alone.write_text(json.dumps(found))
+    assert main(["--costs", str(alone), "--beside", str(file), "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["simulated"]["p50"] == pytest.approx(0.1, rel=0.05)
+    alone.write_text(json.dumps(found | {"load": load}))
+    assert main(["--costs", str(alone), "--beside", str(file)]) == 2
+    assert "--clients 1" in capsys.readouterr().err

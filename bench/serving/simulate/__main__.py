@@ -44,7 +44,10 @@ class Options:
     """The load, the machines and what they cost."""
 
     costs: str = setting(
-        "", "--costs", metavar="FILE,FILE", help="results of bench.speed or bench.gpu.predict, one for each cache type"
+        "",
+        "--costs",
+        metavar="FILE,FILE",
+        help="results of bench.speed or bench.gpu.predict, one for each cache type; for --beside also of bench.serving",
     )
     machines: str = setting("1,10,100", "--machines", metavar="N,N", help="at the same load for each; up to 10000")
     rate: float = setting(2.0, "--rate", metavar="R", help="requests a second for each of them")

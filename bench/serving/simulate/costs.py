@@ -1,4 +1,4 @@
-"""What work costs on one machine, fitted to results of `bench.speed` (measured) or `bench.gpu.predict` (predicted)."""
+"""What work costs on one machine: measured by `bench.speed` or `bench.serving`, or predicted by `bench.gpu.predict`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from polarlm.engine.kv.plan import CacheShape, LayerShape
 
 _MEASURED_CACHE = "balanced"  # of the columns of a speed file
 _BLOCK = 64  # tokens
+_ANY = 1024  # sequences of a step
 _PREDICTED_SHAPES = {"8b": (32, 8, 128)}  # layers, KV heads, head dim
 _NEEDED = "bench.speed and bench.gpu.predict write such files"
 
@@ -50,6 +51,8 @@ def read(path: Path) -> Costs:
             return _measured(found)
         if found.get("benchmark") == "gpu.predict":
             return _predicted(found)
+        if found.get("benchmark") == "serving":
+            return _alone(found)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise EngineError(f"--costs {path}: no costs can be read from it ({error!r}); {_NEEDED}") from None
     raise EngineError(f"--costs {path}: this is a file of another benchmark; {_NEEDED}")
@@ -75,6 +78,17 @@ def _measured(found: dict[str, Any]) -> Costs:
     machine = f"{found['machine']['cores']} cores of {found['machine']['cpu']}"
     source = f"measured: {found['model']}, {found['weights']}, on {machine}, {found['date']}"
     return _fitted(found["model"], source, _MEASURED_CACHE, prompts, steps, memory["cache_bytes"] / memory["tokens"])
+
+
+def _alone(found: dict[str, Any]) -> Costs:
+    """Costs of requests that came one at a time, for their lengths alone; a step of several takes as long as of one."""
+    load, waits = found["load"], found["latencies"]
+    if load["clients"] != 1:
+        raise EngineError("--costs: of a result of bench.serving, this needs one with --clients 1")
+    first = float(np.median(waits["first_token_seconds"]["percentiles"]))
+    step = float(np.mean(waits["between_tokens_seconds"]["percentiles"]))
+    source = f"measured: {found['model']}, one request at a time, {found['date']}"
+    return Costs(found["model"], source, _MEASURED_CACHE, first / load["prompt_tokens"], 0.0, step, 0.0, 0.0, 1.0, _ANY)
 
 
 def _predicted(found: dict[str, Any]) -> Costs:
