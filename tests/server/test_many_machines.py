@@ -72,12 +72,12 @@ def served(server: Process) -> int:
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 def test_nginx_sends_a_conversation_to_the_same_server(tiny_path: Path, tmp_path: Path) -> None:
-    small = SMALL_BLOCKS.format(kept=64)
+    small, room = SMALL_BLOCKS.format(kept=64), ("--ctx-size", "2048")  # for all conversations at one server
     for name in ("one", "two", "nginx"):
         (tmp_path / name).mkdir()
     with (
-        Process(tiny_path, tmp_path / "one", prelude=small) as one,
-        Process(tiny_path, tmp_path / "two", prelude=small) as two,
+        Process(tiny_path, tmp_path / "one", *room, prelude=small) as one,
+        Process(tiny_path, tmp_path / "two", *room, prelude=small) as two,
         nginx(tmp_path / "nginx", [one, two]) as url,
     ):
         first = {talk: ask(url, talk, "the rain ran on") for talk in CONVERSATIONS}
