@@ -25,6 +25,11 @@ class Usage:
     cached_from: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def from_tiers(self) -> Mapping[str, int]:
+        """`cached_from` without the KV store."""
+        return {place: tokens for place, tokens in self.cached_from.items() if place != "store"}
+
+    @property
     def prompt_rate(self) -> float:
         """Prefilled tokens per second."""
         return (self.prompt_tokens - self.cached_tokens) / max(self.prefill_seconds, 1e-9)

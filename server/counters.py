@@ -17,6 +17,7 @@ class Totals:
     """By how they ended: "stop", "length", "saved", "cancelled", "error", a refusal's code, …"""
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of answers that came to their end, as the four below
+    cached_from: Counter[str] = field(default_factory=Counter)  # `cached_tokens`, by place
     prefill_seconds: float = 0.0
     generation_seconds: float = 0.0
     drafted_tokens: int = 0
@@ -40,6 +41,7 @@ class Totals:
         self.completion_tokens += len(chunk.token_ids)
         if chunk.usage is not None:
             self.cached_tokens += chunk.usage.cached_tokens
+            self.cached_from.update(chunk.usage.cached_from)
             self.prefill_seconds += chunk.usage.prefill_seconds
             self.generation_seconds += chunk.usage.generation_seconds
             self.drafted_tokens += chunk.usage.drafted_tokens

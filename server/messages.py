@@ -38,9 +38,11 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
     """The last message of an answer, from its last chunk."""
     usage = chunk.usage
     assert usage is not None
-    counts = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
+    counts: dict[str, Any] = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
     if hide_cached:
         del counts["cached_tokens"]
+    elif usage.from_tiers:
+        counts["cached_from"] = usage.cached_from
     if not usage.drafted_tokens:
         del counts["drafted_tokens"], counts["accepted_tokens"]
     seconds = {name: round(value, 6) for name, value in asdict(usage).items() if name.endswith("_seconds")}

@@ -223,7 +223,7 @@ def numbers(turn: Turn, engine: Engine) -> str:
     speed = f"answer: {len(turn.token_ids)} tokens, {rate}stopped"
     if (usage := turn.usage) is not None:
         speed = (
-            f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached, "
+            f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached{_places(usage)}, "
             f"{usage.prompt_rate:.1f} tokens/s | "
             f"answer: {usage.completion_tokens} tokens, {usage.generation_rate:.1f} tokens/s"
         )
@@ -235,6 +235,12 @@ def numbers(turn: Turn, engine: Engine) -> str:
         f"cache: {cache.bytes / _MIB:.1f} MiB, {cache.bits_per_value:.2f} bits per value "
         f"(f16: {cache.f16_bytes / _MIB:.1f} MiB, 16 bits)"
     )
+
+
+def _places(usage: Usage) -> str:
+    """Which of the cached tokens came from a tier, in brackets; empty for none."""
+    found = [f"{tokens} from {place}" for place, tokens in usage.from_tiers.items()]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def why_larger(engine: Engine) -> str | None:

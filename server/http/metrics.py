@@ -40,6 +40,13 @@ class _Numbers(Collector):
         ):
             if name not in self._left_out:
                 yield CounterMetricFamily(f"polarlm_{name}", meaning, value=total)
+        if "cached_tokens" not in self._left_out:
+            places = CounterMetricFamily(
+                "polarlm_cached_tokens_from", "Cached tokens by the place that they came from", labels=["place"]
+            )
+            for place, tokens in sorted(done.cached_from.items()):
+                places.add_metric([place], tokens)
+            yield places
         for name, meaning, value in (
             ("requests_active", "Requests under way: waiting, computed, or being sent", done.active),
             ("requests_running", "Requests that take part in steps", now.running),

@@ -166,16 +166,24 @@ class Writer:
 
 
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """The usage of `n` answers to each prompt, which counts once; cached tokens are those that every answer found."""
+    """The usage of `n` answers to each prompt, which counts once; cached tokens are those that every answer found.
+
+    Where some were put back from a tier, "cached_from" has their numbers, by place.
+    """
     prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
     prompt = sum(answers[0].prompt_tokens for answers in prompts)
-    cached = sum(min(answer.cached_tokens for answer in answers) for answers in prompts)
+    least = [min(answers, key=lambda answer: answer.cached_tokens) for answers in prompts]
+    cached = sum(answer.cached_tokens for answer in least)
+    details: dict[str, Any] = {"cached_tokens": cached}
+    if any(answer.from_tiers for answer in least):
+        places = sorted({place for answer in least for place in answer.cached_from})
+        details["cached_from"] = {place: sum(answer.cached_from.get(place, 0) for answer in least) for place in places}
     completion = sum(answer.completion_tokens for answer in usages)
     written = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": details,
     }
     if drafted := sum(answer.drafted_tokens for answer in usages):
         accepted = sum(answer.accepted_tokens for answer in usages)

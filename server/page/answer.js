@@ -179,6 +179,7 @@ function finish(mine, pace, usage, trouble, before) {
   if (usage) {
     message.usage = {
       prompt: usage.prompt_tokens, completion: usage.completion_tokens, cached: usage.prompt_tokens_details?.cached_tokens ?? null,
+      places: usage.prompt_tokens_details?.cached_from ?? {},
     };
   }
   message.drafts = draftsOf(usage?.completion_tokens_details);

@@ -199,8 +199,14 @@ function figuresOf({ usage, rate, ending, drafts, error, text }) {
   ].filter(Boolean).join(" · ");
 }
 
-const fromCache = ({ prompt, cached }) =>
-  cached === null ? count(prompt, "prompt token") : `${number(cached)} of ${number(prompt)} prompt tokens from the cache`;
+const fromCache = ({ prompt, cached, places = {} }) =>
+  cached === null ? count(prompt, "prompt token") : `${number(cached)} of ${number(prompt)} prompt tokens from the cache${fromTiers(places)}`;
+
+/** Which of them came from a tier of the cache, in brackets. */
+function fromTiers(places) {
+  const tiers = Object.entries(places).filter(([place]) => place !== "store");
+  return tiers.length ? ` (${tiers.map(([place, tokens]) => `${number(tokens)} from ${place}`).join(", ")})` : "";
+}
 
 // -- editing ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""A conversation that a server has kept on the disk goes on in the next one, however the first one ended."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.lines import PATIENCE, Client, eventually
+from tests.server.process import SMALL_BLOCKS, Process
+
+PRELUDE = SMALL_BLOCKS.format(kept=4)
+USER, AGAIN = ({"role": "user", "content": content} for content in ("hello, how are you", "and then"))
+
+
+def start(model: Path, folder: Path, *flags: str, disk: bool = True) -> Process:
+    folder.mkdir(exist_ok=True)
+    kept = ["--cache-disk", "10M", "--cache-disk-folder", str(folder / "blocks")] if disk else []
+    return Process(model, folder, *kept, "--socket-port", "0", *flags, prelude=PRELUDE)
+
+
+def post(url: str, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        return json.load(response)
+
+
+def chat(url: str, *messages: dict[str, Any], tokens: int = 24) -> dict[str, Any]:
+    bias = {str(token): -100 for token in range(5)}  # no control tokens, which no text becomes
+    body = {"messages": messages, "temperature": 0, "max_tokens": tokens, "logit_bias": bias}
+    return post(url, "/v1/chat/completions", body)
+
+
+def said(answer: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+
+
+def written(folder: Path) -> int:
+    return len([file for file in (folder / "blocks").iterdir() if not file.name.startswith(".")])
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_next_turn_after_a_restart_needs_no_prefill(tiny_path: Path, tmp_path: Path, how: signal.Signals) -> None:
+    with start(tiny_path, tmp_path / "plain", disk=False) as server:
+        first = chat(server.url, USER)
+        expected = chat(server.url, USER, said(first), AGAIN)
+    with start(tiny_path, tmp_path / "kept") as server:
+        assert said(chat(server.url, USER)) == said(first)
+        if how == signal.SIGKILL:
+            stored = first["usage"]["total_tokens"] - 1
+            blocks = stored // 8 + bool(stored % 8) + 1  # and the ids of the answer
+            eventually(lambda: written(tmp_path / "kept") >= blocks)
+        server.process.send_signal(how)
+        server.process.wait(PATIENCE)
+    with start(tiny_path, tmp_path / "kept") as server:
+        second = chat(server.url, USER, said(first), AGAIN)
+        assert said(second) == said(expected)
+        cached = expected["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == first["usage"]["total_tokens"] - 1
+        details = second["usage"]["prompt_tokens_details"]
+        assert details == {"cached_tokens": cached, "cached_from": {"disk": cached}}
+        with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE) as page:
+            assert f'polarlm_cached_tokens_from_total{{place="disk"}} {cached:.1f}' in page.read().decode()
+        assert "cached_from" not in chat(server.url, USER, said(first), AGAIN)["usage"]["prompt_tokens_details"]
+
+
+def test_the_socket_tells_the_place_of_a_hit(tiny_path: Path, tmp_path: Path) -> None:
+    prompt = list(range(5, 60))
+    for turn in range(2):
+        with start(tiny_path, tmp_path / "kept") as server:
+            port = int(re.findall(r":(\d+)$", server.line)[0])
+            with Client(("127.0.0.1", port)) as client:
+                client.send(id=1, prompt=prompt, max_tokens=1, temperature=0)
+                _, last = client.rest_of(1)
+            server.process.terminate()
+            server.process.wait(PATIENCE)
+        assert last["usage"].get("cached_from") == ({"disk": 54} if turn else None)
+
+
+def test_killed_servers_leave_only_right_blocks(tiny_path: Path, tmp_path: Path) -> None:
+    """Each is killed while it writes, at another point; the next one's answers are those of a server without a disk."""
+    prompts = [{"role": "user", "content": f"{number} abcdefgh" * 6} for number in range(3)]
+    with start(tiny_path, tmp_path / "plain", disk=False) as server:
+        expected = [(chat(server.url, prompt, tokens=8), chat(server.url, prompt, tokens=8)) for prompt in prompts]
+    for number, prompt in enumerate(prompts):
+        with start(tiny_path, tmp_path / "kept") as server:
+            before = written(tmp_path / "kept")
+            assert said(chat(server.url, prompt, tokens=8)) == said(expected[number][0])
+            eventually(lambda least=before + 2 * number: written(tmp_path / "kept") >= least)
+            server.process.kill()
+            server.process.wait(PATIENCE)
+    assert not [file for file in (tmp_path / "kept" / "blocks").iterdir() if file.stat().st_mode & 0o077]
+    hits = 0
+    with start(tiny_path, tmp_path / "kept") as server:
+        for prompt, answers in zip(prompts, expected, strict=True):
+            answer = chat(server.url, prompt, tokens=8)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            hits += cached > 0
+            # A hit is read as codes, so answers are equal after hits of equal lengths.
+            for same in answers:
+                if same["usage"]["prompt_tokens_details"]["cached_tokens"] == cached:
+                    assert said(answer) == said(same)
+    assert hits
