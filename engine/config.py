@@ -142,6 +142,12 @@ class EngineConfig:
         metavar="FOLDER",
         help="where --cache-disk keeps them; without it, in the user's cache folder",
     )
+    cache_remote: str | None = setting(
+        None,
+        "--cache-remote",
+        metavar="URL",
+        help="share conversations with other machines: a server with --share-blocks, another HTTP store, or a folder",
+    )
     cache_ram: str | None = setting(
         None,
         "--cache-ram",

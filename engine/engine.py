@@ -40,8 +40,7 @@ class Engine:
     def __init__(self, parts: assembly.Parts):
         self.config, self.model = parts.config, parts.source
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
-        self._parts = parts
-        self._fit_line = assembly.fit_line(parts)
+        self._parts, self._fit_line = parts, assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store
         self._identity = sessions.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
@@ -54,6 +53,7 @@ class Engine:
         places, files = parts.places, sorted(parts.source.weights.files())
         self._tiers = Tiers(self._store, self._prefixes, places, files, self._lock) if places else None
         self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting.seconds, self._tiers)
+        self.kept_blocks = next((place for place in parts.places if place.label == "disk"), None)  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.keep_answer = self._answers.keep_message  # for servers, which parse answers
         self._grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)

@@ -72,6 +72,11 @@ class ServerConfig:
     sessions: str | None = setting(
         None, "--sessions", metavar="FOLDER", help="let clients save and load sessions, by name, in this folder"
     )
+    share_blocks: bool = setting(
+        False,
+        "--share-blocks",
+        help="let clients read and write the blocks of --cache-disk at /blocks, as engines with --cache-remote do",
+    )
     max_sessions_size: str = setting(
         "10G", "--max-sessions-size", metavar="SIZE", help="what all sessions together may take on the disk"
     )
@@ -118,6 +123,8 @@ def read_command_line(
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
     if server.kv_events is None and (server.kv_events_replay is not None or server.kv_events_topic):
         raise FlagError("--kv-events-replay and --kv-events-topic are for messages that only --kv-events publishes")
+    if server.share_blocks and engine.cache_disk is None:
+        raise FlagError("--share-blocks shares what --cache-disk keeps: give that as well")
     key = environment.get(KEY_VARIABLE)
     if server.api_key is None and key is not None:
         if complaint := _CHECKS["api_key"](key):

@@ -88,9 +88,10 @@ def test_every_endpoint_is_explained():
         return method, path.removeprefix("/v1")
 
     told = {shared(*pair) for row in rows(SERVER, "Endpoint") for pair in re.findall(r"`(\w+) (\S+)`", row[0])}
-    engine = SimpleNamespace(model=SimpleNamespace(tokenizer=None), context=0)
-    driver = cast(Any, SimpleNamespace(engine=engine, config=ServerConfig()))
-    routes = cast(list[Route], create_app(driver, ServerConfig()).routes)
+    engine = SimpleNamespace(model=SimpleNamespace(tokenizer=None), context=0, kept_blocks=object())
+    config = ServerConfig(share_blocks=True)
+    driver = cast(Any, SimpleNamespace(engine=engine, config=config))
+    routes = cast(list[Route], create_app(driver, config).routes)
     there = {shared(next(iter({*route.methods} - {"HEAD"})), re.sub(r"{.*?}", "NAME", route.path)) for route in routes}
     assert told == there
 

@@ -3,7 +3,6 @@ up again when the blocks are put there."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,10 @@ from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.tiers.copies import FullBlock, Run
 from polarlm.engine.tiers.found import Budget, Found
+from polarlm.engine.tiers.guarded import Guarded
 from polarlm.engine.tiers.names import Names
 from polarlm.engine.tiers.objects import DamagedObject, Object, Payloads, unpack
-from polarlm.engine.tiers.places import Place
 
-_LOG = logging.getLogger(__name__)
 _RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
 
 
@@ -27,14 +25,13 @@ class Lookup:
     """Reads objects from places, those of the fastest place first."""
 
     def __init__(
-        self, store: KVStore, prefixes: PrefixCache, payloads: Payloads, places: Sequence[Place], budget: Budget
+        self, store: KVStore, prefixes: PrefixCache, payloads: Payloads, places: Sequence[Guarded], budget: Budget
     ):
         self.store, self.prefixes, self.payloads = store, prefixes, payloads
         self.places, self.budget = places, budget
-        self._complained: set[str] = set()
 
     def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> Found | None:
-        """What places hold of the beginning of `ids` and the store lacks; None for nothing. Raises OSError.
+        """What places hold of the beginning of `ids` and the store lacks; None for nothing.
 
         wanted: is asked before each block; once it says no, nothing more is read.
         """
@@ -42,7 +39,7 @@ class Lookup:
         return _Search(self, names, ids, root, hashes, wanted).run()
 
     def has(self, name: bytes) -> bool:
-        """Whether a place has an object of this name. Raises OSError."""
+        """Whether a place has an object of this name."""
         return any(place.has(name) for place in self.places)
 
     def read(self, name: bytes, check: Callable[[Object], object]) -> tuple[Object, str] | None:
@@ -51,27 +48,17 @@ class Lookup:
         check: raises DamagedObject for a wrong one. Damaged ones are removed.
         """
         for place in self.places:
+            content = place.read(name)
+            if content is None:
+                continue
             try:
-                content = place.read(name)
-                if content is None:
-                    continue
-                try:
-                    found = unpack(name, content)
-                    check(found)
-                    return found, place.label
-                except DamagedObject as error:
-                    sentence = f"a block on {place.label} is damaged and not used: {error}"
-                    self._complain(f"damaged {place.label}", sentence)
-                    place.remove(name)
-            except OSError as error:
-                self._complain(place.label, f"blocks on {place.label} cannot be read: {error}")
+                found = unpack(name, content)
+                check(found)
+                return found, place.label
+            except DamagedObject as error:
+                place.complain("damaged", f"a block on {place.label} is damaged and not used: {error}")
+                place.remove(name)
         return None
-
-    def _complain(self, what: str, sentence: str) -> None:
-        """Log a sentence, once for each kind of trouble."""
-        if what not in self._complained:
-            self._complained.add(what)
-            _LOG.warning("%s", sentence)
 
 
 @dataclass

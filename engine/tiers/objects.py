@@ -164,10 +164,10 @@ class Payloads:
             self._made[key] = _placed(found, tokens * _ID.itemsize)
         return self._made[key]
 
-    def most_bytes(self, stored_as: str) -> int:
-        """Bytes of the largest object."""
-        full = self.of_full(_NUMBERS[4], self.shape.block_size, self.every_group)[1]
-        return HEADER_BYTES + max(full, self.of_blocks(stored_as, self.every_group)[1])
+    def most_bytes(self) -> int:
+        """More bytes than any object has: those of a block in full precision, which records with their padding and the
+        ids of an answer stay below."""
+        return 2 * (HEADER_BYTES + (1 << 20) + self.of_full(_NUMBERS[4], self.shape.block_size, self.every_group)[1])
 
     def _layers(self, groups: int) -> list[int]:
         return [layer for index, (_, layers) in enumerate(self.shape.groups) if groups >> index & 1 for layer in layers]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.plan import CacheShape, parse_size
+from polarlm.engine.tiers.objects import Payloads
 from polarlm.engine.tiers.places import Folder, Memory, Place
+from polarlm.engine.tiers.remote import Remote
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 
+KEY_VARIABLE = "POLARLM_CACHE_KEY"
+_PLACES = "cache_ram", "cache_disk", "cache_remote"
 _BLOCKS = "blocks"  # the folder in the user's cache folder
 
 
@@ -21,7 +27,7 @@ def check_settings(config: EngineConfig) -> None:
             f"cache_disk_folder={config.cache_disk_folder}: say how large it may get with cache_disk, as in 20G",
             settings=("cache_disk_folder", "cache_disk"),
         )
-    asked = [name for name in ("cache_ram", "cache_disk") if getattr(config, name) is not None]
+    asked = [name for name in _PLACES if getattr(config, name) is not None]
     if asked and config.kept_sequences == 0:
         raise EngineError(
             f"{asked[0]} keeps what the prefix cache finds, and kept_sequences=0 turns that off: leave one of them out",
@@ -42,15 +48,37 @@ def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[Pl
         places.append(Memory(parse_size(config.cache_ram, "cache_ram")))
     if config.cache_disk is not None:
         places.append(_folder(config, parse_size(config.cache_disk, "cache_disk")))
+    if config.cache_remote is not None:
+        places.append(_remote(config.cache_remote, Payloads(shape).most_bytes()))
     if places:
         for codec in (codec for layer in shape.layers for codec in (layer.codec_k, layer.codec_v)):
             if codec.per_layer:
                 raise EngineError(
-                    f"Cache type {codec.name} learns the meaning of its codes in each process, so cache_disk and "
-                    "cache_ram cannot keep its blocks: choose another cache type",
-                    settings=("cache_type_k", "cache_type_v", "cache_disk", "cache_ram"),
+                    f"Cache type {codec.name} learns the meaning of its codes in each process, so its blocks cannot be "
+                    f"kept by {' or '.join(_PLACES)}: choose another cache type",
+                    settings=("cache_type_k", "cache_type_v", *_PLACES),
                 )
     return places
+
+
+def _remote(where: str, most: int) -> Place:
+    """The place at a URL, or in a folder that other machines see as well. most: bytes of the largest object."""
+    reason = ""
+    if re.match("https?:", where):
+        try:
+            return Remote(where, most, os.environ.get(KEY_VARIABLE))
+        except ValueError as error:
+            reason = str(error)
+    else:
+        try:
+            return Folder(Path(where.removeprefix("file://")).expanduser(), None, "remote")
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    raise EngineError(
+        f"cache_remote={where}: {reason}; give http://HOST:PORT of a server with --share-blocks, or a folder",
+        "storage",
+        ("cache_remote",),
+    )
 
 
 def remembering() -> Path | None:

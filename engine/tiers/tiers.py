@@ -17,6 +17,7 @@ from typing import TypeVar
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.tiers.found import Budget, Found
+from polarlm.engine.tiers.guarded import Guarded
 from polarlm.engine.tiers.lookup import Lookup
 from polarlm.engine.tiers.names import Names, digest, known_digest
 from polarlm.engine.tiers.objects import Payloads, ids_of
@@ -45,8 +46,9 @@ class Tiers:
     ):
         """weights: the files of the model's weights. lock: the engine's."""
         self._payloads = Payloads(store.shape)
-        self._lookup = Lookup(store, prefixes, self._payloads, places, Budget())
-        self._writer = Writer(store, prefixes, self._payloads, places, self._named_soon, lock)
+        guarded = [Guarded(place) for place in places]
+        self._lookup = Lookup(store, prefixes, self._payloads, guarded, Budget())
+        self._writer = Writer(store, prefixes, self._payloads, guarded, self._named_soon, lock)
         self._root = prefixes.hashes(())[0]
         self._names: Names | None = None
         self._named = threading.Event()
@@ -99,17 +101,14 @@ class Tiers:
         return self._in_time(_PATIENCE, read) or {}
 
     def _in_time(self, seconds: float, work: Callable[[Callable[[], bool]], T]) -> T | None:
-        """The result of `work`, which runs in a thread; None if it is late, fails, or an earlier one still runs."""
+        """The result of `work`, which runs in a thread; None if it is late, or an earlier one still runs."""
         if self._late is not None and self._late.is_alive():
             return None
         results: list[T] = []
         left = threading.Event()
 
         def run() -> None:
-            try:
-                results.append(work(lambda: not left.is_set()))
-            except OSError as error:
-                _LOG.warning("kept blocks cannot be read: %s", error)
+            results.append(work(lambda: not left.is_set()))
 
         thread = threading.Thread(target=run, name="tiers reading", daemon=True)
         thread.start()

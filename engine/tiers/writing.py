@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -17,9 +17,9 @@ import numpy as np
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.tiers.copies import groups_of, take_blocks, take_full
+from polarlm.engine.tiers.guarded import Guarded
 from polarlm.engine.tiers.names import Names
 from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, form_of, pack, pack_ids
-from polarlm.engine.tiers.places import Place
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ _AT_ONCE = 4  # blocks that are copied while the engine's lock is held
 _REST = 19  # while requests are computed: pause after a copy, in multiples of its time, so that it takes a twentieth
 _LONGEST_REST = 0.5  # seconds
 _CHAINS = 256  # that wait; further ones push out the oldest
-_TROUBLED = 30.0  # seconds without writing to a place after an error, such as a full disk
 
 
 class Lock(Protocol):
@@ -63,15 +62,14 @@ class Writer:
         store: KVStore,
         prefixes: PrefixCache,
         payloads: Payloads,
-        places: Sequence[Place],
+        places: Sequence[Guarded],
         names: Callable[[], Names | None],
         lock: Lock,
     ):
         """names: waits until names are known; None if they will not be. lock: the engine's."""
         self._store, self._prefixes, self._payloads, self._places = store, prefixes, payloads, places
         self._names, self._lock = names, lock
-        self._troubled: dict[Place, float] = {}  # until when nothing is written there
-        self._complained: set[str] = set()
+        self._is_troubled = False  # by an error that should not be, of which the log has been told
         self._closing = self._given_up = False
         self.renew()
         renew_in_children(self)
@@ -126,6 +124,8 @@ class Writer:
             self._given_up = True
             del self._store, self._prefixes  # so that they can be freed
         self._work.clear()
+        if flushed and self._thread is not None:
+            self._thread.join(patience)
         return flushed
 
     # -- in the thread -----------------------------------------------------------------------------------------
@@ -150,7 +150,9 @@ class Writer:
             except _GivenUp:
                 return
             except Exception as error:  # this thread goes on: without it nothing would be kept
-                self._complain("unexpected", f"blocks cannot be kept: {error!r}")
+                if not self._is_troubled:
+                    self._is_troubled = True
+                    _LOG.warning("blocks cannot be kept: %r", error)
             finally:
                 with self._changed:
                     self._is_writing = False
@@ -169,21 +171,12 @@ class Writer:
             self._write_full(tail, chain.hashes[-1], chain.last, replaces=True)
         known = [first, *(name for _, name in quantized), *([tail] if chain.last else [])]
         for place in self._places:
-            with suppress(OSError):
-                place.used(known)
+            place.used(known)
 
     def _is_missing(self, name: bytes) -> bool:
         """Whether a place that works lacks an object."""
         self._done += 1
-        for place in self._working():
-            with suppress(OSError):
-                if not place.has(name):
-                    return True
-        return False
-
-    def _working(self) -> list[Place]:
-        now = time.monotonic()
-        return [place for place in self._places if self._troubled.get(place, 0) <= now]
+        return any(not place.has(name) and place.takes_writes for place in self._places)
 
     def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]]) -> None:
         copied: list[tuple[int, list[bytes], np.ndarray]] = []
@@ -223,17 +216,7 @@ class Writer:
 
     def _write(self, name: bytes, header: bytes, payload: memoryview, *, replaces: bool = False) -> None:
         """Write an object to places that lack it, or to all if it replaces others of its name."""
-        for place in self._working():
-            try:
-                if replaces or not place.has(name):
-                    place.write(name, header, payload)
-            except OSError as error:
-                self._troubled[place] = time.monotonic() + _TROUBLED
-                self._complain(place.label, f"blocks cannot be kept on {place.label} for now: {error}")
+        for place in self._places:
+            if replaces or not place.has(name):
+                place.write(name, header, payload)
         self._done += 1
-
-    def _complain(self, what: str, sentence: str) -> None:
-        """Log a sentence, once for each kind of trouble."""
-        if what not in self._complained:
-            self._complained.add(what)
-            _LOG.warning("%s", sentence)

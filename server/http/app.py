@@ -18,6 +18,7 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.server.config import ServerConfig
 from polarlm.server.driver import Driver
+from polarlm.server.http.blocks import Blocks
 from polarlm.server.http.completions import Completions
 from polarlm.server.http.dialects import dialects
 from polarlm.server.http.embeddings import Embeddings
@@ -49,6 +50,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
         *Sessions(driver).routes(),
+        *_blocks(driver, config),
         *(route for dialect in dialects() for route in dialect.routes(driver)),
         Route("/", page),
     ]
@@ -69,6 +71,13 @@ def error_shapes() -> ErrorShapes:
 def _with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Response]], **more: Any) -> list[Route]:
     """The routes of an endpoint of OpenAI's: clients are given base URLs that end with /v1, and others that do not."""
     return [Route(prefix + path, endpoint, **more) for prefix in ("/v1", "")]
+
+
+def _blocks(driver: Driver, config: ServerConfig) -> list[Route]:
+    """The routes of kept blocks; none without --share-blocks."""
+    if not config.share_blocks or driver.engine.kept_blocks is None:
+        return []
+    return Blocks(driver.engine.kept_blocks).routes()
 
 
 def _cors(config: ServerConfig) -> list[Middleware]:

@@ -312,9 +312,9 @@ def test_a_disk_that_takes_no_writes_delays_only_the_end(
 def test_a_full_disk_is_told_once_and_written_again_when_it_has_room(
     plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    from polarlm.engine.tiers import writing
+    from polarlm.engine.tiers import guarded
 
-    monkeypatch.setattr(writing, "_TROUBLED", 0.0)
+    monkeypatch.setattr(guarded, "_TROUBLED", 0.0)
     write, full = Folder.write, [True]
 
     def may_fail(place: Folder, name: bytes, header: bytes, payload: memoryview) -> None:
@@ -444,7 +444,7 @@ def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) 
 
 def memory_of(engine: Engine) -> Callable[[], int]:
     assert engine._tiers is not None
-    (place,) = engine._tiers._lookup.places
+    place = engine._tiers._lookup.places[0]._place
     assert isinstance(place, Memory)
     return lambda: place._held
 

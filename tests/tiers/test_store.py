@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from polarlm.engine.kv.blocks import OutOfBlocks
 from polarlm.engine.kv.prefix import BlockStored
 from polarlm.engine.tiers.found import Budget
+from polarlm.engine.tiers.guarded import Guarded
 from polarlm.engine.tiers.lookup import Lookup
 from polarlm.engine.tiers.names import Names
 from polarlm.engine.tiers.objects import Payloads
@@ -47,8 +48,8 @@ class Kept(CachedStore):
         names = Names(b"root", b"weights")
         self.place, payloads = Memory(size), Payloads(self.store.shape)
         self.names = names
-        self.lookup = Lookup(self.store, self.prefixes, payloads, [self.place], Budget())
-        self.writer = AtOnce(self.store, self.prefixes, payloads, [self.place], lambda: names, NoLock())
+        self.lookup = Lookup(self.store, self.prefixes, payloads, [Guarded(self.place)], Budget())
+        self.writer = AtOnce(self.store, self.prefixes, payloads, [Guarded(self.place)], lambda: names, NoLock())
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""

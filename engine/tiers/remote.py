@@ -1,0 +1,139 @@
+"""Objects in an HTTP store: another server of ours, or anything that answers GET, HEAD and PUT of /blocks/NAME."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import ssl
+import threading
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+_SECONDS = 2.0  # for a connection, and for each piece of an answer
+_ATTEMPTS = 3  # at an object: a connection that breaks is taken up again where it broke
+_IDLE = 4  # connections that stay open
+_PIECE = 1 << 20  # bytes
+_LEAVES_ALONE = 404, 410
+
+
+class Remote:
+    """Objects below `url`, each of at most `most` bytes. key: the API key of the server; None for none.
+
+    Raises ValueError for a URL that is none of HTTP.
+    """
+
+    label = "remote"
+
+    def __init__(self, url: str, most: int, key: str | None = None):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("it is no URL such as http://host:8080")
+        if parts.username is not None:
+            raise ValueError("it must not contain a user or a password")
+        self._host, self._port = parts.hostname, parts.port
+        self._context = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path, self._most = parts.path.rstrip("/"), most
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._wrong: set[bytes] = set()  # damaged there, so that the next write replaces them
+
+    def has(self, name: bytes) -> bool:
+        if name in self._wrong:
+            return False
+        status, _, _ = self._ask("HEAD", name)
+        return status == 200
+
+    def read(self, name: bytes) -> bytearray | None:
+        content = bytearray()
+        for attempt in range(_ATTEMPTS):
+            try:
+                status, whole, piece = self._ask("GET", name, start=len(content))
+            except ConnectionError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                continue
+            if status in _LEAVES_ALONE:
+                return None
+            if status == 200:
+                content.clear()
+            content += piece
+            if len(content) >= whole:
+                return content
+        raise ConnectionError("the answer breaks off again and again")
+
+    def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
+        self._ask("PUT", name, body=b"".join((header, payload)))
+        self._wrong.discard(name)
+
+    def remove(self, name: bytes) -> None:
+        self._wrong.add(name)
+
+    def used(self, names: Sequence[bytes]) -> None:
+        """Nothing: the store sees what it is asked for."""
+
+    def _ask(
+        self, method: str, name: bytes, *, body: bytes | None = None, start: int = 0
+    ) -> tuple[int, int, bytearray]:
+        """(status, bytes of the whole object, those that have come, from `start` on). Raises OSError."""
+        headers = dict(self._headers)
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        if body is not None:
+            headers["Content-Type"] = "application/octet-stream"
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        is_fresh = connection is None
+        connection = connection or self._connection()
+        try:
+            try:
+                connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
+                response = connection.getresponse()
+            except (http.client.HTTPException, ConnectionError):
+                if is_fresh:
+                    raise
+                connection.close()  # it was idle for too long
+                connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
+                response = connection.getresponse()
+            answer = self._answer(method, response, start)
+        except http.client.HTTPException as error:
+            connection.close()
+            raise ConnectionError(f"no answer in HTTP: {error!r}") from None
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            if response.isclosed() and not response.will_close and len(self._idle) < _IDLE:
+                self._idle.append(connection)
+                return answer
+        connection.close()
+        return answer
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._context is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=self._context)
+
+    def _answer(self, method: str, response: http.client.HTTPResponse, start: int) -> tuple[int, int, bytearray]:
+        status, piece = response.status, bytearray()
+        wanted = {"GET": (200, 206, *_LEAVES_ALONE), "HEAD": (200, *_LEAVES_ALONE), "PUT": (200, 201, 204)}[method]
+        if status not in wanted:
+            response.read(_PIECE)
+            raise OSError(f"{method} is answered with {status} {response.reason}")
+        if method != "GET" or status in _LEAVES_ALONE:
+            response.read(_PIECE)
+            return status, 0, piece
+        length = response.getheader("Content-Length", "")
+        whole = int(length) if length.isdecimal() else -1
+        if status == 206:
+            found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.getheader("Content-Range", ""))
+            if found is None or int(found[1]) != start:
+                raise OSError("another part of the block comes than was asked for")
+            whole = int(found[2])
+        if not 0 <= whole <= self._most:
+            raise OSError("the block has no length, or is larger than one can be")
+        while more := response.read(_PIECE):
+            piece += more
+            if len(piece) > self._most:
+                raise OSError("more comes than was announced")
+        return status, whole, piece
