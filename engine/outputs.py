@@ -64,6 +64,7 @@ class Chunk:
     stopped_by: str | None = None  # on the last chunk: the stop string before which the answer ends
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # beside `prefilled`: those of them that were found in the KV store
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set
     # In one chunk before the first token, one per token of the prompt after the first, if requested:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

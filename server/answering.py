@@ -15,7 +15,7 @@ from polarlm.server.answer_parser import AnswerParser
 from polarlm.server.call_grammar import functions_of, grammar
 from polarlm.server.driver import Driver
 from polarlm.server.parameters import Asked
-from polarlm.server.pieces import Answer, Piece, fold
+from polarlm.server.pieces import Answer, Piece, Progress, fold
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator
     ids: list[int] = []
     async with aclosing(_stream(driver, asked, params)) as chunks:
         async for chunk in chunks:
+            if chunk.prefilled:
+                yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))
+                continue
             if plan.parser is None:
                 yield _piece(chunk, params.stop)
                 continue
@@ -51,7 +54,7 @@ async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator
 async def _stream(driver: Driver, asked: Asked, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
     """The chunks of an answer; an error in the grammar of tools names them."""
     try:
-        async with aclosing(driver.stream(asked.prompt, params, asked.options)) as chunks:
+        async with aclosing(driver.stream(asked.prompt, params, asked.options, progress=asked.progress)) as chunks:
             async for chunk in chunks:
                 yield chunk
     except EngineError as error:

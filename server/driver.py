@@ -114,15 +114,22 @@ class Driver:
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams, options: PromptOptions | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: PromptOptions | None = None,
+        *,
+        progress: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """The answer to `prompt`, chunk by chunk; the last one has a finish_reason and the usage.
+
+        progress: also yield chunks without text while the prompt is computed.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
         with self._job(self._answers) as (entry, job):
-            ticket = await self._submitted(entry, job, prompt, self._limited(params), options)
+            ticket = await self._submitted(entry, job, prompt, self._limited(params), options, progress)
             last = False
             try:
                 while not last:
@@ -219,12 +226,18 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     async def _submitted(
-        self, entry: journal.Entry, job: Job, prompt: Prompt, params: SamplingParams, options: PromptOptions | None
+        self,
+        entry: journal.Entry,
+        job: Job,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: PromptOptions | None,
+        progress: bool = False,
     ) -> Ticket:
         """Submit a request, in a thread of a pool: the engine takes it between two units of work."""
 
         def submit() -> Ticket:
-            ticket = self.engine.submit(prompt, params, options, into=job)
+            ticket = self.engine.submit(prompt, params, options, into=job, progress=progress)
             job.queued(ticket)
             self._thread.wake()
             return ticket

@@ -140,6 +140,7 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "n_cmpl", "L", "another name of `n`, which counts if both are given"
     yield "stream", "OLV", "[false]"
     yield "stream_options", "OLV", "`include_usage`; its other fields are ignored"
+    yield "return_progress", "L", "in streamed chats, events with `prompt_progress` until the first token [false]"
     yield "speculative.type", "L", "`none` or `ngram-simple`: how tokens are drafted [`--spec-type`]"
     yield "speculative.n_max", "L", "tokens of a draft at most, 0 to 15 [`--draft-max`]"
     yield "speculative.n_min", "L", "tokens of a draft at least, 0 to 15 [`--draft-min`]"
@@ -225,8 +226,7 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
         yield name, "V", "it concerns how vLLM's parts work together"
     yield "spaces_between_special_tokens", "V", "control tokens are not in the text of answers"
     yield "return_token_offsets", "V", "it has an effect only at other endpoints"
-    for name in ("verbose", "return_progress"):
-        yield name, "L", "the extra output that it asks for is not sent"
+    yield "verbose", "L", "the extra output that it asks for is not sent"
     yield "timings_per_token", "L", "the extra output that it asks for is sent by `/completion` alone"
     yield "t_max_prompt_ms", "L", "llama-server ignores it as well"
 

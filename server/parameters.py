@@ -30,6 +30,7 @@ class Asked:
     stream: bool
     n: int  # answers to each prompt
     include_usage: bool  # stream_options
+    progress: bool = False  # whether pieces tell how much of the prompt has been computed
     more_prompts: tuple[Prompt, ...] = ()  # that are answered alike; of APIs that take several in a request
     tools: Tools | None = None
     reasoning: Literal["apart", "inline", "dropped"] = "apart"  # from the text; only of answers to messages

@@ -21,6 +21,15 @@ class CallStart:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How much of a prompt has been computed."""
+
+    total: int  # tokens of the prompt
+    cached: int  # of these, found in the cache
+    processed: int  # found and computed so far
+
+
+@dataclass(frozen=True)
 class Piece:
     """A piece of an answer. Of its parts, reasoning comes before text, text before a call, a call before arguments."""
 
@@ -35,6 +44,7 @@ class Piece:
     finish_reason: str | None = None  # of the last piece: "stop", "length" or "tool_calls"
     usage: Usage | None = None  # of the last piece
     stopped_by: str | None = None  # of the last piece: the stop string of the client's that ended the answer
+    progress: Progress | None = None  # of pieces before the first token, if asked for
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,8 @@ class Request:
         assert self.prefill is not None
         if self.wants_progress and self.sequence.generated == 0:
             done = (self.cached or 0) + self.prefill.rows // layers
-            self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=len(self.sequence.prompt)))
+            prompt, cached = len(self.sequence.prompt), self.cached or 0
+            self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=prompt, cached_tokens=cached))
 
     def usage(self) -> Usage:
         sequence = self.sequence

@@ -75,8 +75,8 @@ OWN: dict[str, list[Promise]] = {
         ),
         different(
             "`return_progress`, `sse_ping_interval`",
-            "nothing is sent before the first token",
-            "test_fields.py::test_harmless_fields_are_ignored",
+            "nothing is sent before the first token; OpenAI's endpoint for chats has `prompt_progress`",
+            "test_http_streams.py::test_a_chat_tells_how_far_its_prompt_is",
         ),
         refused(
             "other samplers and limits",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polarlm.server.http.generation import About
-from polarlm.server.http.shapes import Shapes, Writer
+from polarlm.server.http.shapes import CHAT, Shapes, Writer
 from polarlm.server.http.streams import DATA, Framing
 from polarlm.server.parameters import Asked, read
+from polarlm.server.values import flag
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class OpenAI:
             switched_logprobs=shapes.switched_logprobs,
             parse_special=about.parse_special,
         )
+        wanted = body.get("return_progress")
+        progress = shapes is CHAT and wanted is not None and flag("return_progress", wanted)
+        asked = replace(asked, progress=progress and asked.stream and about.tells_cached)
         with_logprobs = asked.params.logprobs is not None
         logprobs = [shapes.logprobs(model.tokenizer) for _ in range(asked.n if with_logprobs else 0)]
         return asked, Writer(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)

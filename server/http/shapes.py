@@ -13,7 +13,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 from polarlm.server.http.streams import Event
-from polarlm.server.pieces import Answer, Piece
+from polarlm.server.pieces import Answer, Piece, Progress
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class Writer:
     n: int = 1  # answers to each prompt
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    _began: float = field(default_factory=time.monotonic)
     _calls: dict[int, int] = field(default_factory=dict)  # of each answer, the number of the call that began last
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -122,6 +123,10 @@ class Writer:
             yield self._part(self._choice(index, self.shapes.opening))
         if piece.call is not None:
             self._calls[index] = piece.call.index
+        if piece.progress is not None:
+            part = self._part(self._choice(index, self.shapes.piece(piece, 0)))
+            yield part | {"prompt_progress": self._progress(piece.progress)}
+            return
         number = self._calls.get(index, 0)
         if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
             yield self._part(self._choice(index, self.shapes.piece(piece, number), tokens=piece.logprobs or None))
@@ -137,6 +142,16 @@ class Writer:
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""
         return error.body()
+
+    def _progress(self, progress: Progress) -> dict[str, Any]:
+        """As llama-server has it."""
+        seconds = time.monotonic() - self._began
+        return {
+            "total": progress.total,
+            "cache": progress.cached,
+            "processed": progress.processed,
+            "time_ms": round(1000 * seconds),
+        }
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         return usage(usages, self.n) | ({} if self.tells_cached else {"prompt_tokens_details": None})

@@ -76,7 +76,7 @@ async function answer(message) {
   const pace = { pieces: 0, first: 0, last: 0, thought: 0, thoughtOut: false }, begins = [];
   let flow = "", usage = null, drawing = 0, trouble = null, keptAt = performance.now();
   settle();
-  const before = used.tokens;
+  let before = used.tokens;
   Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null });
   if (!message.text) Object.assign(message, { reasoning: "", thought: null, calls: [] });
   draw();
@@ -84,10 +84,11 @@ async function answer(message) {
   fill(mine.row, true);
   begin(mine);
   try {
-    const body = { messages: messagesUpTo(message), stream: true, stream_options: { include_usage: true }, ...requestSettings() };
+    const body = { messages: messagesUpTo(message), stream: true, stream_options: { include_usage: true }, return_progress: true, ...requestSettings() };
     const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: mine.stop.signal });
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
+      if (event.prompt_progress && live === mine) before = progressed(event.prompt_progress);
       const choice = event.choices?.[0];
       message.ending = choice?.finish_reason ?? message.ending;
       const piece = choice && take(message, choice.delta ?? {}, pace);
@@ -160,6 +161,14 @@ function begin({ row }) {
   changed();
   follow();
   look();
+}
+
+/** Shows how much of the prompt has been computed, and returns how long it is. */
+function progressed({ total, cache, processed }) {
+  used = { tokens: processed, cached: cache, exact: processed === total };
+  tell(processed < total ? `Reading the prompt: ${number(processed)} of ${number(total)} tokens` : "Answering …");
+  meter();
+  return total;
 }
 
 /** What has come so far. A piece of text is a token, mostly; the usage at the end is exact. */

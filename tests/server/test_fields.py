@@ -145,6 +145,7 @@ ELSEWHERE = {
     "n_cmpl",
     "stream",
     "stream_options",
+    "return_progress",
 }  # in test_parameters
 ELSEWHERE |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_format"}  # test_http_tools
 

@@ -75,6 +75,47 @@ def test_an_event_is_sent_as_soon_as_there_is_text(server: Serving) -> None:
 # -- errors ----------------------------------------------------------------------------------------------------
 
 
+def test_a_chat_tells_how_far_its_prompt_is(server: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": "the rain " * 20}], "max_tokens": 3, "stream": True}
+
+    def events(**more: Any) -> list[dict[str, Any]]:
+        lines = server.post("/v1/chat/completions", {**body, **more}).text.split("\n\n")
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+    def progress(**more: Any) -> list[dict[str, int]]:
+        return [event["prompt_progress"] for event in events(**more) if "prompt_progress" in event]
+
+    assert progress() == progress(return_progress=None) == []
+    usage = events(stream_options={"include_usage": True})[-1]["usage"]
+    first, second = progress(return_progress=True, cache_salt="x"), progress(return_progress=True, cache_salt="x")
+    for steps, cached in ((first, 0), (second, usage["prompt_tokens_details"]["cached_tokens"])):
+        assert [step["cache"] for step in steps] == [cached] * len(steps)
+        assert [step["total"] for step in steps] == [usage["prompt_tokens"]] * len(steps)
+        done = [step["processed"] for step in steps]
+        assert cached < done[0] <= done[-1] == usage["prompt_tokens"]
+        assert done == sorted(done)
+        assert all(step["time_ms"] >= 0 for step in steps)
+    texts = [
+        "".join(event["choices"][0]["delta"].get("content", "") for event in some)
+        for some in (events(temperature=0), events(temperature=0, return_progress=True))
+    ]
+    assert texts[0] == texts[1]
+    assert (
+        "prompt_progress"
+        not in server.post("/v1/chat/completions", body | {"stream": False, "return_progress": True}).text
+    )
+    refused = server.post("/v1/chat/completions", body | {"return_progress": 5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_progress")
+
+
+def test_a_server_that_hides_what_is_cached_tells_no_progress(tiny: Engine) -> None:
+    with serving(tiny, hide_cached_tokens=True) as server:
+        body = {"messages": [{"role": "user", "content": "the rain"}], "max_tokens": 3, "stream": True}
+        response = server.post("/v1/chat/completions", body | {"return_progress": True})
+        assert response.status_code == 200
+        assert "prompt_progress" not in response.text
+
+
 def breaking(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """After so many steps, every step fails."""
     step, done = engine._model.step, 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.page.browser import Browser
-from tests.server.page.visitor import choose, done, says, send, send_and_wait, stats
+from tests.server.page.visitor import asked, choose, done, says, send, send_and_wait, stats
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.tiny import PLAIN, load_tiny
 
@@ -144,6 +144,33 @@ def test_colours_can_be_told_apart_by_those_who_see_two_of_them_alike(page: Brow
         own, shared, paper = map(sight, linear)
         assert apart(own, shared) > 0.1
         assert min(apart(own, paper), apart(shared, paper)) > 0.3
+
+
+def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Browser) -> None:
+    progress = {"total": 640, "cache": 320, "processed": 384, "time_ms": 5}
+    says(page, [{"event": {"choices": [], "prompt_progress": progress}}, {"wait": 60000}])
+    send(page, "go")
+    page.until(lambda: "shared" in page.text("#blocks-say"))
+    assert page.text("#blocks-say") == (
+        "6 blocks of 64 tokens: 1 in full precision, 5 coded (4.8 bits), 5 shared with an earlier prompt"
+    )
+    assert page.text("#status") == "Reading the prompt: 384 of 640 tokens"
+    assert asked(page)["return_progress"] is True
+
+
+def test_the_real_server_tells_how_far_the_prompt_is(page: Browser) -> None:
+    page.run(
+        """
+        const real = progressed;
+        window.told = [];
+        progressed = (progress) => { window.told.push(progress); return real(progress); };
+        """
+    )
+    choose(page, temperature=0, max_tokens=3)
+    send_and_wait(page, "the rain and then on")
+    told = page.run("return told")
+    assert told
+    assert told[-1]["processed"] == told[-1]["total"] == page.run("return rows.at(-1).message.usage.prompt")
 
 
 def test_a_server_that_hides_what_is_cached_shows_no_block_as_shared(page: Browser) -> None:
