@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import Completion, Engine, EngineError, SamplingParams
+from polarlm.engine import Completion, Engine, EngineError, SamplingParams, assembly
+from polarlm.engine.model.rehearsal import rehearse_drafts
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import Batch, Drafts, PromptLookup, StepSeconds
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, summary
@@ -257,6 +258,22 @@ def test_prompt_lookup_reads_each_token_once() -> None:
         lookup.draft(ids, 8)
         lookup.is_ready(ids)
     assert Watched.reads == 3040
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [({}, []), ({"spec_type": "ngram-simple"}, [2, 4, 8, 16]), ({"spec_type": "ngram-simple", "draft_max": 5}, [2, 4])],
+)
+def test_steps_of_drafts_are_rehearsed_where_an_engine_drafts(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: list[int]
+) -> None:
+    """Otherwise the first drafts would wait for kernels."""
+    seen: list[int] = []
+    monkeypatch.setattr(
+        assembly, "rehearse_drafts", lambda model, rows: seen.append(rows) or rehearse_drafts(model, rows)
+    )
+    with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
+        assert seen == (wanted if engine._parts.model.ops.rehearsal() is not None else [])
 
 
 # -- whether drafts pay -----------------------------------------------------------------------------------------------
