@@ -1,0 +1,67 @@
+"""Blocks of a GPU's store as objects of tiers: a CPU reads them, and a GPU reads those of a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.tiers.copies import groups_of, put_blocks, take_blocks, take_full
+from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, form_of, pack, unpack
+from tests.cuda.emulated import open_device
+from tests.cuda.test_model_emulated import SameWeights, model_of
+from tests.cuda.test_stored import talk
+
+FIXTURE, TYPES = "qwen2_mixed_windows", ("ring4", "ring3.5")
+NAME = bytes(16)
+
+
+def fields(store: KVStore, layer: int, blocks: list[int]) -> Mapping[str, np.ndarray]:
+    arrays = store.ops.read_blocks(store.cache(layer), blocks)
+    return transfer.as_fields(store.shape.format(layer), len(blocks), arrays)
+
+
+@pytest.mark.parametrize("gpu_first", [True, False])
+def test_codes_are_the_same_on_the_other_device(gpu_first: bool) -> None:
+    device = CudaOps(open_device(checked=False))
+    both = [device, SameWeights(device)]
+    here, there = both if gpu_first else both[::-1]
+    dialogue = talk(here, TYPES, FIXTURE)
+    store, kv, other = dialogue.model.store, dialogue.sequences[0], model_of(there, FIXTURE, TYPES).store
+    n = store.shape.block_size
+    known = [[table.block(number) for table in kv.tables] for number in range(1, kv.length // n)]
+    blocks = [own for own in known if None not in own]
+    assert blocks
+    payloads = Payloads(store.shape)
+    form, version = form_of(store.ops.stored_as)
+    rows = []
+    for row in take_blocks(store, payloads, blocks):
+        header, payload = pack(NAME, BLOCK, row, form=form, version=version, groups=groups_of(blocks[0]))
+        found = unpack(NAME, header + payload)
+        Payloads(other.shape).check_block(found)
+        assert found.stored_as == store.ops.stored_as
+        rows.append(found.payload)
+    target = [group.quantized.allocate(len(blocks)) for group in other.groups]
+    places = [[own[number] for own in target] for number in range(len(blocks))]
+    put_blocks(other, Payloads(other.shape), places, store.ops.stored_as, np.stack(rows), groups_of(blocks[0]))
+    for layer in range(len(store.shape.layers)):
+        group = store.group_of(layer)
+        given = fields(store, layer, [own[group] for own in blocks if own[group] is not None])
+        for name, array in fields(other, layer, target[group]).items():
+            np.testing.assert_array_equal(array, given[name], err_msg=f"{layer}.{name}")
+
+
+def test_a_block_in_full_precision_of_a_gpu_has_half_precision() -> None:
+    device = CudaOps(open_device(checked=False))
+    dialogue = talk(device, TYPES, FIXTURE)
+    store, kv = dialogue.model.store, dialogue.sequences[0]
+    tokens = kv.length % store.shape.block_size
+    payloads = Payloads(store.shape)
+    rows, number_type = take_full(store, payloads, [table.current for table in kv.tables], list(range(tokens)))
+    assert number_type == np.float16
+    header, payload = pack(NAME, FULL, rows, form=number_type.itemsize, tokens=tokens, groups=payloads.every_group)
+    assert payloads.check_full(unpack(NAME, header + payload)) == tuple(range(tokens))
