@@ -36,8 +36,10 @@ ALWAYS = {"temperature": 0, "ignore_eos": True}
 STEP_SECONDS = 0.02
 
 
-def slow_replica() -> type:
+def slow_replica(hangs: Path) -> type:
     """A replica whose steps take their time, so that tests can do something while an answer comes.
+
+    Those of the replica that the file `hangs` names take forever.
 
     The class is made here for Ray to send it to its processes, which need not import this module.
     """
@@ -50,6 +52,8 @@ def slow_replica() -> type:
 
             def slow(*arguments: Any) -> Any:
                 time.sleep(STEP_SECONDS)
+                while hangs.exists() and hangs.read_bytes() == getattr(self, "_name", None):  # none while it loads
+                    time.sleep(STEP_SECONDS)
                 return step(*arguments)
 
             Transformer.step = slow
@@ -65,6 +69,7 @@ class Cluster:
     http: httpx.Client
     settings: dict[str, Any]
     disk: Path  # where replicas keep conversations for each other
+    hangs: Path  # a file, with the name of a replica that shall hang
 
     def written(self) -> int:
         """How many files the replicas have written there."""
@@ -80,7 +85,7 @@ class Cluster:
 
     def deploy(self, **options: Any) -> None:
         """Start replicas with these options of a deployment; they take the place of those that are there."""
-        slow = Replica.options(func_or_class=slow_replica(), graceful_shutdown_wait_loop_s=0.2, **options)
+        slow = Replica.options(func_or_class=slow_replica(self.hangs), graceful_shutdown_wait_loop_s=0.2, **options)
         serve.run(Ingress.bind(slow.bind(self.settings), 1 << 20), name="polarlm")
 
     def ask(self, *turns: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
@@ -136,7 +141,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Iterat
         disk = tmp_path_factory.mktemp("disk")
         settings = {"weights": str(tiny_path), "no-calibration": True, "cache-type": "f16"}
         settings |= {"cache-disk": "1G", "cache-disk-folder": str(disk)}
-        found = Cluster(http, settings, disk)
+        found = Cluster(http, settings, disk, tmp_path_factory.mktemp("trouble") / "hangs")
         found.deploy(num_replicas=2)
         yield found
         serve.shutdown()
@@ -390,6 +395,16 @@ def test_scaling_up_and_down_loses_no_request(cluster: Cluster) -> None:
                 one.set()
         for one in clients:
             one.result()
+
+
+def test_a_replica_whose_engine_hangs_is_replaced(cluster: Cluster) -> None:
+    soon = {"health_check_period_s": 0.5, "health_check_timeout_s": 1, "graceful_shutdown_timeout_s": 1}
+    cluster.deploy(num_replicas=1, **soon)
+    eventually(lambda: running_replicas() == 1)
+    hanging = cluster.ask("who is there").headers["x-replica"]
+    cluster.hangs.write_text(hanging)
+    answer = cluster.ask("who is there")  # waits for the other replica
+    assert answer.headers["x-replica"] != hanging
 
 
 def running_replicas() -> int:
