@@ -24,6 +24,7 @@ from polarlm.engine.tiers.objects import Payloads, ids_of
 from polarlm.engine.tiers.opening import remembering
 from polarlm.engine.tiers.places import Place
 from polarlm.engine.tiers.writing import Lock, Writer
+from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 0.5  # seconds that a request waits for places at least
@@ -53,12 +54,18 @@ class Tiers:
         self._names: Names | None = None
         self._named = threading.Event()
         self._late: threading.Thread | None = None  # which still waits for a place
+        renew_in_children(self)
         self._cache = remembering()
         known = known_digest(weights, self._cache)
         if known is not None:
             self._set_names(known)
         else:
             threading.Thread(target=self._hash, args=(weights,), name="weights", daemon=True).start()
+
+    def renew(self) -> None:
+        """Wait for the weights' digest no longer, in a forked child: the thread that computes it is the parent's."""
+        self._named = threading.Event()
+        self._named.set()
 
     def _hash(self, weights: Sequence[Path]) -> None:
         try:

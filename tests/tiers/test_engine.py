@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -422,6 +423,27 @@ def test_an_engine_without_tiers_has_no_thread_of_them(plain_model: Path) -> Non
     with load(plain_model, None) as engine:
         engine.generate(PROMPT, PARAMS)
         assert not [thread for thread in set(threading.enumerate()) - before if "tiers" in thread.name]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_does_not_wait_for_the_digest_of_its_parent(
+    plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = threading.Event()
+    monkeypatch.setattr(tiers, "known_digest", lambda *_: None)
+    monkeypatch.setattr(tiers, "digest", lambda *_: bytes(hashed.wait(60)))
+    with load(plain_model, tmp_path) as engine:
+        began = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            monkeypatch.setattr(tiers, "_PATIENCE", 60.0)
+            try:
+                os._exit(0 if len(engine.generate(PROMPT, PARAMS).token_ids) == 13 else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert time.monotonic() - began < 50
+        hashed.set()
 
 
 def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) -> None:
