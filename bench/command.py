@@ -1,22 +1,16 @@
-"""The command line of the benchmarks: cache types, notes, errors as sentences, exit codes."""
+"""The command line of the benchmarks: models and cache types."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
-from polarlm.engine import EngineConfig, EngineError, codecs
+from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.assembly import settle
 from polarlm.engine.encoding import WHOLE, Encoding
-from polarlm.engine.flags import Check, FlagError, in_flags
+from polarlm.engine.flags import Check, FlagError
 from polarlm.engine.kv.cache_types import PRESETS
-from polarlm.model_loaders import LoadError
 
-_BAD_REQUEST, _INTERRUPTED = 2, 130
 _PLAIN = ":plain"
 
 HF_REPO_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
@@ -87,29 +81,3 @@ def cache_types(text: str, *, key_conditioning: bool = True) -> list[CacheType]:
     if not key_conditioning:
         names = [name.removesuffix(_PLAIN) + _PLAIN for name in names]
     return [CacheType.read(name) for name in dict.fromkeys(names)]
-
-
-def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
-    """The exit code of `work` on a command line: 2 with a sentence for bad input, 130 after Ctrl-C.
-
-    argv: without the program; None is the process's own.
-    """
-    try:
-        work(sys.argv[1:] if argv is None else argv)
-    except FlagError as error:
-        print(f"error: {error}; --help lists the flags", file=sys.stderr)
-    except EngineError as error:
-        print(f"error: {in_flags(error)}", file=sys.stderr)
-    except LoadError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        note("Stopped")
-        return _INTERRUPTED
-    else:
-        return 0
-    return _BAD_REQUEST
-
-
-def note(sentence: str) -> None:
-    """Writes a message to standard error, above a progress bar; standard output is for results."""
-    tqdm.write(sentence, file=sys.stderr)

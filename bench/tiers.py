@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named, note, run
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
 from polarlm.engine import Engine, EngineConfig, SamplingParams
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import parse
 from polarlm.engine.kv.plan import format_bytes

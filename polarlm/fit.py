@@ -13,17 +13,17 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.engine.assembly import settle
 from polarlm.engine import weight_formats
+from polarlm.engine.commands import run
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.fit import Advice, DeviceFit, advise, devices, fit_device, fit_files, fit_weights, steps_to
-from polarlm.engine.flags import FlagError, in_flags, parse, that, use_utf8
+from polarlm.engine.flags import FlagError, parse, that, use_utf8
 from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.sizes import loaded_bytes
 from polarlm.model_loaders import LoadError, ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.hub import PREFIX
 
-_BAD_REQUEST, _INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,7 @@ GROUPS: Mapping[str, type] = {"Fit": FitConfig}
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what fits, and returns the exit code."""
     use_utf8()
-    try:
-        print(_report(sys.argv[1:] if argv is None else argv))
-    except FlagError as error:
-        return _complain(f"{error}; --help lists the flags")
-    except EngineError as error:
-        return _complain(in_flags(error))
-    except LoadError as error:
-        return _complain(str(error))
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
-
-
-def _complain(sentence: str) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
-    return _BAD_REQUEST
+    return run(lambda words: print(_report(words)), argv)
 
 
 def _report(argv: Sequence[str]) -> str:

@@ -10,19 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from polarlm.engine.assembly import settle
 from polarlm.engine.backends.select import select
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.encoding import WHOLE
 from polarlm.engine.errors import EngineError
-from polarlm.engine.flags import FlagError, in_flags, parse, use_utf8
+from polarlm.engine.flags import FlagError, parse, use_utf8
 from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.sizes import fits_beside
 from polarlm.model_loaders import LoadError, hub
 
-_BAD_REQUEST, _INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True)
@@ -51,22 +49,7 @@ GROUPS: Mapping[str, type] = {"Model": PullConfig}
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetches the model, and returns the exit code."""
     use_utf8()
-    try:
-        _pull(sys.argv[1:] if argv is None else argv)
-    except FlagError as error:
-        return _complain(f"{error}; --help lists the flags")
-    except EngineError as error:
-        return _complain(in_flags(error))
-    except LoadError as error:
-        return _complain(str(error))
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
-
-
-def _complain(sentence: str) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
-    return _BAD_REQUEST
+    return run(_pull, argv)
 
 
 def _pull(argv: Sequence[str]) -> None:
@@ -76,10 +59,10 @@ def _pull(argv: Sequence[str]) -> None:
     name = hub.parse(asked.name)
     config = settle(None, EngineConfig(device=asked.device, ctx_size=asked.ctx_size), {})
     ops, _ = select(config.device, config.threads)
-    path = hub.fetch(name, fits_beside(config, WHOLE, ops), _note)
+    path = hub.fetch(name, fits_beside(config, WHOLE, ops), note)
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path.name))
-    _note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat -hf {name}")
+    note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat -hf {name}")
     print(path)
 
 
@@ -87,8 +70,3 @@ def _size(path: Path) -> int:
     """Bytes of the model's files; a folder may have GGUF files beside them."""
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix != ".gguf"]
     return sum(file.stat().st_size for file in files)
-
-
-def _note(sentence: str) -> None:
-    """Writes to standard error, above a progress bar."""
-    tqdm.write(sentence, file=sys.stderr)

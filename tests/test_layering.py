@@ -51,6 +51,7 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["calibration"] = ROOMS["model"] | {"checked_file", "model", "codecs"}
 ROOMS["sessions"] = ROOMS["requests"] | {"checked_file", "requests", "backends.transfer"}
 ROOMS["flags"] = {"config", "errors"}
+ROOMS["commands"] = {"errors", "flags"}
 ROOMS["encoding"] = ROOMS["model"] | {"model"}
 ROOMS["sizes"] = ROOMS["encoding"] | {"codecs", "encoding"}
 ROOMS["fit"] = ROOMS["sizes"] | {"backends.select", "sizes"}

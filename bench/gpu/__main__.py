@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types, note, run
+from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types
 from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import Cell, RandomModel, default_type, random_metrics
@@ -27,6 +27,7 @@ from polarlm.bench.gpu.tables import Limits, Results, Row, format_tables
 from polarlm.bench.gpu.weights import KINDS
 from polarlm.bench.report import Output
 from polarlm.engine import EngineError, codecs
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import FlagError, parse
 from polarlm.model_loaders.config import ModelConfig

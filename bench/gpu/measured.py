@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import CacheType, note
+from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cache import ALLOWED_ERROR
 from polarlm.bench.gpu.cost import Prediction
 from polarlm.bench.gpu.model import default_type
 from polarlm.bench.gpu.setup import shape_of
+from polarlm.engine.commands import note
 from polarlm.model_loaders.config import ModelConfig
 
 _KINDS = ("steps", "attention", "matrices", "prefill")  # of rows

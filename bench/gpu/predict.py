@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import CacheType, note, run
+from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
 from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
 from polarlm.bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
@@ -20,6 +20,7 @@ from polarlm.bench.gpu.paper_prompt import prompt_parts
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import FlagError, parse
 from polarlm.model_loaders.config import ModelConfig

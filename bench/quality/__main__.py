@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named, note, run
+from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
 from polarlm.bench.quality import angles, needle, plots
 from polarlm.bench.quality.arithmetic import (
     ArithmeticRow,
@@ -35,6 +35,7 @@ from polarlm.bench.quality.weight_types import (
     one_weight_line,
 )
 from polarlm.bench.report import Output
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import FlagError, parse
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, cache_types, note, run
+from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, cache_types
 from polarlm.bench.quality import page
 from polarlm.bench.quality.budget import MOST, Windows, choose
 from polarlm.bench.quality.scores import windows
@@ -22,6 +22,7 @@ from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.encoding import WHOLE
 from polarlm.engine.fit import CacheFit, devices, fit_weights

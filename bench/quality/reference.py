@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.bench.command import note
 from polarlm.bench.quality.attention_error import Recorder, Recording
 from polarlm.engine import Engine, Score, assembly
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
+from polarlm.engine.commands import note
 from polarlm.engine.encoding import WHOLE, Encoding
 from polarlm.engine.flags import FlagError
 from polarlm.engine.model.forward import Transformer

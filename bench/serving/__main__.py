@@ -23,12 +23,13 @@ import numpy as np
 from tqdm import tqdm
 
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named, note, run
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
 from polarlm.bench.report import Output
 from polarlm.bench.serving import plot
 from polarlm.bench.serving.load import Answer, Load, Plan, Seen, poisson, prompts, vocabulary
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import FlagError, parse
 from polarlm.server.config import KEY_VARIABLE

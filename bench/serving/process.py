@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from polarlm.bench.command import note
 from polarlm.engine import EngineError
+from polarlm.engine.commands import note
 
 _LAST_SECONDS = 60.0  # for the process to end
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, model_named, note, run
+from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, model_named
 from polarlm.bench.gpu.setup import about_gpu
 from polarlm.bench.report import Output
 from polarlm.bench.speed import peer
@@ -27,6 +27,7 @@ from polarlm.bench.speed.tables import format_tables
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import FlagError, parse
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench import report
-from polarlm.bench.command import note
 from polarlm.bench.speed import process
 from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Child, Failed
@@ -17,6 +16,7 @@ from polarlm.bench.speed.contestants import Children, Contestant, Subject
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
 from polarlm.bench.speed.referee import Referee, Runs
 from polarlm.engine import EngineConfig
+from polarlm.engine.commands import note
 
 # Short generation: from this context up to 64 tokens.
 SHORT_DEPTH, SHORT_STEPS = 8, 56

@@ -211,7 +211,7 @@ class _Search:
             index, (number, block, _) = one
             most = max(1, _RUN_BYTES // len(block.payload))
             needed = self._needed(number, length) & block.groups
-            return number - index, block.form, block.version, block.groups, needed, index // most
+            return number - index, block.representation, block.version, block.groups, needed, index // most
 
         for _, members in groupby(enumerate(rest), kind):
             numbers, blocks, _ = zip(*(one for _, one in members), strict=True)

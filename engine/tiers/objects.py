@@ -28,7 +28,7 @@ from polarlm.engine.kv.plan import CacheShape
 BLOCK, FULL, IDS = 1, 2, 3
 NAME_BYTES = 16
 
-# Magic, name, kind, form, version of records, tokens, groups as bits, bytes of the payload; the SHA-256 comes after.
+# Magic, name, kind, representation and its version, tokens, groups as bits, bytes of the payload; the SHA-256 follows.
 _FIELDS = struct.Struct("<8s16sBBHIQQ")
 _MAGIC = b"polarkv1"
 _CHECKSUM = 32  # bytes
@@ -36,9 +36,9 @@ HEADER_BYTES = _FIELDS.size + _CHECKSUM
 _ALIGNED = 8  # bytes; every array starts at a multiple of it
 _ID = np.dtype("<i4")
 
-# Forms of a BLOCK.
-_FIELDS_FORM, _RECORDS_FORM = 0, 1
-# Of FULL the form is the size of a number in bytes.
+# Representations of a BLOCK.
+_AS_FIELDS, _AS_RECORDS = 0, 1
+# Of FULL, the representation is the size of a number in bytes.
 _NUMBERS: dict[int, np.dtype] = {2: np.dtype("<f2"), 4: np.dtype("<f4")}
 
 
@@ -51,7 +51,7 @@ class Object:
     """An object whose checksum is right. payload: uint8 (bytes,). tokens: of a FULL block or of IDS."""
 
     kind: int
-    form: int
+    representation: int
     version: int
     tokens: int
     groups: int
@@ -60,20 +60,27 @@ class Object:
     @property
     def stored_as(self) -> str | None:
         """How the arrays of a BLOCK are represented, see `Ops.stored_as`; None in a way that is not known here."""
-        known = {(_FIELDS_FORM, 0): transfer.FIELDS, (_RECORDS_FORM, records.VERSION): transfer.RECORDS}
-        return known.get((self.form, self.version)) if self.kind == BLOCK else None
+        known = {(_AS_FIELDS, 0): transfer.FIELDS, (_AS_RECORDS, records.VERSION): transfer.RECORDS}
+        return known.get((self.representation, self.version)) if self.kind == BLOCK else None
 
     @property
     def number_type(self) -> np.dtype | None:
         """The type of the numbers of a FULL block; None if it is none."""
-        return _NUMBERS.get(self.form) if self.kind == FULL else None
+        return _NUMBERS.get(self.representation) if self.kind == FULL else None
 
 
 def pack(
-    name: bytes, kind: int, payload: np.ndarray, *, form: int = 0, version: int = 0, tokens: int = 0, groups: int = 0
+    name: bytes,
+    kind: int,
+    payload: np.ndarray,
+    *,
+    representation: int = 0,
+    version: int = 0,
+    tokens: int = 0,
+    groups: int = 0,
 ) -> tuple[bytes, memoryview]:
     """The header and the payload of an object."""
-    fields = _FIELDS.pack(_MAGIC, name, kind, form, version, tokens, groups, payload.nbytes)
+    fields = _FIELDS.pack(_MAGIC, name, kind, representation, version, tokens, groups, payload.nbytes)
     content = np.ascontiguousarray(payload).view(np.uint8).reshape(-1).data
     digest = hashlib.sha256(fields)
     digest.update(content)
@@ -85,14 +92,14 @@ def unpack(name: bytes, content: bytes | bytearray | memoryview) -> Object:
     view = memoryview(content)
     if len(view) < HEADER_BYTES:
         raise DamagedObject("it is too short")
-    magic, found, kind, form, version, tokens, groups, size = _FIELDS.unpack_from(view)
+    magic, found, kind, representation, version, tokens, groups, size = _FIELDS.unpack_from(view)
     if magic != _MAGIC or found != name or len(view) != HEADER_BYTES + size:
         raise DamagedObject("its header is wrong")
     digest = hashlib.sha256(view[: _FIELDS.size])
     digest.update(view[HEADER_BYTES:])
     if digest.digest() != bytes(view[_FIELDS.size : HEADER_BYTES]):
         raise DamagedObject("its checksum is wrong")
-    return Object(kind, form, version, tokens, groups, np.frombuffer(view[HEADER_BYTES:], np.uint8))
+    return Object(kind, representation, version, tokens, groups, np.frombuffer(view[HEADER_BYTES:], np.uint8))
 
 
 def pack_ids(name: bytes, ids: Sequence[int]) -> tuple[bytes, memoryview]:
@@ -210,9 +217,9 @@ class Payloads:
         return ids_of(found)
 
 
-def form_of(stored_as: str) -> tuple[int, int]:
-    """(form, version) of blocks that are represented in this way."""
-    return (_FIELDS_FORM, 0) if stored_as == transfer.FIELDS else (_RECORDS_FORM, records.VERSION)
+def representation_of(stored_as: str) -> tuple[int, int]:
+    """(representation, version) of blocks that are represented in this way."""
+    return (_AS_FIELDS, 0) if stored_as == transfer.FIELDS else (_AS_RECORDS, records.VERSION)
 
 
 def _placed(found: Sequence[tuple[int, str, tuple[int, ...], np.dtype]], start: int) -> tuple[list[Part], int]:

@@ -19,7 +19,7 @@ from polarlm.engine.kv.store import KVStore
 from polarlm.engine.tiers.copies import groups_of, take_blocks, take_full
 from polarlm.engine.tiers.guarded import Guarded
 from polarlm.engine.tiers.names import Names
-from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, form_of, pack, pack_ids
+from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, pack, pack_ids, representation_of
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
@@ -186,10 +186,12 @@ class Writer:
                 own = list(members)
                 rows = take_blocks(self._store, self._payloads, [blocks for _, blocks in own])
                 copied.append((groups, [name for name, _ in own], rows))
-        form, version = form_of(self._store.ops.stored_as)
+        representation, version = representation_of(self._store.ops.stored_as)
         for groups, own_names, rows in copied:
             for name, row in zip(own_names, rows, strict=True):
-                self._write(name, *pack(name, BLOCK, row, form=form, version=version, groups=groups))
+                self._write(
+                    name, *pack(name, BLOCK, row, representation=representation, version=version, groups=groups)
+                )
 
     def _write_full(self, name: bytes, before: bytes, ids: Sequence[int], *, replaces: bool = False) -> None:
         with self._brief():
@@ -198,7 +200,7 @@ class Writer:
             if not groups:
                 return
             rows, number_type = take_full(self._store, self._payloads, slots, ids)
-        packed = pack(name, FULL, rows, form=number_type.itemsize, tokens=len(ids), groups=groups)
+        packed = pack(name, FULL, rows, representation=number_type.itemsize, tokens=len(ids), groups=groups)
         self._write(name, *packed, replaces=replaces)
 
     @contextmanager

@@ -52,7 +52,7 @@ def fetch(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None
     except (client.http_error, OSError) as error:
         raise sentence(client, name, error) from error
     except KeyboardInterrupt:
-        fetching.say("Stopped. The next attempt goes on from what has been downloaded.")
+        fetching.say("The next attempt goes on from what has been downloaded.")
         raise
 
 

@@ -393,7 +393,7 @@ def test_ctrl_c_keeps_what_came_and_says_so(large: Hub, monkeypatch: pytest.Monk
         patch.setattr(transfer._Content, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch("user/large", verbose=said.append)
-    assert said[-1] == "Stopped. The next attempt goes on from what has been downloaded."
+    assert said[-1] == "The next attempt goes on from what has been downloaded."
     fetch("user/large")
     assert (large.fetched("model.safetensors")[-1] or "").startswith("bytes=")
 

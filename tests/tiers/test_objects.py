@@ -28,8 +28,8 @@ def block(made: Payloads, stored_as: str = transfer.FIELDS, groups: int = 3, *, 
     for part in parts:
         if part.dtype.kind == "f":
             part.of_rows(rows)[...] = np.nan if broken else 0.5
-    form, version = objects.form_of(stored_as)
-    header, payload = pack(NAME, BLOCK, rows, form=form, version=version, groups=groups)
+    representation, version = objects.representation_of(stored_as)
+    header, payload = pack(NAME, BLOCK, rows, representation=representation, version=version, groups=groups)
     return header + payload
 
 
@@ -39,7 +39,7 @@ def full(made: Payloads, ids: list[int], value: float = 0.25, type: str = "<f4")
     rows[0, : 4 * len(ids)] = np.asarray(ids, "<i4").view(np.uint8)
     for part in parts:
         part.of_rows(rows)[...] = value
-    header, payload = pack(NAME, FULL, rows, form=np.dtype(type).itemsize, tokens=len(ids), groups=3)
+    header, payload = pack(NAME, FULL, rows, representation=np.dtype(type).itemsize, tokens=len(ids), groups=3)
     return header + payload
 
 
@@ -103,7 +103,7 @@ def test_numbers_that_are_not_finite_are_damage() -> None:
 
 def test_records_of_another_version_are_no_block() -> None:
     made = payloads()
-    header, payload = pack(NAME, BLOCK, np.zeros(8, np.uint8), form=1, version=999, groups=1)
+    header, payload = pack(NAME, BLOCK, np.zeros(8, np.uint8), representation=1, version=999, groups=1)
     with pytest.raises(DamagedObject, match="version"):
         made.check_block(unpack(NAME, header + payload))
 
@@ -113,9 +113,11 @@ def test_records_are_checked_as_fields_are(tmp_path) -> None:
     made = Payloads(CacheShape(64, 2, 64, (LayerShape(codec, codec, 8),)))
     parts, size = made.of_blocks(transfer.RECORDS, 1)
     assert [part.name for part in parts] == ["keys", "values"]
-    form, version = objects.form_of(transfer.RECORDS)
+    representation, version = objects.representation_of(transfer.RECORDS)
     for value, is_right in ((0, True), (255, False)):  # of which all float16 numbers are 0, or NaN
-        header, payload = pack(NAME, BLOCK, np.full(size, value, np.uint8), form=form, version=version, groups=1)
+        header, payload = pack(
+            NAME, BLOCK, np.full(size, value, np.uint8), representation=representation, version=version, groups=1
+        )
         found = unpack(NAME, header + payload)
         if is_right:
             made.check_block(found)

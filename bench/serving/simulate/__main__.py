@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polarlm.bench import report
-from polarlm.bench.command import at_least, note, run
+from polarlm.bench.command import at_least
 from polarlm.bench.report import Output
 from polarlm.bench.serving.simulate import plot
 from polarlm.bench.serving.simulate.beside import beside, format_beside
@@ -28,6 +28,7 @@ from polarlm.bench.serving.simulate.routing import ROUTERS
 from polarlm.bench.serving.simulate.tables import format_result
 from polarlm.bench.serving.simulate.tiers import TierSize
 from polarlm.bench.serving.simulate.trace import Trace, make
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import FlagError, parse
 from polarlm.engine.kv.plan import parse_size
