@@ -259,7 +259,7 @@ def _rehearse(
     store = KVStore(ops, least_plan(shape, max(rehearsal.rows, default=0)), conditioning, metrics)
     rehearsed = Transformer(ops, model, weights, store)
     rehearse(rehearsed)
-    drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if _drafts(config) else []
+    drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
     return [
         *(partial(rehearse_drafts, rehearsed, rows) for rows in drafts),
         *(
@@ -267,11 +267,6 @@ def _rehearse(
             for fewer, rows in itertools.pairwise((1, *rehearsal.rows))
         ),
     ]
-
-
-def _drafts(config: EngineConfig) -> bool:
-    """Whether the engine drafts tokens for requests that do not say otherwise."""
-    return config.spec_type != DRAFTS[0] or config.model_draft is not None
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them

@@ -155,6 +155,11 @@ class EngineConfig:
         help="with a GPU, keep conversations in this much of the computer's memory, such as 16G",
     )
 
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are drafted for requests that do not say otherwise."""
+        return self.spec_type != limits.DRAFTS[0] or self.model_draft is not None
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -288,6 +289,9 @@ def test_slots_tell_what_is_computed(tiny: Engine) -> None:
         assert [slot["id"] for slot in slots] == list(range(tiny.config.parallel))
         assert not any(slot["is_processing"] for slot in slots)
         assert {slot["n_ctx"] for slot in slots} == {CONTEXT}
+        assert not any(slot["speculative"] for slot in slots)
+        server.engine.config = replace(server.engine.config, spec_type="ngram-simple")
+        assert all(slot["speculative"] for slot in server.http.get("/slots").json())
         assert server.http.get("/slots?fail_on_no_slot=1").status_code == 200
         server.gate.close()
         connections = [server.send("/completion", {"prompt": PROMPT}) for _ in slots]

@@ -76,7 +76,13 @@ class _Server:
             raise ApiError(503, "Every slot is in use: try again a little later", "busy")
         return JSONResponse(
             [
-                {"id": slot, "id_task": -1, "n_ctx": engine.context, "speculative": False, "is_processing": slot < busy}
+                {
+                    "id": slot,
+                    "id_task": -1,
+                    "n_ctx": engine.context,
+                    "speculative": engine.config.drafts,
+                    "is_processing": slot < busy,
+                }
                 for slot in range(engine.config.parallel)
             ]
         )
