@@ -30,6 +30,7 @@ class _Alias:
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # importlib has replaced it by the alias's
+        _add_aliases(self._spec.name)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """The code, for `python -m`."""
@@ -73,6 +74,18 @@ def install() -> None:
     sys.meta_path.insert(0, _Aliases())
     for name in ours:
         sys.modules[name] = import_module(f"polarlm.{name}")
+        _add_aliases(f"polarlm.{name}")
+
+
+def _add_aliases(package: str) -> None:
+    """Enter the modules inside a package, as far as they are imported.
+
+    Otherwise importlib would, when one is imported by its short name, make it an attribute of its package once more, in
+    place of a function of that name that the package has.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}."):
+            sys.modules.setdefault(name.removeprefix("polarlm."), module)
 
 
 def _is_ours(file: str) -> bool:

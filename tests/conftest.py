@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:
     from tests.model_loaders.hub_server import Hub
+
+# A suite in the background of a shell ignores Ctrl-C, and so would the programs that tests stop with it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Reproducible, and without time limits: the machine may be busy.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)

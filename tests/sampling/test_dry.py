@@ -168,7 +168,7 @@ def test_the_answer_alone() -> None:
 
 @pytest.mark.parametrize("off", [{}, {"dry_multiplier": 0}, {"dry_multiplier": 5.0, "dry_penalty_last_n": 0}])
 def test_off_computes_nothing(tiny: Engine, off: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polarlm.engine.requests.request.Dry", None)
+    monkeypatch.setattr("polarlm.engine.requests.draws.Dry", None)
     tiny.generate("the rain", SamplingParams(max_tokens=3, **off))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.draws import Draws
 
 
 def exact(text: str) -> Any:
@@ -68,7 +68,7 @@ def test_tokens_that_a_schema_leaves_no_choice_of_take_no_step(
     jsonschema.validate(json.loads(answer.text), FORCED)
     assert max(rows) > 1
     with monkeypatch.context() as patch:
-        patch.setattr(Request, "_only_token", lambda request: None)
+        patch.setattr(Draws, "only_token", lambda draws: None)
         rows.clear()
         each = demo.chat(QUESTION, params)
     assert set(rows) == {1}
