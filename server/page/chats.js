@@ -64,6 +64,7 @@ function found(conversation, words) {
 }
 
 function drawList() {
+  if (renaming && $("list").querySelector("input")) return; // what is typed there stays
   document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM";
   const words = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);

@@ -11,7 +11,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.tiers.copies import groups_of, put_blocks, take_blocks, take_full
-from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, form_of, pack, unpack
+from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, pack, representation_of, unpack
 from tests.cuda.emulated import open_device
 from tests.cuda.test_model_emulated import SameWeights, model_of
 from tests.cuda.test_stored import talk
@@ -37,10 +37,12 @@ def test_codes_are_the_same_on_the_other_device(gpu_first: bool) -> None:
     blocks = [own for own in known if None not in own]
     assert blocks
     payloads = Payloads(store.shape)
-    form, version = form_of(store.ops.stored_as)
+    representation, version = representation_of(store.ops.stored_as)
     rows = []
     for row in take_blocks(store, payloads, blocks):
-        header, payload = pack(NAME, BLOCK, row, form=form, version=version, groups=groups_of(blocks[0]))
+        header, payload = pack(
+            NAME, BLOCK, row, representation=representation, version=version, groups=groups_of(blocks[0])
+        )
         found = unpack(NAME, header + payload)
         Payloads(other.shape).check_block(found)
         assert found.stored_as == store.ops.stored_as
@@ -63,5 +65,7 @@ def test_a_block_in_full_precision_of_a_gpu_has_half_precision() -> None:
     payloads = Payloads(store.shape)
     rows, number_type = take_full(store, payloads, [table.current for table in kv.tables], list(range(tokens)))
     assert number_type == np.float16
-    header, payload = pack(NAME, FULL, rows, form=number_type.itemsize, tokens=tokens, groups=payloads.every_group)
+    header, payload = pack(
+        NAME, FULL, rows, representation=number_type.itemsize, tokens=tokens, groups=payloads.every_group
+    )
     assert payloads.check_full(unpack(NAME, header + payload)) == tuple(range(tokens))

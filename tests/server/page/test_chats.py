@@ -190,7 +190,9 @@ def test_a_conversation_is_renamed(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")
     page.click("[data-does=rename]")
-    page.run("document.activeElement.select()")
+    page.until(lambda: page.run("return document.activeElement.tagName") == "INPUT")  # its text is selected
+    page.run("drawList()")
+    assert page.run("return document.activeElement.tagName") == "INPUT"
     page.type("#list input", "Weather" + ENTER)
     page.until(lambda: titles(page) == ["Weather"])
     assert page.run("return document.activeElement.dataset.does") == "rename"

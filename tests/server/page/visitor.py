@@ -62,12 +62,14 @@ def figures(page: Browser) -> str:
 
 
 def press_button(page: Browser, name: str, message: int = -1) -> None:
-    """Clicks a button by its name or text, in one of the messages that are shown."""
+    """Clicks a button by its name or text, in one of the messages that are shown, once it is there."""
     script = """
         const all = [...rows.at(arguments[1]).element.querySelectorAll("button")];
-        all.find((made) => [made.textContent, made.getAttribute("aria-label")].includes(arguments[0])).click();
+        const found = all.find((made) => [made.textContent, made.getAttribute("aria-label")].includes(arguments[0]));
+        found?.click();
+        return found !== undefined;
     """
-    page.run(script, name, message)
+    page.until(lambda: page.run(script, name, message))
 
 
 def buttons(page: Browser, message: int = -1) -> list[str]:
