@@ -13,7 +13,7 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.engine.assembly import settle
 from polarlm.engine import weight_formats
-from polarlm.engine.commands import run
+from polarlm.engine.commands import note, run
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.fit import Advice, DeviceFit, advise, devices, fit_device, fit_files, fit_weights, steps_to
@@ -78,7 +78,7 @@ def _report(argv: Sequence[str]) -> str:
     numbers = None if options.contexts is None else _numbers(options.contexts)
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
-    path = str(demo_model(_note)) if options.weights is None else options.weights
+    path = str(demo_model(note)) if options.weights is None else options.weights
     if path.startswith(PREFIX) and not Path(path).exists():
         model, dtype, found = _fit_hub(path, config, numbers)
     else:
@@ -213,10 +213,6 @@ def _command(advice: Advice, options: Any) -> str | None:
     for name, value in flags.items():
         words += [f"--{name.replace('_', '-')}", value]
     return shlex.join(["polarlm", "chat", *words])
-
-
-def _note(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
 
 
 if __name__ == "__main__":
