@@ -43,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             GROUPS,
             prog="polarlm completion",
             description=(
-                "Print a script that completes polarlm's commands, flags and their values. For bash: polarlm completion "
-                "bash > ~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for zsh and fish."
+                "Print a script that completes polarlm's commands, flags and their values. For bash: polarlm "
+                "completion bash > ~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for "
+                "zsh and fish."
             ),
             checks={},
         )

@@ -1,4 +1,4 @@
-"""`polarlm fit`: what of a model fits on this machine, per type of weights and of the cache, before anything is loaded."""
+"""`polarlm fit`: what of a model fits on this machine, per type of weights and cache, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
-from polarlm.engine.assembly import settle
 from polarlm.engine import weight_formats
+from polarlm.engine.assembly import settle
 from polarlm.engine.commands import note, run
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
-from polarlm.engine.errors import EngineError
 from polarlm.engine.fit import Advice, DeviceFit, advise, devices, fit_device, fit_files, fit_weights, steps_to
-from polarlm.engine.flags import FlagError, parse, that, use_utf8
+from polarlm.engine.flags import parse, that, use_utf8
 from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.sizes import loaded_bytes
-from polarlm.model_loaders import LoadError, ModelConfig, hub
+from polarlm.model_loaders import ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.hub import PREFIX
-
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,8 @@ def _report(argv: Sequence[str]) -> str:
         about = {"model": str(path), "family": model.family, "max_context": model.max_context, "weights": dtype}
         result = {**about, "devices": [asdict(one) for one in found], "advice": asdict(advice), "command": command}
         return json.dumps(result, indent=1, ensure_ascii=False)
-    lines = [f"{path if path.startswith(PREFIX) else Path(path).name}: {model.layers} layers, {model.max_context:,} tokens of context, {dtype} weights"]
+    name = path if path.startswith(PREFIX) else Path(path).name
+    lines = [f"{name}: {model.layers} layers, {model.max_context:,} tokens of context, {dtype} weights"]
     for device in found:
         lines += ["", *_device_lines(device, model)]
     lines += ["", advice.sentence]
@@ -160,11 +159,17 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
             f"{cache.bits_per_value:.2f}",
             format_bytes(cache.bytes_per_token),
             f"{cache.tokens:,}",
-            *(f"{one.sequences:,}" if one.sequences else f"lacks {format_bytes(one.lacking)}" for one in cache.contexts),
+            *(
+                f"{one.sequences:,}" if one.sequences else f"lacks {format_bytes(one.lacking)}"
+                for one in cache.contexts
+            ),
         ]
         for cache in usable
     ]
-    lines += [*_columns([header, *rows]), f"× {contexts[0]:,}: how many sequences of {contexts[0]:,} tokens fit at a time"]
+    lines += [
+        *_columns([header, *rows]),
+        f"× {contexts[0]:,}: how many sequences of {contexts[0]:,} tokens fit at a time",
+    ]
     lines += [cache.problem for cache in chosen.caches if cache.problem]
     if max(contexts) > model.max_context:
         lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")
@@ -194,7 +199,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
         for row in rows
     ]
 

@@ -1,11 +1,11 @@
 """`polarlm pull MODEL`: fetches a model of the Hugging Face hub, so that it is there when it is wanted.
 
-Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetched; 130 after Ctrl-C.
+Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetched; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
@@ -15,12 +15,10 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.commands import note, run
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.encoding import WHOLE
-from polarlm.engine.errors import EngineError
-from polarlm.engine.flags import FlagError, parse, use_utf8
+from polarlm.engine.flags import parse, use_utf8
 from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.sizes import fits_beside
-from polarlm.model_loaders import LoadError, hub
-
+from polarlm.model_loaders import hub
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,9 @@ class PullConfig:
     name: str = setting(
         MISSING,
         "MODEL",
-        help="user/repo of the Hugging Face hub, user/repo:Q4_K_M for one of its GGUF files, user/repo@v1 for a revision",
+        help=(
+            "user/repo of the Hugging Face hub, user/repo:Q4_K_M for one of its GGUF files, user/repo@v1 for a revision"
+        ),
     )
     device: str = setting(
         "auto",
