@@ -1,12 +1,9 @@
-// The op `linear` for up to 64 rows on tensor cores, with RMS norm before it and the residual sum after it:
-// y = x @ weightᵀ + bias.
+// The op `linear` for up to 64 rows on tensor cores, with the residual sum after it: y = x @ weightᵀ + bias.
 //
-// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. x, and
-// weights of a format that is not plain, are rounded to the format's Product (halves are clipped to ±65504, except
-// those of packed weights and of x that comes as halves); sums are float.
-// With NORMED, x is replaced by x / rms(x) · norm, norm (in) float: x · norm is rounded, and 1 / rms(x), one number per
-// row, multiplies the sums. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up],
-// 2 · out rows, and y is ACTIVATION(gate) · up.
+// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) of the format's Product, from `narrow`; weight (out,
+// in), bias (out) float or null. Weights of a format that is not plain are rounded to its Product (halves are clipped
+// to ±65504, except those of packed weights); sums are float. With ADD, y += instead of y =. With an ACTIVATION
+// (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
 // the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching rows of up. The
@@ -18,55 +15,30 @@
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
 // blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights), TO float;
 // gemm_small_sum_kernel adds the parts.
-// DEFINES: ACT (of x: float or the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4,
-// 8), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
+// DEFINES: ACT (the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), ADD (0 or
+// 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh.
 // Dynamic shared memory: max(5 · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
 // WARPS_K = 8 / WARPS_OUT: at most 96 KB.
 // Cost: bytes of the weights, of which STAGES − 1 stages per block are in flight at any time, 64 KB of 16-bit weights;
 // each block reads its inputs of all rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the
 // bytes of 16-bit weights.
-// PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight, norm aligned to 16 bytes;
-// one part if NORMED; out % 16 == 0 if GATED and the format is packed.
+// PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight aligned to 16 bytes;
+// out % 16 == 0 if GATED and the format is packed.
 
-template <class A, class B>
-constexpr bool SAME = false;
-template <class A>
-constexpr bool SAME<A, A> = true;
-constexpr bool ROUNDED = SAME<ACT, Product> && !NORMED;  // x comes as tensor cores multiply it
-
-// A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then stored as fragments,
-// rounded unless it came so.
+// A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then stored as fragments.
 struct Inputs {
-    uint4 rounded[OWN];  // read only if ROUNDED, as the others are only if not
-    float values[OWN][8];
-    float squares[OWN];
+    uint4 eight[OWN];
 
-    __device__ __forceinline__ void load(const ACT *x, const float *norm, int stage, int rows, int in) {
+    __device__ __forceinline__ void load(const ACT *x, int stage, int rows, int in) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
             const int f = warp + WARPS * c, row = f % TILES_N * 8 + lane / 4;
             const int k = stage * INPUTS + f / TILES_N * 32 + lane % 4 * 8;
-            const ACT *const from = x + row * (long long)in + k;
-            rounded[c] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) values[c][j] = 0.0f;
+            eight[c] = make_uint4(0, 0, 0, 0);
             if (f >= FRAGMENTS || row >= rows || k >= in) continue;
-            if (ROUNDED) {
-                rounded[c] = *reinterpret_cast<const uint4 *>(from);
-                continue;
-            }
-            load_floats(values[c], from);
-#if NORMED
-            float g[8];
-            load_floats(g, norm + k);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                squares[c] += values[c][j] * values[c][j];
-                values[c][j] *= g[j];
-            }
-#endif
+            eight[c] = *reinterpret_cast<const uint4 *>(x + row * (long long)in + k);
         }
     }
     __device__ __forceinline__ void store(uint4 *fragments) {
@@ -74,9 +46,7 @@ struct Inputs {
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
             if (warp + WARPS * c >= FRAGMENTS) break;
-            uint4 *const to = fragments + (warp + WARPS * c) * 32 + lane;
-            if (ROUNDED) *to = rounded[c];
-            else store_within(reinterpret_cast<Product *>(to), values[c]);
+            fragments[(warp + WARPS * c) * 32 + lane] = eight[c];
         }
     }
 };
@@ -99,23 +69,6 @@ __device__ __forceinline__ void add_stage(float (&sums)[2][TILES_N][4], const We
     }
 }
 
-// Writes 1 / rms(x) of every row to `factors` (ROWS), which other threads may read after the next barrier.
-__device__ __forceinline__ void row_factors(float *factors, float (*partial)[8], const Inputs &inputs, int in,
-                                            float eps) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int c = 0; c < OWN; ++c) {
-        float sum = inputs.squares[c] + __shfl_xor_sync(0xffffffffu, inputs.squares[c], 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (lane % 4 == 0 && warp + WARPS * c < FRAGMENTS) partial[warp + WARPS * c][lane / 4] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x >= ROWS) return;
-    float sum = 0.0f;
-    for (int k = 0; k < WARPS_K; ++k) sum += partial[k * TILES_N + threadIdx.x / 8][threadIdx.x % 8];
-    factors[threadIdx.x] = rsqrtf(sum / in + eps);
-}
-
 // Stores a warp's sums (32 rows of weights × all rows of x) as one row of PITCH floats for each row of x.
 __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2][TILES_N][4]) {
     const int lane = threadIdx.x % 32;
@@ -129,11 +82,10 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
 }
 
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
-gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
-                  int in, int out, long long pitch, float eps) {
+gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, int rows, int in, int out,
+                  long long pitch) {
     let_next_begin();
     DYNAMIC_SHARED(uint4, shared);
-    __shared__ float partial[FRAGMENTS][8], factors[ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;
     const int column = warp % WARPS_OUT * 32;
     const Tile tile = {int(blockIdx.x) * COLUMNS, out};
@@ -146,13 +98,13 @@ gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float 
     for (int stage = first; stage < first + STAGES - 1; ++stage) weights.copy(stage, last);
     wait_for_previous();
     float sums[2][TILES_N][4] = {};
-    inputs.load(x, norm, first, rows, in);
+    inputs.load(x, first, rows, in);
     inputs.store(fragments + first % 2 * FRAGMENTS * 32);
     for (int stage = first; stage < last; ++stage) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         weights.copy(stage + STAGES - 1, last);
-        if (stage + 1 < last) inputs.load(x, norm, stage + 1, rows, in);
+        if (stage + 1 < last) inputs.load(x, stage + 1, rows, in);
         add_stage(sums, weights, stage, fragments + (stage % 2 * FRAGMENTS + warp_k * TILES_N) * 32 + lane);
         if (stage + 1 < last) inputs.store(fragments + (stage + 1) % 2 * FRAGMENTS * 32);
     }
@@ -161,9 +113,8 @@ gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float 
     __syncthreads();
     float *const joined = reinterpret_cast<float *>(shared);
     store_sums(joined + warp_k * ROWS * PITCH + column, sums);
-    if (NORMED) row_factors(factors, partial, inputs, in, eps);
     __syncthreads();
-    store_tile<WARPS_K, TILE>(y, joined, factors, tile, bias, rows, pitch);
+    store_tile<WARPS_K, TILE>(y, joined, tile, bias, rows, pitch);
 }
 
 // Adds parts (count, rows, rows of weights) in their order, then bias, into y, as gemm_small_kernel does with one part.

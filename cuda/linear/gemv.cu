@@ -1,9 +1,12 @@
 // The op `linear` for few rows, with RMS norm before it and the residual sum after it: y = x @ weightᵀ + bias.
 //
 // x (rows, in), weight (out, in), bias (out) float or null; y: rows of `out` numbers, `pitch` numbers apart. With
-// NORMED, x is replaced by x / rms(x) · norm, norm (in) float: the factor 1 / rms(x) is one number per row, so a warp
-// also sums the squares and multiplies its results by the factor at the end. With ADD, y += instead of y =. With an
-// ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// NORMED, x is replaced by x / rms(x) · norm, norm (in) float: every block computes 1 / rms(x) while its first weights
+// are on their way. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out
+// rows, and y is ACTIVATION(gate) · up.
+//
+// Where the weights' Product is half, x is rounded to halves, as `narrow` rounds it for products of more rows: so the
+// number of rows changes only the order of a sum. It is not rounded to bfloat16, which would cost much more.
 //
 // SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each warp over its own part of `in`. A warp reads each
 // of its weights once, 16 bytes per lane at a time, and keeps the next DEPTH · OUTPUTS loads in flight while it
@@ -11,7 +14,7 @@
 // Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256.
 // DEFINES: ACT, WEIGHT (a weight format), ROWS (most rows), OUTPUTS, NORMED (0 or 1), ADD (0 or 1, default 0),
 // SPLIT (1, 2, 4, 8, default 1), ACTIVATION (a function of activation.cuh, or not defined).
-// JOINS: activation.cuh.
+// JOINS: activation.cuh, inverse_rms.cuh.
 // Cost: bytes of the weights, of which 2 KB · DEPTH per warp are in flight at any time (OUTPUTS 4); 1 FMA per weight
 // and row. x is read from L1, one load for OUTPUTS weights.
 // PRECOND: 1 <= rows <= ROWS <= 4; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
@@ -25,13 +28,20 @@ constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS == 1 ? 4 : 2;  // as
 constexpr int WARPS = 8, STEP = 32 * 8 * SPLIT;
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y, of a warp
 
-struct Sums {
-    float products[OUTPUTS][ROWS], squares[ROWS];
-};
+// Rounds as tensor cores take their operands.
+__device__ __forceinline__ void round_inputs(float (&v)[8], __half) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        const unsigned word = halves_within(v[j], v[j + 1]);
+        v[j] = __half2float(__ushort_as_half(word & 0xffffu));
+        v[j + 1] = __half2float(__ushort_as_half(word >> 16));
+    }
+}
+__device__ __forceinline__ void round_inputs(float (&)[8], __nv_bfloat16) {}
 
-// Adds the products of inputs i … i + 7 of every row with their weights.
-__device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUTS][8], const ACT *x, const float *norm,
-                                             int rows, int in, int i) {
+// Adds the products of inputs i … i + 7 of every row with their weights. factors: 1 / rms of each row.
+__device__ __forceinline__ void add_products(float (&sums)[OUTPUTS][ROWS], const float (&w)[OUTPUTS][8], const ACT *x,
+                                             const float *norm, const float (&factors)[ROWS], int rows, int in, int i) {
 #if NORMED
     float g[8];
     if (ROWS > 1) load_floats(g, norm + i);
@@ -47,23 +57,21 @@ __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUT
             float four[4];  // with one row, 4 norm weights at a time: 8 would take registers from loads in flight
             if (ROWS == 1) load_floats(four, norm + i + half);
 #pragma unroll
-            for (int j = half; j < half + 4; ++j) {
-                sums.squares[r] += v[j] * v[j];
-                v[j] *= ROWS == 1 ? four[j - half] : g[j];
-            }
+            for (int j = half; j < half + 4; ++j) v[j] = v[j] * factors[r] * (ROWS == 1 ? four[j - half] : g[j]);
         }
 #endif
+        round_inputs(v, WEIGHT::Product());
 #pragma unroll
         for (int o = 0; o < OUTPUTS; ++o)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) sums.products[o][r] += w[o][j] * v[j];
+            for (int j = 0; j < 8; ++j) sums[o][r] += w[o][j] * v[j];
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
 gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows, int in,
             int out, long long pitch, float eps) {
-    __shared__ float joined[WARPS][ROWS][OUTPUTS], squares[WARPS][ROWS];
+    __shared__ float joined[WARPS][ROWS][OUTPUTS], partial[ROWS][32];
     let_next_begin();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = (blockIdx.x * (blockDim.x / 32 / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
@@ -76,11 +84,15 @@ gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias
         for (int o = 0; o < OUTPUTS; ++o)
             if (i < end) to[o] = WEIGHT::load8(weight, row_of(o), in, i);
     };
-    Sums sums = {};
+    float sums[OUTPUTS][ROWS] = {};
     const int start = warp % SPLIT * 32 * 8 + lane * 8;
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) load(ahead[d], start + d * STEP);
     wait_for_previous();
+    float factors[ROWS];
+#pragma unroll
+    for (int r = 0; NORMED && r < ROWS; ++r)
+        factors[r] = r < rows ? inverse_rms(x + r * (long long)in, in, eps, partial[r]) : 0.0f;
     for (int base = start; base < end; base += DEPTH * STEP) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
@@ -90,33 +102,27 @@ gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias
 #pragma unroll
             for (int o = 0; o < OUTPUTS; ++o) WEIGHT::floats(w[o], ahead[d][o]);
             load(ahead[d], i + DEPTH * STEP);
-            add_products(sums, w, x, norm, rows, in, i);
+            add_products(sums, w, x, norm, factors, rows, in, i);
         }
     }
 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         if (r >= rows) break;
-        if (NORMED) sums.squares[r] = warp_sum(sums.squares[r]);
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) sums.products[o][r] = warp_sum(sums.products[o][r]);
+        for (int o = 0; o < OUTPUTS; ++o) sums[o][r] = warp_sum(sums[o][r]);
         if (lane > 0) continue;
-        squares[warp][r] = sums.squares[r];
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) joined[warp][r][o] = sums.products[o][r];
+        for (int o = 0; o < OUTPUTS; ++o) joined[warp][r][o] = sums[o][r];
     }
     __syncthreads();
     for (int i = lane; warp % SPLIT == 0 && i < rows * COLUMNS; i += 32) {
         const int r = i / COLUMNS, o = i % COLUMNS;
         if (first + o >= out) continue;
         const auto product = [&](int o) {
-            float total = 0.0f, square = 0.0f;
+            float total = 0.0f;
 #pragma unroll
-            for (int part = 0; part < SPLIT; ++part) {
-                total += joined[warp + part][r][o];
-                square += squares[warp + part][r];
-            }
-            if (NORMED) total *= rsqrtf(square / in + eps);
+            for (int part = 0; part < SPLIT; ++part) total += joined[warp + part][r][o];
             return bias ? total + bias[row_of(o)] : total;
         };
         float total = product(o);

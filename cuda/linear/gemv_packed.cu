@@ -1,26 +1,27 @@
 // The op `linear` for up to 16 rows and packed weights on tensor cores, with RMS norm before it and the residual sum
 // after it: y = x @ weightᵀ + bias.
 //
-// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. x is
-// rounded to half precision, clipped to ±65504; sums are float. With NORMED, x is replaced by x / rms(x) · norm, norm
-// (in) float: x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of y
-// =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. One or two
+// rows of x are rounded to half precision here, clipped to ±65504, more of them come rounded from `narrow`; sums are
+// float. With NORMED, x is replaced by x / rms(x) · norm, norm (in) float: every block computes 1 / rms(x) while its
+// first weights are on their way. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are
+// [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
 // up. Of the inputs, its 8 warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
 // alone: it copies a unit of each tile, whole blocks of the format, which lie together, to SLOTS in shared memory, and
-// its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands. Of 8
-// rows, a lane rounds just the inputs that it multiplies. Of fewer rows, lanes give each other theirs in shared memory,
-// and the columns of B behind the last row repeat rows: their sums are not read. 16 rows come rounded.
+// its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands. Of
+// one or two rows, lanes give each other what they have rounded in shared memory. Columns of B behind the last row
+// repeat rows: their sums are not read.
 // Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
-// DEFINES: ACT (of x: float, or __half with 16 rows), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8, 16), TILES
-// (even if GATED), SLOTS (more than TILES), NORMED (0 or 1; 0 with 16 rows), ADD (0 or 1), ACTIVATION (a function of
-// activation.cuh, or not defined), TO (of y, see output_tile.cuh).
-// JOINS: activation.cuh, output_tile.cuh.
+// DEFINES: ACT (of x: float of one and two rows, else __half), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8,
+// 16), TILES (even if GATED), SLOTS (more than TILES), NORMED (0 or 1; 0 from 4 rows on), ADD (0 or 1), ACTIVATION (a
+// function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
+// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh.
 // Dynamic shared memory: 8 · max(SLOTS · BYTES + X, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile; X:
-// 2 · ROWS · UNIT, or 0 from 8 rows on.
+// 2 · ROWS · UNIT, or 0 from 4 rows on.
 // Cost: bytes of the weights, of which at least 8 · (SLOTS − TILES) units per block are in flight; each block reads all
-// rows of x from L2 or L1, which for 8 rows of floats is about the bytes of four tiles of 4-bit weights.
+// rows of x from L2 or L1, which for 16 rows is about the bytes of four tiles of 4-bit weights.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
 
 constexpr int WARPS = 8, TILE = 16 * TILES;
@@ -28,61 +29,58 @@ constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT /
 constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x
 constexpr int OCTETS = ROWS * UNIT / 8;             // 8 inputs of a row each
 constexpr bool CONSTANTS_KEPT = TILES <= 2 || WEIGHT::HIGH == 0;  // in registers, of which more planes need more
-static_assert((8 % ROWS == 0 || ROWS == 16 && !NORMED) && SLOTS > TILES && !(GATED && TILES % 2), "as the head says");
+static_assert(ROWS <= 2 || !NORMED && (8 % ROWS == 0 || ROWS == 16), "as the head says");
+static_assert(SLOTS > TILES && !(GATED && TILES % 2), "as the head says");
 
 // A warp's share of x as B operands.
-#if ROWS > 8
+#if ROWS > 2
 struct Inputs {
     const __half *first[COLUMNS_N];  // the lane's first inputs
 
-    __device__ __forceinline__ Inputs(const __half *x, const float *, uint4 *, int rows, int in) {
+    __device__ __forceinline__ Inputs(const __half *x, uint4 *, int rows, int in) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < COLUMNS_N; ++n)
             first[n] = x + min(n * 8 + lane / 4, rows - 1) * (long long)in + lane % 4 * 8;
     }
-    __device__ __forceinline__ void begin(int, int) {}
+    __device__ __forceinline__ void begin(const float *, int, int) {}
     __device__ __forceinline__ uint4 at(int unit, int k, int n) const {
         return *reinterpret_cast<const uint4 *>(first[n] + unit + k);
     }
 };
 #else
 struct Inputs {
-    const ACT *row;        // the row that the lane rounds: lane / 4 % ROWS
-    const float *norm;
-    uint4 *shared;         // [OCTETS] of a unit, for each 32 inputs those of each row in turn; unused with 8 rows
-    float squares = 0.0f;  // the sum over all that the lane has rounded
+    const ACT *row;       // the row that the lane rounds: lane / 4 % ROWS
+    uint4 *shared;        // [OCTETS] of a unit, for each 32 inputs those of each row in turn
+    float factor = 1.0f;  // 1 / rms of the row
 
-    __device__ __forceinline__ Inputs(const ACT *x, const float *norm_, uint4 *shared_, int rows, int in)
-        : row(x + min(threadIdx.x % 32 / 4 % ROWS, rows - 1) * (long long)in), norm(norm_), shared(shared_) {}
+    __device__ __forceinline__ Inputs(const ACT *x, uint4 *shared_, int rows, int in)
+        : row(x + min(threadIdx.x % 32 / 4 % ROWS, rows - 1) * (long long)in), shared(shared_) {}
     // 8 inputs of the lane's row, from k on.
-    __device__ __forceinline__ uint4 rounded(int k) {
+    __device__ __forceinline__ uint4 rounded(const float *norm, int k) const {
         float values[8];
         load_floats(values, row + k);
 #if NORMED
         float g[8];
         load_floats(g, norm + k);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            squares += values[j] * values[j];
-            values[j] *= g[j];
-        }
+        for (int j = 0; j < 8; ++j) values[j] = values[j] * factor * g[j];
 #endif
         uint4 octet;
         store_within(reinterpret_cast<__half *>(&octet), values);
         return octet;
     }
-    // Of fewer rows than 8, lanes share a unit, which begins with input `unit`. The warp must meet before and after.
-    __device__ __forceinline__ void begin(int unit, int in) {
+    // Lanes share a unit, which begins with input `unit`. The warp must meet before and after.
+    __device__ __forceinline__ void begin(const float *norm, int unit, int in) const {
 #pragma unroll
-        for (int first = 0; ROWS < 8 && first < OCTETS; first += 32) {
+        for (int first = 0; first < OCTETS; first += 32) {
             const int octet = first + threadIdx.x % 32, k = unit + octet / (4 * ROWS) * 32 + octet % 4 * 8;
-            if (octet < OCTETS && (UNIT == WEIGHT::VALUES || k < in)) shared[octet] = rounded(k);
+            if (octet < OCTETS && (UNIT == WEIGHT::VALUES || k < in)) shared[octet] = rounded(norm, k);
         }
     }
-    // Inputs unit + k + 8 * (lane % 4) … + 7 of row lane / 4 % ROWS; once for each, with 8 rows.
-    __device__ __forceinline__ uint4 at(int unit, int k, int) {
-        return ROWS < 8 ? shared[k / 8 * ROWS + threadIdx.x % (4 * ROWS)] : rounded(unit + k + threadIdx.x % 4 * 8);
+    // Inputs k + 8 * (lane % 4) … + 7 of the unit, of row lane / 4 % ROWS.
+    __device__ __forceinline__ uint4 at(int, int k, int) const {
+        return shared[k / 8 * ROWS + threadIdx.x % (4 * ROWS)];
     }
 };
 #endif
@@ -105,12 +103,11 @@ gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float
                    int in, int out, long long pitch, float eps) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);
-    __shared__ float partial[WARPS][ROWS], factors[ROWS];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int units = (in + UNIT - 1) / UNIT;
     const Tile tile = {int(blockIdx.x) * (GATED ? TILE / 2 : TILE), out};
     unsigned char *const places = shared + warp * (SLOTS * BYTES);
-    Inputs inputs(x, norm, reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS, rows, in);
+    Inputs inputs(x, reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS, rows, in);
     const unsigned char *tiles[TILES];
 #pragma unroll
     for (int m = 0; m < TILES; ++m) tiles[m] = WEIGHT::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
@@ -130,12 +127,20 @@ gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
     wait_for_previous();
+#if NORMED
+    __shared__ float partial[ROWS][32];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const float factor = r < rows ? inverse_rms(x + r * (long long)in, in, eps, partial[r]) : 0.0f;
+        if (lane / 4 % ROWS == r) inputs.factor = factor;
+    }
+#endif
     float sums[TILES][COLUMNS_N][4] = {};
     int slots[TILES];  // of the unit's tiles
 #pragma unroll
     for (int m = 0; m < TILES; ++m) slots[m] = m * BYTES;
     for (int unit = warp; unit < units; unit += WARPS) {
-        inputs.begin(unit * UNIT, in);
+        inputs.begin(norm, unit * UNIT, in);
         cp_async_wait<SLOTS - TILES>();
         __syncwarp();
 #pragma unroll
@@ -174,21 +179,6 @@ gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float
             float *const to = joined + (warp * ROWS + row) * pitch_of(TILE) + m * 16;
             if (row < ROWS) to[i % 4 / 2 * 8 + lane / 4] = sums[m][i / 4][i % 4];
         }
-#if NORMED
-    float squares = inputs.squares;
-    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-    squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-#pragma unroll
-    for (int step = 4 * ROWS; step < 32; step *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
-    if (lane % 4 == 0 && lane / 4 < ROWS) partial[warp][lane / 4] = squares;
     __syncthreads();
-    if (threadIdx.x < ROWS) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += partial[w][threadIdx.x];
-        factors[threadIdx.x] = rsqrtf(sum / in + eps);
-    }
-#endif
-    __syncthreads();
-    store_tile<WARPS, TILE>(y, joined, factors, tile, bias, rows, pitch);
+    store_tile<WARPS, TILE>(y, joined, tile, bias, rows, pitch);
 }

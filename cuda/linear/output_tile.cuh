@@ -19,14 +19,14 @@ constexpr int pitch_of(int tile) { return tile + 4; }
 
 // Adds the sums of COUNT warps, `joined` [COUNT][ROWS][pitch_of(TILE_ROWS)], and writes them to y.
 template <int COUNT, int TILE_ROWS>
-__device__ __forceinline__ void store_tile(TO *y, const float *joined, const float *factors, const Tile &tile,
-                                           const float *bias, int rows, long long pitch) {
+__device__ __forceinline__ void store_tile(TO *y, const float *joined, const Tile &tile, const float *bias,
+                                           int rows, long long pitch) {
     constexpr int COLUMNS_OF_Y = GATED ? TILE_ROWS / 2 : TILE_ROWS;
     const auto sum_of = [&](int row, int c) {
         float total = 0.0f;
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) total += joined[(k * ROWS + row) * pitch_of(TILE_ROWS) + c];
-        return NORMED ? total * factors[row] : total;
+        return total;
     };
     if (gridDim.y > 1) {
         const long long width = GATED ? 2ll * tile.out : tile.out;

@@ -310,7 +310,9 @@ def test_numbers_in_the_text_match_the_code() -> None:
     llama = f"{LLAMA_8B.layers} layers, {LLAMA_8B.heads} query heads, {LLAMA_8B.kv_heads} KV heads"
     for phrase in (
         f"({llama}, D = {LLAMA_8B.head_dim}, hidden size {LLAMA_8B.hidden_size:,})",
-        f"from {few + 1} sequences on, up to {more} at a time; from {launch_configs.UNROUNDED_ROWS + 1} on `narrow`",
+        f"`gemm_small` (with `gemm_small_sum`, where its CTAs share a sum) replaces `gemv` from {few + 1} sequences on",
+        f"up to {more} at a time; `narrow` runs before it",
+        f"From {few + 1} rows on the result is written in the type",
         f"products of more than {more} rows are cuBLAS's",
         f"products of up to {few} rows",
         f"products of up to {more} rows",

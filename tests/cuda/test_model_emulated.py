@@ -50,7 +50,7 @@ class SameWeights(NumpyOps):
 
 class Rounded(SameWeights):
     """NumPy with what the kernels round: queries, keys and values to half precision, and for products with the model's
-    matrices the other factor to the type of the weights, if it has more rows than fit into one pass over these."""
+    matrices the other factor to the type of the weights; to bfloat16 only if there are more rows than gemv takes."""
 
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, _half(k), _half(v))
@@ -60,7 +60,7 @@ class Rounded(SameWeights):
 
     def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None, recorded=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
-        if len(x) > GEMV_ROWS:
+        if len(x) > GEMV_ROWS or self.kind == "__half":
             x = read(store(x, self.kind), self.kind)
         return super().linear(x, w, residual=residual, activation=activation)
 

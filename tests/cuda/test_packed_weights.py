@@ -187,7 +187,7 @@ def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: in
     assert (np.abs(y - wanted) <= allowed).all()
 
 
-@pytest.mark.parametrize(("rows", "rounded"), [(8, False), (12, True), (40, True), (70, True)])
+@pytest.mark.parametrize(("rows", "rounded"), [(2, False), (3, True), (12, True), (40, True), (70, True)])
 @pytest.mark.parametrize(
     ("name", "half", "blocks", "following"),
     [("q4_k", 512, 8, "f16"), ("q8_0", 24, 4, "bf16"), ("f16", 32, 4, "q8_0"), ("q4_k", 16, 256, "bf16")],

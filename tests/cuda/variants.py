@@ -160,7 +160,7 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
 
 
 def _gemm_small() -> list[Variant]:
-    """Above a number of rows, x comes normalised and in the type of the weights."""
+    """x comes normalised and in the type of the weights."""
     variants = []
     for rows, weight, out in itertools.product((8, 16, 32, 48, 64), _READ, (4096, 14336)):
         if rows <= launch_configs.GEMV_PACKED_ROWS and weight in _PACKED:
@@ -169,12 +169,11 @@ def _gemm_small() -> list[Variant]:
             continue
         config, _, _ = launch_configs.gemm_small(rows, out, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in config.defines.items()}
-        rounded = rows > launch_configs.UNROUNDED_ROWS
-        act = ("__nv_bfloat16" if weight == "bf16" else "__half") if rounded else "float"
+        act = "__nv_bfloat16" if weight == "bf16" else "__half"
         variants += [
             replace(variant, dynamic_shared=config.shared)
             for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
-            if not (rounded and variant.defines["NORMED"])
+            if not variant.defines["NORMED"]
         ]
     return [*variants, *_rounded_results(variants)]
 
@@ -191,7 +190,7 @@ def _gemv_packed() -> list[Variant]:
     """With one tile and two, and the shared memory of the smallest and of the largest GPU."""
     variants = []
     for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8, 16), (256, 16384)):
-        format, act = weight_formats.get(weight), "float" if rows <= launch_configs.UNROUNDED_ROWS else "__half"
+        format, act = weight_formats.get(weight), "float" if rows <= launch_configs.GEMV_ROWS else "__half"
         for memory in (100 << 10, 228 << 10):
             config, _ = launch_configs.gemv_packed(rows, out, 128, memory, format.values, packed.block_bytes(format))
             constants = {name: (value,) for name, value in config.defines.items()}

@@ -12,7 +12,8 @@ SHARED_BYTES = 99 << 10
 
 # Most rows of gemv, of gemv_packed and of gemm_small. Each row costs gemv as many instructions as the first, while
 # tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the L2 cache,
-# which from three rows on, as predicted, takes longer than reading the weights.
+# which from three rows on, as predicted, takes longer than reading the weights. More rows than that are normalised and
+# converted to the weights' type once, by `narrow`, instead of in every block.
 GEMV_ROWS = 2
 GEMV_PACKED_ROWS = 16
 SMALL_ROWS = 64
@@ -21,17 +22,12 @@ SMALL_ROWS = 64
 # and serves as many rows or fewer, down to the number before.
 ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
 
-# More rows than these are converted to the weights' type by `narrow` first. Otherwise every block of gemm_small would
-# convert them again, and 16 rows of float32 are as many bytes as the block's weights.
-UNROUNDED_ROWS = 8
-
 # Of a packed matrix, dequantized at a time for a product of many rows.
 DEQUANTIZED_BYTES = 32 << 20
 
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
-_GEMM_STATIC_BYTES = 768  # static shared memory of gemm_small: at most 4 (ROWS · WARPS_K + ROWS)
-_GEMV_PACKED_STATIC_BYTES = 576  # of gemv_packed: at most 4 (8 · ROWS + ROWS)
+_GEMV_PACKED_STATIC_BYTES = 256  # static shared memory of gemv_packed: at most 128 GEMV_ROWS
 _GEMV_PACKED_WARPS = 8
 _SLOT_BYTES = 80 << 10  # of its slots, unless these are too few: the rest is left to the L1 cache, for x
 _ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
@@ -67,7 +63,7 @@ def gemv_packed(
     tiles = 2 if gated or out >= 32 * blocks else 1
     unit = max(128, values)  # UNIT
     copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
-    inputs = 2 * most * unit if most < 8 else 0  # bytes of x in shared memory; else it is in registers
+    inputs = 2 * most * unit if most <= GEMV_ROWS else 0  # bytes of x in shared memory; else it is in registers
     # Of many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two blocks
     # of so many slots are resident.
     beside = _SYSTEM_BYTES + _GEMV_PACKED_STATIC_BYTES
@@ -115,7 +111,7 @@ def _gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]
     tile = 32 * 8 // deep
     shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
     by_registers = 1 if most > 32 else 2
-    by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
+    by_memory = shared_memory // (shared + _SYSTEM_BYTES)
     return tile, shared, max(1, min(by_registers, by_memory))
 
 

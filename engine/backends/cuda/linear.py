@@ -22,7 +22,6 @@ from polarlm.engine.backends.cuda.launch_configs import (
     GEMV_PACKED_ROWS,
     GEMV_ROWS,
     SMALL_ROWS,
-    UNROUNDED_ROWS,
 )
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get, stored_as
@@ -157,7 +156,7 @@ class LinearOps:
             return y
         # A product for each part; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
-        if rows > UNROUNDED_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
+        if rows > GEMV_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
             x, norm = self._narrowed(x, _Product(w.parts[0], None, norm, False, None)), None
         end = 0
         for matrix in w.parts:
@@ -184,9 +183,9 @@ class LinearOps:
         """`linear` of at most SMALL_ROWS rows into y."""
         (rows, width), processors, weight = x.shape, self._device.processors, product.weight
         is_packed = packed.is_packed(weight.format)
+        if rows > GEMV_ROWS:
+            x, product = self._narrowed(x, product), product._replace(norm=None)
         if rows > GEMV_ROWS or is_packed:
-            if rows > UNROUNDED_ROWS:
-                x, product = self._narrowed(x, product), product._replace(norm=None)
             multiply = self._packed if is_packed and rows <= GEMV_PACKED_ROWS else self._tensor_cores
             multiply(y, x, product)
             return
@@ -197,7 +196,7 @@ class LinearOps:
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
     def _packed(self, y: Array, x: Array, product: _Product) -> None:
-        """`linear` of at most GEMV_PACKED_ROWS rows with a packed matrix into y; x as in `_tensor_cores`."""
+        """`linear` of at most GEMV_PACKED_ROWS rows with a packed matrix into y; more than GEMV_ROWS come narrow."""
         (rows, width), device, weight = x.shape, self._device, product.weight
         norm_weight, eps = product.norm or (None, 0.0)
         block = weight.format.values, packed.block_bytes(weight.format)
@@ -207,29 +206,18 @@ class LinearOps:
         self._launch("gemv_packed", (blocks,), product.with_types(x, y, config), *operands, *sizes, float(eps))
 
     def _tensor_cores(self, y: Array, x: Array, product: _Product) -> None:
-        """`linear` of at most SMALL_ROWS rows into y. x is float32, or of the type in which this product takes x."""
+        """`linear` of at most SMALL_ROWS rows into y; x is normalised and of the type that the product takes."""
         (rows, width), out, device, weight = x.shape, y.shape[1], self._device, product.weight
-        norm_weight, eps = product.norm or (None, 0.0)
         machine = device.processors, device.shared_memory, packed.is_packed(weight.format)
         config, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, *machine)
         sizes = rows, width, out, row_stride(y)
-        if parts == 1 or product.norm is not None:
-            operands = y, x, weight.data, product.bias, norm_weight
-            self._launch("gemm_small", (blocks, 1), product.with_types(x, y, config), *operands, *sizes, float(eps))
+        if parts == 1:
+            operands = y, x, weight.data, product.bias
+            self._launch("gemm_small", (blocks, 1), product.with_types(x, y, config), *operands, *sizes)
             return
         sums = device.empty((parts, rows, weight.shape[0]), np.float32)
-        self._launch(
-            "gemm_small",
-            (blocks, parts),
-            product.with_types(x, sums, config),
-            sums,
-            x,
-            weight.data,
-            None,
-            None,
-            *sizes,
-            0.0,
-        )
+        operands = sums, x, weight.data, None
+        self._launch("gemm_small", (blocks, parts), product.with_types(x, sums, config), *operands, *sizes)
         grid = (-(-rows * out // config.threads),)
         args = (y, sums, product.bias, parts, rows, out, row_stride(y))
         config = product.with_types(x, y, config)._replace(shared=0)
@@ -288,14 +276,14 @@ class LinearOps:
 
 
 def _narrow_type(matrix: Matrix) -> type[np.generic]:
-    """The dtype in which products of more than UNROUNDED_ROWS rows with `matrix` take x."""
+    """The dtype in which products of more than GEMV_ROWS rows with `matrix` take x."""
     return _PLAIN.get(matrix.format.name, np.float16)
 
 
 def input_type(w: Linear | None, rows: int) -> type[np.generic]:
     """The dtype in which all products of `rows` rows at once with `w` take x: float32 where they convert x themselves,
     where they differ, and without `w`."""
-    types = {_narrow_type(part) for part in w.parts} if w is not None and rows > UNROUNDED_ROWS else set()
+    types = {_narrow_type(part) for part in w.parts} if w is not None and rows > GEMV_ROWS else set()
     return types.pop() if len(types) == 1 else np.float32
 
 

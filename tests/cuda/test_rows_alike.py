@@ -1,0 +1,58 @@
+"""A row of a product, whatever the number of rows beside it: all kernels round x to the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.weight_formats import Linear
+from tests.cuda.emulated import open_device
+from tests.cuda.formats import EPS32, STEP
+from tests.cuda.test_packed_weights import stored
+
+EPS = 1e-5
+ROWS = (1, 2, 3, 8, 9, 16, 17, 33, 64)
+WIDTH, OUT = 1024, 40
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("weight", ["f16", "bf16", "q8_0", "q4_k"])
+def test_other_rows_change_only_the_order_of_sums(
+    rng: np.random.Generator, weight: str, normed: bool, activation: str | None
+) -> None:
+    """Within what float32 sums in two orders differ by, which is less than rounding x changes."""
+    ops = CudaOps(open_device(checked=False))
+    w = Linear(ops.load([stored(rng, weight, OUT, WIDTH)]))
+    x = (2 * rng.standard_normal((max(ROWS), WIDTH))).astype(np.float32)
+    norm = (ops.to_device(rng.uniform(0.5, 2, WIDTH).astype(np.float32)), EPS) if normed else None
+    products = {
+        rows: ops.to_host(ops.linear(ops.to_device(x[:rows]), w, norm=norm, activation=activation))[0] for rows in ROWS
+    }
+    given = ops.rows(w).astype(np.float64)
+    values = x[0].astype(np.float64)
+    if normed:
+        values *= ops.to_host(norm[0]) / np.sqrt((values**2).mean() + EPS)
+    root = np.sqrt(given**2 @ values**2)  # of the squares of what is summed
+    alike = [products[rows] for rows in ROWS if rows > (GEMV_ROWS if weight == "bf16" else 0)]
+    order, rounding = 4 * EPS32 * np.sqrt(WIDTH) * root, STEP["__half"] / 4 * root
+    assert (order < rounding / 4).all()
+    if activation is not None:
+        gate, up = np.split(given @ values, 2)
+        (gate_order, up_order), silu = np.split(order, 2), gate / (1 + np.exp(-gate))
+        order = 1.1 * gate_order * (np.abs(up) + up_order) + np.abs(silu) * up_order + 16 * EPS32 * np.abs(gate * up)
+    for other in alike[1:]:
+        assert (np.abs(other - alike[0]) <= order).all()
+
+
+def test_inputs_of_any_size_are_normalised_before_they_are_rounded(rng: np.random.Generator) -> None:
+    """Residual streams of some models leave the range of half precision."""
+    ops = CudaOps(open_device(checked=False))
+    file = stored(rng, "q8_0", OUT, WIDTH)
+    w, norm = Linear(ops.load([file])), ops.to_device(np.full(WIDTH, 30, np.float32))
+    x = rng.standard_normal((9, WIDTH)).astype(np.float32)
+    for rows in (1, 2, 3, 9):
+        small, large = (ops.linear(ops.to_device(scale * x[:rows]), w, norm=(norm, 0.0)) for scale in (1, 2**17))
+        np.testing.assert_array_equal(ops.to_host(large), ops.to_host(small))
