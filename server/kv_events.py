@@ -1,9 +1,12 @@
-"""Tells routers which blocks this server has, over ZeroMQ, with messages as vLLM's (0.24 and later) have them.
+"""Tells routers which blocks this server has, over ZeroMQ, with messages as vLLM's (0.26 and later) have them.
 
-A message has three parts: the topic, a number that counts messages from 0 (8 bytes, big-endian), and a batch in
-MessagePack: [seconds since 1970, [events], 0]. An event is a map whose "type" is its name. The first message of a
-server is AllBlocksCleared, and so is its last one. A subscriber that has missed messages asks the replay socket for
-those from a number on, and gets (number, batch) of each that is still kept, then (-1, nothing).
+A message has three parts: the topic, its number (8 bytes, big-endian), and a batch in MessagePack:
+[seconds since 1970, [events], 0]. An event is a map whose "type" is its name. The first message of a server is
+AllBlocksCleared, and so is its last one. A subscriber that has missed messages asks the replay socket for those from
+a number on, and gets (topic, number, batch) of each that is still kept, then (nothing, -1, nothing).
+
+Numbers grow by one, from the milliseconds since 1970: a subscriber takes what has a lower number than the message
+before for old, and has to believe a server that was started again.
 
 The engine's thread only puts what changes into a queue. A block's hash is the first 8 bytes of its key in the prefix
 cache, as a number. Blocks with a cache salt are left out: a salt keeps clients apart, and a message has the tokens.
@@ -73,7 +76,7 @@ class KVEvents:
         self._context = zmq.Context()
         self._sent: deque[tuple[bytes, bytes]] = deque()  # (number, batch)
         self._sent_bytes = 0
-        self._count = 0
+        self._next = time.time_ns() // 1_000_000  # far fewer messages than one in a millisecond are sent
         self._threads: list[threading.Thread] = []
         try:
             self._publisher = self._bound(zmq.PUB, "--kv-events", address)
@@ -177,12 +180,13 @@ class KVEvents:
         )
 
     def _send(self, events: Sequence[_Stored | _Removed | _Cleared]) -> None:
-        batch, number = msgspec.msgpack.encode(_Batch(time.time(), events)), self._count.to_bytes(8, "big")
-        self._count += 1
+        batch, number = msgspec.msgpack.encode(_Batch(time.time(), events)), self._next.to_bytes(8, "big")
+        self._next += 1
         if self._replay is not None:
             self._sent.append((number, batch))
             self._sent_bytes += len(batch)
-            while self._sent_bytes > _REPLAY_BYTES:
+            # A replay has to fit into a socket, which may count half of its places as taken when they are free again.
+            while self._sent_bytes > _REPLAY_BYTES or len(self._sent) > _WAITING // 2:
                 self._sent_bytes -= len(self._sent.popleft()[1])
         self._publisher.send_multipart((self._topic, number, batch))
 
@@ -198,8 +202,8 @@ class KVEvents:
                     if len(request) == 2 and len(request[1]) == 8:
                         for number, batch in list(self._sent):
                             if number >= request[1]:
-                                socket.send_multipart((client, b"", number, batch))
-                        socket.send_multipart((client, b"", _END, b""))
+                                socket.send_multipart((client, b"", self._topic, number, batch))
+                        socket.send_multipart((client, b"", b"", _END, b""))
             except zmq.ContextTerminated:
                 pass
 
