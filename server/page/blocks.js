@@ -3,6 +3,7 @@
 // Blocks of Markdown, as they grow: words, code, the rows of a table.
 
 const SEGMENT = 2000; // characters after which nothing is closed any more, such as emphasis
+const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // no more is read at a time, and no character is cut
 
 /** A paragraph, a heading or an item. Only what may still become something else is read again when more comes. */
 class Words {
@@ -20,14 +21,19 @@ class Words {
   }
 
   flush() {
-    let cut = settledUpTo(this.text);
-    if (this.text.length - cut > SEGMENT) cut = Math.max(cut, this.text.lastIndexOf(" ") + 1 || this.text.length);
-    if (cut) {
-      this.#show(this.text.slice(0, cut));
-      this.fixed = this.element.childNodes.length;
-      this.text = this.text.slice(cut);
-    }
+    while (this.text.length > 4 * SEGMENT) this.#settle(PIECE.exec(this.text)[0]);
+    this.#settle(this.text);
     this.#show(this.text);
+  }
+
+  /** Fixes the nodes of a beginning of the text, as far as nothing that follows can change them. */
+  #settle(text) {
+    let cut = settledUpTo(text);
+    if (text.length - cut > SEGMENT) cut = Math.max(cut, text.lastIndexOf(" ") + 1 || text.length);
+    if (!cut) return;
+    this.#show(text.slice(0, cut));
+    this.fixed = this.element.childNodes.length;
+    this.text = this.text.slice(cut);
   }
 
   #show(text) {
@@ -72,8 +78,8 @@ class Row {
   flush() {
     const texts = cells(this.text), wanted = this.aligns.length || texts.length;
     this.element.replaceChildren(...Array.from({ length: wanted }, (_, column) => {
-      const made = make(this.cell, this.aligns[column] ?? "");
-      made.append(...inline((texts[column] ?? "").slice(0, SEGMENT)));
+      const made = make(this.cell, this.aligns[column] ?? ""), text = texts[column] ?? "";
+      made.append(...inline(text.slice(0, SEGMENT)), visible(text.slice(SEGMENT)));
       return made;
     }));
   }

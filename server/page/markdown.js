@@ -8,6 +8,7 @@ const FENCE = /^( *)(`{3,}|~{3,}) *([^`\n]*)$/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)]) +(?=\S)/;
 const HEADING = /^ {0,3}(#{1,6}) +(?=\S)/;
 const QUOTE = /^ {0,3}> ?/;
+const TABS = /^ *\t[ \t]*/; // at the beginning of a line
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const RULER = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/; // between the head of a table and its rows
 /** Beginnings of a line that may still become another kind of line. */
@@ -52,6 +53,7 @@ class Markdown {
   #piece(piece) {
     if (this.#open) return this.#put(piece);
     this.#rest += piece;
+    if (!(this.#block instanceof Code)) this.#rest = this.#rest.replace(TABS, (space) => space.replaceAll("\t", "    "));
     if (this.#settled(this.#rest)) this.#begin(this.#rest, false);
   }
 
