@@ -205,11 +205,21 @@ function openAddressed() {
 
 window.addEventListener("popstate", openAddressed);
 
-otherTabs.addEventListener("message", async ({ data: id }) => {
+/** Whether there is a name, a message or a result that somebody is still typing. */
+function isTyped() {
+  if (renaming || document.querySelector(".edited")) return true;
+  return [...$("turns").querySelectorAll("textarea")].some(({ value }) => value);
+}
+
+otherTabs?.addEventListener("message", async ({ data: id }) => {
   if (!database || live?.conversation.id === id) return;
   const chat = await taken(id).catch(() => null);
   if (chat) chats.set(id, chat);
   else chats.delete(id);
-  if (current.id === id && chat && !document.querySelector(".edited")) openChat(chat, false); // nobody loses what they type
-  else drawList();
+  if (current.id !== id || !chat || isTyped()) return drawList(); // nobody loses what they type
+  const [place, atEnd] = [$("log").scrollTop, following];
+  openChat(chat, false);
+  following = atEnd;
+  if (!atEnd) $("log").scrollTop = place;
+  return undefined;
 });
