@@ -15,11 +15,16 @@ function edit(row) {
   };
   const cancel = () => {
     close();
-    [...row.foot.querySelectorAll("button")].find((made) => made.textContent === "Edit")?.focus();
+    buttonOf(row, "Edit")?.focus();
+  };
+  const save = () => {
+    if (live) return; // it would be shown in the place of the answer that comes
+    close();
+    buttonOf(rowOf(rewrite(message, area.value)), "Edit").focus();
   };
   const send = make("button", "main", mine ? "Send" : "Save and continue");
   const buttons = make("div", "row");
-  buttons.append(send, ...(mine ? [] : [button("Save", () => { close(); rewrite(message, area.value); }, "")]), button("Cancel", cancel, ""));
+  buttons.append(send, ...(mine ? [] : [button("Save", save, "")]), button("Cancel", cancel, ""));
   form.append(area, buttons);
   form.addEventListener("submit", (event) => {
     event.preventDefault();

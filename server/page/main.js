@@ -28,7 +28,10 @@ function follow() {
 }
 
 $("log").addEventListener("scroll", () => {
-  following = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 48;
+  const { scrollTop, scrollHeight, clientHeight } = $("log"), below = scrollHeight - scrollTop - clientHeight;
+  following = below < (scrolledTo > scrollTop ? 1 : 48); // the smallest step upwards ends it; the end itself may move up, too
+  scrolledTo = scrollTop;
+let scrolledTo = 0;
 }, { passive: true });
 
 new ResizeObserver(follow).observe($("log"));

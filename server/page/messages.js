@@ -157,7 +157,9 @@ function drawFoot(row) {
     if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied));
   }
   if (message.role === "assistant") parts.push(make("span", "figures", figuresOf(message)));
+  const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   foot.replaceChildren(...parts);
+  if (focused) buttonOf(row, focused)?.focus({ preventScroll: true });
   row.form?.remove();
   row.form = null;
   if (message.role === "assistant" && last && message.calls.length && live?.message !== message) {
@@ -165,6 +167,9 @@ function drawFoot(row) {
     foot.before(row.form);
   }
 }
+
+const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
+const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);
 
 /** Which of several messages in this place is shown, and the way to the others. */
 function arrows({ message }) {
