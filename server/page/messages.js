@@ -133,12 +133,12 @@ function toolRow(message) {
   return { message, element, body, foot };
 }
 
-/** What went wrong with an answer, below it. */
-function complain(row) {
+/** What went wrong with an answer, below it; `now`: it just has. */
+function complain(row, now = false) {
   row.element.querySelector(".notice")?.remove();
   if (!row.message.error) return;
   const notice = make("p", "notice", row.message.error);
-  notice.setAttribute("role", "alert");
+  if (now) notice.setAttribute("role", "alert");
   row.foot.before(notice);
 }
 
