@@ -166,7 +166,8 @@ function begin({ row }) {
 /** Shows how much of the prompt has been computed, and returns how long it is. */
 function progressed({ total, cache, processed }) {
   used = { tokens: processed, cached: cache, exact: processed === total };
-  tell(processed < total ? `Reading the prompt: ${number(processed)} of ${number(total)} tokens` : "Answering …");
+  if (processed < total) tell("Reading the prompt …", `${number(processed)} of ${number(total)} tokens`);
+  else tell("Answering …");
   meter();
   return total;
 }
@@ -207,7 +208,7 @@ function finish(mine, pace, usage, trouble, before) {
   row.body.setAttribute("aria-busy", "false");
   grow(row);
   row.text.end();
-  complain(row);
+  complain(row, true);
   used = usage
     ? { tokens: usage.total_tokens, cached: message.usage.cached ?? 0, exact: true }
     : { tokens: before + pace.pieces, cached: used.cached, exact: pace.pieces === 0 };
@@ -217,7 +218,7 @@ function finish(mine, pace, usage, trouble, before) {
   if (trouble instanceof Failure) point(trouble);
   if (trouble?.status === 401) lock(message);
   tell(trouble && !stopped ? "" : stopped || message.ending === "loop" ? "Stopped." : message.calls.length ? "It waits for results." : "Answered.");
-  if (message.text && !message.error) announce(spoken(row.body.textContent));
+  if (message.text && !message.error) announce(spoken(row.body));
   drawList();
   meter();
   follow();
@@ -230,7 +231,11 @@ function draftsOf(details) {
   return accepted + rejected > 0 ? { all: accepted + rejected, accepted } : null;
 }
 
-const spoken = (text) => (text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer goes on.` : text);
+/** The words of an answer, each block of them a line; of a long answer the beginning. */
+function spoken(body) {
+  const text = [...body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")].map((block) => block.textContent).join("\n");
+  return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer goes on.` : text;
+}
 
 /** Shows the server's complaint at the field that it is about. */
 function point(trouble) {

@@ -66,14 +66,17 @@ async function* events(response) {
 
 const SETTINGS = "polarlm.settings", KEY = "polarlm.key";
 
-/** Storage may be forbidden, its very name too; what is to be kept lasts as long as the page, then. */
+/** Storage may be forbidden, its very name too, or full; what is to be kept lasts as long as the page, then. */
 const held = {};
 
 function kept(storage, name) {
-  try { return window[storage].getItem(name) ?? held[name] ?? null; } catch { return held[name] ?? null; }
+  try { return held[name] ?? window[storage].getItem(name); } catch { return null; }
 }
 
 function keep(storage, name, value) {
   held[name] = value;
-  try { window[storage].setItem(name, value); } catch { /* for this page only, then */ }
+  try {
+    window[storage].setItem(name, value);
+    delete held[name];
+  } catch { /* for this page only, then */ }
 }

@@ -63,22 +63,25 @@ function found(conversation, words) {
   return [titleOf(conversation), ...texts].some((text) => text.toLowerCase().includes(words));
 }
 
-function drawList() {
-  if (renaming && $("list").querySelector("input")) return; // what is typed there stays
+function nameTab() {
   document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM";
+}
+
+function drawList() {
+  if (renaming) return; // what is typed there stays
+  nameTab();
   const words = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
-  const focused = $("list").contains(document.activeElement) ? document.activeElement.dataset.does : null;
-  $("list").replaceChildren(...sorted.map(listItem));
-  $("none").hidden = sorted.length > 0;
-  $("none").textContent = words ? "No conversation has these words in it." : "No conversation is kept yet.";
+  const list = $("list"), focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
+  list.replaceChildren(...sorted.map(listItem));
+  const none = sorted.length ? "" : words ? "No conversation has these words in it." : "No conversation is kept yet.";
+  if ($("none").textContent !== none) $("none").textContent = none;
   $("export-all").disabled = !chats.size;
-  if (focused) $("list").querySelector(`[aria-current] ~ * [data-does="${focused}"], [aria-current]`)?.focus();
+  if (focused) (list.querySelector(`[data-does="${focused}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
 }
 
 function listItem(chat) {
-  const item = make("li"), shown = chat === current, name = visible(titleOf(chat));
-  if (shown && renaming) return renameItem(item, chat);
+  const item = make("li"), name = visible(titleOf(chat));
   const opener = button(name, () => {
     if (chat !== current) openChat(chat);
     if ($("chats").classList.contains("open")) sheet("chats", false);
@@ -86,10 +89,11 @@ function listItem(chat) {
   }, "chat");
   opener.dir = "auto";
   opener.title = name;
+  opener.dataset.does = chat.id;
   item.append(opener);
-  if (!shown) return item;
+  if (chat !== current) return item;
   opener.setAttribute("aria-current", "true");
-  const does = { rename: ["Rename", () => { renaming = true; drawList(); }], save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove(chat)] };
+  const does = { rename: ["Rename", () => rename(chat, opener)], save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove(chat)] };
   const row = make("div", "row");
   for (const [key, [label, act]] of Object.entries(does)) {
     const made = button(label, act, "quiet");
@@ -100,7 +104,8 @@ function listItem(chat) {
   return item;
 }
 
-function renameItem(item, chat) {
+/** A field for the name in the place of its button. Nothing else moves: it may be what is clicked next. */
+function rename(chat, opener) {
   const field = make("input");
   field.value = titleOf(chat);
   field.maxLength = 200;
@@ -112,19 +117,23 @@ function renameItem(item, chat) {
       chat.title = field.value.trim();
       keepConversation(chat);
     }
-    drawList();
-    $("list").querySelector("[data-does=rename]")?.focus();
+    opener.textContent = opener.title = visible(titleOf(chat));
+    nameTab();
+    field.replaceWith(opener);
   };
   field.addEventListener("keydown", (event) => {
     if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
     event.preventDefault(); // or the button that is focused next would be pressed
     event.stopPropagation();
     done(event.key === "Enter");
+    drawList();
+    $("list").querySelector("[data-does=rename]")?.focus();
   });
   field.addEventListener("blur", () => done(true));
-  item.append(field);
-  setTimeout(() => field.select());
-  return item;
+  renaming = true;
+  opener.replaceWith(field);
+  field.focus();
+  field.select();
 }
 
 function remove(chat) {
@@ -205,11 +214,21 @@ function openAddressed() {
 
 window.addEventListener("popstate", openAddressed);
 
-otherTabs.addEventListener("message", async ({ data: id }) => {
+/** Whether there is a name, a message or a result that somebody is still typing. */
+function isTyped() {
+  if (renaming || document.querySelector(".edited")) return true;
+  return [...$("turns").querySelectorAll("textarea")].some(({ value }) => value);
+}
+
+otherTabs?.addEventListener("message", async ({ data: id }) => {
   if (!database || live?.conversation.id === id) return;
   const chat = await taken(id).catch(() => null);
   if (chat) chats.set(id, chat);
   else chats.delete(id);
-  if (current.id === id && chat && !document.querySelector(".edited")) openChat(chat, false); // nobody loses what they type
-  else drawList();
+  if (current.id !== id || !chat || isTyped()) return drawList(); // nobody loses what they type
+  const [place, atEnd] = [$("log").scrollTop, following];
+  openChat(chat, false);
+  following = atEnd;
+  if (!atEnd) $("log").scrollTop = place;
+  return undefined;
 });

@@ -10,25 +10,35 @@ function busy(yes) {
   if (focused) $("message").focus();
 }
 
-function tell(sentence) {
+/** Says what goes on; screen readers say the sentence, too, and leave out a figure that changes all the time. */
+function tell(sentence, figure = "") {
   if ($("status").textContent !== sentence) $("status").textContent = sentence;
+  $("progress").textContent = figure;
 }
+
+const SAID_MS = 7000; // so long a text for screen readers is there: who reads on, or searches, is not to find it twice
+let silencing = 0;
 
 /** Gives a text to screen readers alone. */
 function announce(text) {
   $("said").textContent = text;
+  clearTimeout(silencing);
+  silencing = setTimeout(() => { $("said").textContent = ""; }, SAID_MS);
 }
 
 // -- the view follows the answer --------------------------------------------------------------------------------------
 
 let following = true; // the end of the conversation stays in view
+let scrolledTo = 0;
 
 function follow() {
   if (following) $("log").scrollTop = $("log").scrollHeight;
 }
 
 $("log").addEventListener("scroll", () => {
-  following = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 48;
+  const { scrollTop, scrollHeight, clientHeight } = $("log"), below = scrollHeight - scrollTop - clientHeight;
+  following = below < (scrolledTo > scrollTop ? 1 : 48); // the smallest step upwards ends it; the end itself may move up, too
+  scrolledTo = scrollTop;
 }, { passive: true });
 
 new ResizeObserver(follow).observe($("log"));

@@ -21,6 +21,7 @@ function draw() {
 }
 
 const rowOf = (message) => rows.find((row) => row.message === message);
+const parentOf = (message) => (message.parent === null ? null : current.messages[message.parent]);
 
 function article(message, name) {
   const element = make("article", `message ${message.role}`);
@@ -132,12 +133,12 @@ function toolRow(message) {
   return { message, element, body, foot };
 }
 
-/** What went wrong with an answer, below it. */
-function complain(row) {
+/** What went wrong with an answer, below it; `now`: it just has. */
+function complain(row, now = false) {
   row.element.querySelector(".notice")?.remove();
   if (!row.message.error) return;
   const notice = make("p", "notice", row.message.error);
-  notice.setAttribute("role", "alert");
+  if (now) notice.setAttribute("role", "alert");
   row.foot.before(notice);
 }
 
@@ -156,7 +157,9 @@ function drawFoot(row) {
     if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied));
   }
   if (message.role === "assistant") parts.push(make("span", "figures", figuresOf(message)));
+  const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   foot.replaceChildren(...parts);
+  if (focused) buttonOf(row, focused)?.focus({ preventScroll: true });
   row.form?.remove();
   row.form = null;
   if (message.role === "assistant" && last && message.calls.length && live?.message !== message) {
@@ -164,6 +167,9 @@ function drawFoot(row) {
     foot.before(row.form);
   }
 }
+
+const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
+const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);
 
 /** Which of several messages in this place is shown, and the way to the others. */
 function arrows({ message }) {
@@ -206,104 +212,4 @@ const fromCache = ({ prompt, cached, places = {} }) =>
 function fromTiers(places) {
   const tiers = Object.entries(places).filter(([place]) => place !== "store");
   return tiers.length ? ` (${tiers.map(([place, tokens]) => `${number(tokens)} from ${place}`).join(", ")})` : "";
-}
-
-// -- editing ----------------------------------------------------------------------------------------------------------
-
-/** A text in place of a message's own, with buttons that do something with it. */
-function edit(row) {
-  const { message, element } = row;
-  if (live || element.querySelector(".edit")) return;
-  const mine = message.role === "user", form = make("form", "edit"), area = make("textarea");
-  area.value = message.text;
-  area.setAttribute("aria-label", mine ? "Edit your message" : "Edit the answer");
-  const close = () => {
-    form.remove();
-    element.classList.remove("edited");
-  };
-  const cancel = () => {
-    close();
-    [...row.foot.querySelectorAll("button")].find((made) => made.textContent === "Edit")?.focus();
-  };
-  const send = make("button", "main", mine ? "Send" : "Save and continue");
-  const buttons = make("div", "row");
-  buttons.append(send, ...(mine ? [] : [button("Save", () => { close(); rewrite(message, area.value); }, "")]), button("Cancel", cancel, ""));
-  form.append(area, buttons);
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    if (!area.value.trim() || live || !settingsHold()) return;
-    close();
-    $("message").focus();
-    if (mine) say({ role: "user", text: area.value.trim() }, above(current, message));
-    else resume(rewrite(message, area.value));
-  });
-  area.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !event.isComposing) {
-      event.stopPropagation();
-      cancel();
-    }
-    if (event.key !== "Enter" || event.isComposing || (mine ? event.shiftKey : !event.ctrlKey && !event.metaKey)) return;
-    event.preventDefault();
-    form.requestSubmit();
-  });
-  element.classList.add("edited");
-  element.append(form);
-  area.focus();
-  area.setSelectionRange(area.value.length, area.value.length);
-}
-
-/** A second version of an answer, with another text; nothing comes behind it yet. */
-function rewrite(message, text) {
-  const { role, reasoning, calls, thought } = message;
-  const written = { role, text, reasoning, thought, calls: structuredClone(calls), ending: "edited", error: "", usage: null, rate: null };
-  const made = addMessage(current, parentOf(message), written);
-  draw();
-  settle();
-  changed();
-  return made;
-}
-
-const parentOf = (message) => (message.parent === null ? null : current.messages[message.parent]);
-
-/** A form with a field for the result of each call. */
-function resultsForm(results, name, send) {
-  const form = make("form", "results"), areas = results.map((result) => {
-    const label = make("label", "", `Result of ${visible(result.name)}`), area = make("textarea");
-    area.rows = 2;
-    area.value = result.text;
-    area.spellcheck = false;
-    label.append(area);
-    form.append(label);
-    return area;
-  });
-  const buttons = make("div", "row");
-  buttons.append(make("button", "main", name));
-  form.append(buttons);
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    if (live || !settingsHold()) return;
-    $("message").focus();
-    send(results.map(({ id, name: tool }, index) => ({ id, name: tool, text: areas[index].value })));
-  });
-  return form;
-}
-
-function editResults(row) {
-  const { message, element } = row;
-  if (live || element.querySelector(".results")) return;
-  const form = resultsForm(message.results, "Send again", (results) => {
-    close();
-    say({ role: "tool", results }, parentOf(message));
-  });
-  const close = () => {
-    form.remove();
-    element.classList.remove("edited");
-  };
-  form.querySelector(".row").append(button("Cancel", () => {
-    close();
-    row.foot.querySelector("button:last-of-type").focus();
-  }, ""));
-  element.classList.add("edited");
-  element.append(form);
-  form.querySelector("textarea").focus();
 }

@@ -94,7 +94,8 @@ const NOT_KEPT = "This browser keeps nothing here (a private window, or storage 
 const NO_ROOM = "The browser’s storage is full: what changed last is not kept. Delete conversations, or export them to a file.";
 
 let database = null; // null where the browser keeps nothing
-const otherTabs = new BroadcastChannel(DATABASE); // they hear the id of each conversation that has changed
+let otherTabs = null; // they hear the id of each conversation that has changed
+try { otherTabs = new BroadcastChannel(DATABASE); } catch { /* forbidden where storage is, in some browsers */ }
 
 const granted = (request) => new Promise((resolve, reject) => {
   request.onsuccess = () => resolve(request.result);
@@ -128,7 +129,7 @@ async function shelve(id, change) {
       transaction.onabort = () => reject(transaction.error);
     });
     warn("");
-    otherTabs.postMessage(id);
+    otherTabs?.postMessage(id);
     return true;
   } catch (error) {
     warn(error?.name === "QuotaExceededError" ? NO_ROOM : NOT_KEPT);

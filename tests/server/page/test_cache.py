@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.page.browser import Browser
-from tests.server.page.visitor import asked, choose, done, says, send, send_and_wait, stats
+from tests.server.page.visitor import choose, done, says, send, send_and_wait, stats
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.tiny import PLAIN, load_tiny
 
@@ -154,8 +154,7 @@ def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Browser) -> N
     assert page.text("#blocks-say") == (
         "6 blocks of 64 tokens: 1 in full precision, 5 coded (4.8 bits), 5 shared with an earlier prompt"
     )
-    assert page.text("#status") == "Reading the prompt: 384 of 640 tokens"
-    assert asked(page)["return_progress"] is True
+    assert page.text("#progress") == "384 of 640 tokens"
 
 
 def test_the_real_server_tells_how_far_the_prompt_is(page: Browser) -> None:

@@ -18,10 +18,8 @@ from tests.server.page.visitor import (
     says,
     send,
     send_and_wait,
-    size,
     text_of,
 )
-from tests.server.process import Process
 
 SHOWN = "return rows.map(({message}) => message.text)"
 
@@ -347,41 +345,3 @@ def test_a_file_cannot_bring_loops_or_values_of_other_kinds(page: Browser) -> No
     assert roles(page) == ["user", "assistant"]
     assert text_of(page) == "<b>hi</b>"
     assert page.run("return current.settings") == {"system": "5", "temperature": "x", "loop_check": False}
-
-
-# -- where nothing is kept -------------------------------------------------------------------------------------
-
-
-def test_a_full_storage_is_said_and_the_conversation_goes_on(page: Browser) -> None:
-    says(page, ["one"], ["two"])
-    page.run(
-        """
-        window.putReally = IDBObjectStore.prototype.put;
-        IDBObjectStore.prototype.put = function () { throw new DOMException("no", "QuotaExceededError"); };
-        """
-    )
-    send_and_wait(page, "first")
-    page.until(lambda: "storage is full" in page.text("#unkept"))
-    assert text_of(page) == "one"
-    page.run("IDBObjectStore.prototype.put = window.putReally")
-    send_and_wait(page, "second")
-    page.until(lambda: page.text("#unkept") == "" and len(kept(page)) == 1)
-
-
-def test_a_browser_that_keeps_nothing_says_so(page: Browser, server: Process) -> None:
-    script = "IDBFactory.prototype.open = () => { throw new DOMException('no', 'SecurityError'); };"
-    added = page.protocol("Page.addScriptToEvaluateOnNewDocument", source=script)
-    try:
-        page.reload()
-        page.until(lambda: "keeps nothing here" in page.text("#unkept"))
-        size(page, 390, 844)
-        assert page.shown("#unkept")  # beside the message, wherever the list is
-        size(page, 1280, 800)
-        says(page, ["one"])
-        send_and_wait(page, "first")
-        assert titles(page) == ["first"]
-        page.click("#new")
-        page.click("button.chat")
-        assert page.run(SHOWN) == ["first", "one"]
-    finally:
-        page.protocol("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])

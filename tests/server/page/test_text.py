@@ -58,6 +58,12 @@ def shown(page: Browser, text: str) -> str:
             "- a\n- b\n  - c\n- d",
             "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li><li><p>d</p></li></ul>",
         ),
+        (
+            "* a\n\t+ b\n\t\t- c\n* d\n\n\tmore",
+            "<ul><li><p>a</p><ul><li><p>b</p><ul><li><p>c</p></li></ul></li></ul></li>"
+            "<li><p>d</p><p>more</p></li></ul>",
+        ),
+        ("```\n\tone\n\n\t\ttwo\n```", "{Code: \tone\n\n\t\ttwo}"),
         ("3. c\n4. d\n\nout", "<ol 3><li><p>c</p></li><li><p>d</p></li></ol><p>out</p>"),
         ("1. a\n   ```sh\n   ls\n   ```\n2. b", "<ol><li><p>a</p>{sh: ls}</li><li><p>b</p></li></ol>"),
         ("1. a\n\n   more\n2. b", "<ol><li><p>a</p><p>more</p></li><li><p>b</p></li></ol>"),
@@ -219,6 +225,25 @@ def test_four_thousand_tokens_are_drawn_in_few_milliseconds_each(page: Browser) 
     assert same
     assert selected == "Part"
     assert longest < 500
+
+
+@pytest.mark.parametrize("unit", ["**a ", "~~a ", "__a "])
+def test_a_long_line_that_is_kept_is_shown_at_once(page: Browser, unit: str) -> None:
+    """What nobody closes is looked for up to the end of the line, again for each that is open."""
+    script = """
+        const [unit] = arguments, target = make("div"), markdown = new Markdown(target), begun = performance.now();
+        markdown.write(unit.repeat(64_000));
+        markdown.end();
+        return [performance.now() - begun, target.textContent === unit.repeat(64_000)];
+    """
+    milliseconds, whole = page.run(script, unit)
+    assert whole
+    assert milliseconds < 1000
+
+
+def test_a_long_cell_is_shown_to_its_end(page: Browser) -> None:
+    long = "word " * 900
+    assert f"<td>{long}end</td>" in shown(page, f"| a | b |\n|---|---|\n| {long}end | c |\n")
 
 
 def test_an_answer_of_four_thousand_tokens_comes_as_fast_at_its_end_as_at_its_beginning(page: Browser) -> None:

@@ -1,0 +1,89 @@
+"use strict";
+
+// Blocks of Markdown, as they grow: words, code, the rows of a table.
+
+const SEGMENT = 2000; // characters after which nothing is closed any more, such as emphasis
+const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // no more is read at a time, and no character is cut
+
+/** A paragraph, a heading or an item. Only what may still become something else is read again when more comes. */
+class Words {
+  constructor(element) {
+    this.element = element;
+    this.text = ""; // behind the nodes that stay
+    this.fixed = 0; // the number of these
+    this.whole = "";
+    this.lines = 1;
+  }
+
+  write(text) {
+    this.text += text;
+    this.whole += text;
+  }
+
+  flush() {
+    while (this.text.length > 4 * SEGMENT) this.#settle(PIECE.exec(this.text)[0]);
+    this.#settle(this.text);
+    this.#show(this.text);
+  }
+
+  /** Fixes the nodes of a beginning of the text, as far as nothing that follows can change them. */
+  #settle(text) {
+    let cut = settledUpTo(text);
+    if (text.length - cut > SEGMENT) cut = Math.max(cut, text.lastIndexOf(" ") + 1 || text.length);
+    if (!cut) return;
+    this.#show(text.slice(0, cut));
+    this.fixed = this.element.childNodes.length;
+    this.text = this.text.slice(cut);
+  }
+
+  #show(text) {
+    while (this.element.childNodes.length > this.fixed) this.element.lastChild.remove();
+    this.element.append(...inline(text));
+  }
+}
+
+/** A block of code: its lines are added to, and never read again. */
+class Code {
+  constructor(fence, indent, language) {
+    Object.assign(this, { fence, indent, lines: 0, text: "", fresh: "" });
+    this.element = make("figure", "code");
+    const bar = make("figcaption");
+    bar.append(make("span", "language", language || "Code"), copyButton("Copy code", () => this.text + this.fresh));
+    this.pre = make("pre");
+    this.pre.tabIndex = 0; // it may have to be scrolled
+    this.pre.setAttribute("role", "region");
+    this.pre.setAttribute("aria-label", language ? `Code, ${language}` : "Code");
+    this.pre.append(make("code"));
+    this.element.append(bar, this.pre);
+  }
+
+  write(text) { this.fresh += text; }
+
+  flush() {
+    if (!this.fresh) return;
+    addText(this.pre.firstChild, visibleCode(this.fresh));
+    this.text += this.fresh;
+    this.fresh = "";
+  }
+}
+
+/** A row of a table. */
+class Row {
+  constructor(element, cell, aligns) {
+    Object.assign(this, { element, cell, aligns, text: "" });
+  }
+
+  write(text) { this.text += text; }
+
+  flush() {
+    const texts = cells(this.text), wanted = this.aligns.length || texts.length;
+    this.element.replaceChildren(...Array.from({ length: wanted }, (_, column) => {
+      const made = make(this.cell, this.aligns[column] ?? ""), text = texts[column] ?? "";
+      made.append(...inline(text.slice(0, SEGMENT)), visible(text.slice(SEGMENT)));
+      return made;
+    }));
+  }
+}
+
+const cells = (line) =>
+  line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));

@@ -1,0 +1,78 @@
+"use strict";
+
+// Markdown inside of a line: emphasis, code, links.
+
+const DEPTH = 6; // of emphasis in emphasis
+
+const INLINE = new RegExp(
+  [
+    String.raw`\\(?<escaped>[\\\`*_{}[\]()#+.!|~<>-])`,
+    "``(?<code2>[^\\n]*?[^\\n`])``(?!`)",
+    "(?<!`)`(?<code>[^`\\n]+)`(?!`)",
+    String.raw`\*\*(?<strong>(?=\S)[^\n]*?\S)\*\*`,
+    String.raw`(?<!\w)__(?<strong2>(?=\S)[^\n]*?\S)__(?!\w)`,
+    String.raw`~~(?<struck>(?=\S)[^\n]*?\S)~~`,
+    String.raw`(?<![\w*])\*(?<em>(?![\s*])[^*\n]*[^*\s])\*(?![\w*])`,
+    String.raw`(?<!\w)_(?<em2>(?![\s_])[^_\n]*[^_\s])_(?!\w)`,
+    String.raw`\[(?<label>[^[\]\n]{1,500})\]\((?<target>[^\s()<>\0-\x1f]*(?:\([^\s()<>\0-\x1f]*\)[^\s()<>\0-\x1f]*)*)(?:[ ]+"[^"\n]*")?\)`,
+    String.raw`(?<![\w/])(?<address>https?://[^\s<>"'\`|\0-\x1f]*[^\s<>"'\`|.,;:!?)\]*_~\0-\x1f])`,
+  ].join("|"),
+  "g",
+);
+const OPENER = /[*_~](?=\S|$)|[`[\\]/; // may begin one of these
+const SAFE = new Set(["http:", "https:", "mailto:"]);
+
+/** The nodes that a text without line structure stands for. */
+function inline(text, depth = 0) {
+  const nodes = [];
+  let done = 0;
+  for (const match of depth < DEPTH ? text.matchAll(INLINE) : []) {
+    const node = inlineElement(match, depth);
+    if (!node) continue;
+    if (match.index > done) nodes.push(document.createTextNode(visible(text.slice(done, match.index))));
+    nodes.push(node);
+    done = match.index + match[0].length;
+  }
+  if (done < text.length) nodes.push(document.createTextNode(visible(text.slice(done))));
+  return nodes;
+}
+
+function inlineElement({ groups: found }, depth) {
+  const holding = (name, content) => {
+    const element = make(name);
+    element.append(...inline(content, depth + 1));
+    return element;
+  };
+  if (found.escaped) return document.createTextNode(found.escaped);
+  const code = found.code ?? found.code2;
+  if (code !== undefined) return make("code", "", visibleCode(code));
+  const strong = found.strong ?? found.strong2, em = found.em ?? found.em2;
+  if (strong) return holding("strong", strong);
+  if (em) return holding("em", em);
+  if (found.struck) return holding("s", found.struck);
+  return link(found.address ?? found.target, found.label ?? found.address);
+}
+
+/** A link to another site, or null where the address is none that is safe to follow. */
+function link(address, label) {
+  let url;
+  try { url = new URL(address); } catch { return null; } // a relative one would lead to the server
+  if (!SAFE.has(url.protocol)) return null;
+  const anchor = make("a", "", visible(label));
+  Object.assign(anchor, { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" });
+  return anchor;
+}
+
+/** Up to where a text means the same whatever comes behind it: the beginning of a word, before what may yet be closed. */
+function settledUpTo(text) {
+  let done = text.lastIndexOf("\n") + 1, settled = done; // nothing reaches over the end of a line
+  const matches = [...text.matchAll(INLINE)].filter(({ index }) => index >= done);
+  for (const { index, 0: { length } } of [...matches, { index: text.length, 0: "" }]) {
+    const gap = text.slice(done, index), opener = gap.search(OPENER);
+    const space = gap.slice(0, opener < 0 ? gap.length : opener).lastIndexOf(" ");
+    if (space >= 0) settled = done + space + 1;
+    if (opener >= 0) break;
+    done = index + length;
+  }
+  return settled;
+}

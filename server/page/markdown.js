@@ -1,0 +1,238 @@
+"use strict";
+
+// Markdown to elements, as it streams in: which block a line begins, or goes on with.
+
+const LONGEST_MARK = 500; // characters of a line after which it is known what it is
+
+const FENCE = /^( *)(`{3,}|~{3,}) *([^`\n]*)$/;
+const ITEM = /^( *)([-*+]|(\d{1,9})[.)]) +(?=\S)/;
+const HEADING = /^ {0,3}(#{1,6}) +(?=\S)/;
+const QUOTE = /^ {0,3}> ?/;
+const TABS = /^ *\t[ \t]*/; // at the beginning of a line
+const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
+const RULER = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/; // between the head of a table and its rows
+/** Beginnings of a line that may still become another kind of line. */
+const UNDECIDED = /^ *(?:[-*+_] *|\d{1,9}[.)]? *|#{1,6} *|> *|`{1,2}|`{3,}[^`]*|~{1,2}|~{3,}.*|([-*_])(?: *\1)* *|[|:\- ]*)?$/;
+
+/** Writes Markdown into an element, piece by piece: `write` any text, then `flush` once for each frame. */
+class Markdown {
+  #rest = ""; // of the line, as long as it may become anything
+  #open = null; // where the characters of the line go, once that is known
+  #block = null; // what the next line may go on with: words, code or a table
+  #lists = []; // the lists that are open, each in an item of the one before
+  #blank = false; // whether an empty line came last
+  #quote = null;
+  #rows = null; // of the table, with how their cells are aligned
+  #aligns = [];
+  #dirty = new Set();
+
+  constructor(target) {
+    this.target = target;
+    target.replaceChildren();
+  }
+
+  write(text) {
+    const lines = text.replaceAll("\r\n", "\n").split("\n");
+    lines.forEach((piece, index) => {
+      if (index) this.#newline();
+      if (piece) this.#piece(piece);
+    });
+  }
+
+  /** The text ends here. */
+  end() {
+    if (this.#rest) this.#begin(this.#rest, true);
+    this.flush();
+  }
+
+  flush() {
+    for (const open of this.#dirty) open.flush();
+    this.#dirty.clear();
+  }
+
+  #piece(piece) {
+    if (this.#open) return this.#put(piece);
+    this.#rest += piece;
+    if (!(this.#block instanceof Code)) this.#rest = this.#rest.replace(TABS, (space) => space.replaceAll("\t", "    "));
+    if (this.#settled(this.#rest)) this.#begin(this.#rest, false);
+  }
+
+  #newline() {
+    if (!this.#open) this.#begin(this.#rest, true);
+    this.#open = null;
+  }
+
+  #settled(line) {
+    if (line.length > LONGEST_MARK) return true;
+    if (this.#block instanceof Code) return !/^ *(?:`*|~*) *$/.test(line);
+    if (this.#block instanceof Row && !line.includes("|")) return false;
+    return !UNDECIDED.test(line);
+  }
+
+  /** Finds out what a line is; `whole`: no more of it comes. */
+  #begin(line, whole) {
+    this.#rest = "";
+    if (this.#block instanceof Code) return this.#codeLine(line);
+    if (!line.trim()) {
+      this.#block = this.#quote = null;
+      this.#blank = true;
+      return undefined;
+    }
+    const indent = /^ */.exec(line)[0].length, fence = whole && FENCE.exec(line);
+    if (fence) return this.#fence(fence, indent);
+    if (whole && this.#isRuler(line)) return this.#table(line);
+    if (this.#block instanceof Row && line.includes("|")) return this.#row(line, "td");
+    if (whole && RULE.test(line)) {
+      this.#leave(indent);
+      this.#add(make("hr"));
+      return this.#none();
+    }
+    for (const [kind, take] of [[ITEM, this.#item], [HEADING, this.#heading], [QUOTE, this.#quoted]]) {
+      const match = kind.exec(line);
+      if (match) return take.call(this, match, line.slice(match[0].length), indent);
+    }
+    return this.#words(line, indent);
+  }
+
+  #words(line, indent) {
+    if (this.#block instanceof Words && !this.#blank) {
+      this.#block.lines += 1;
+      this.#open = this.#block;
+      return this.#put(`\n${line.trimStart()}`);
+    }
+    if (this.#blank) this.#leave(indent);
+    return this.#start(make("p"), line.trimStart());
+  }
+
+  #heading([, signs], text) {
+    this.#leave(0);
+    return this.#once(make(`h${Math.min(6, signs.length + 2)}`), text); // below the page's own
+  }
+
+  #quoted(_match, text) {
+    this.#lists = [];
+    if (!this.#quote) this.#target.append(this.#quote = dir(make("blockquote")));
+    this.#blank = false;
+    if (!text.trim()) { this.#block = null; return this.#none(); }
+    if (this.#block instanceof Words && this.#block.element.parentNode === this.#quote) {
+      this.#open = this.#block;
+      return this.#put(`\n${text}`);
+    }
+    const paragraph = dir(make("p"));
+    this.#quote.append(paragraph);
+    return this.#into(new Words(paragraph), text);
+  }
+
+  #item([, , sign, number], text, indent) {
+    this.#quote = null;
+    while (this.#lists.length && indent < this.#lists.at(-1).indent) this.#lists.pop();
+    const name = number === undefined ? "ul" : "ol";
+    let list = this.#lists.at(-1);
+    const deeper = !list || indent >= list.indent + 2;
+    if (list && !deeper && list.element.localName !== name) {
+      this.#lists.pop();
+      list = null;
+    }
+    if (!list || deeper) {
+      if (this.#lists.length >= 12) return this.#words(`${sign} ${text}`, indent);
+      const element = make(name);
+      if (number !== undefined && number !== "1") element.start = Number(number);
+      this.#target.append(element);
+      list = { element, indent, item: null };
+      this.#lists.push(list);
+    }
+    list.item = dir(make("li"));
+    list.element.append(list.item);
+    this.#blank = false;
+    return this.#into(new Words(list.item.appendChild(make("p"))), text);
+  }
+
+  #fence([, spaces, fence, language], indent) {
+    if (this.#blank || indent === 0) this.#leave(indent);
+    const code = new Code(fence, spaces.length, visible(language.trim().slice(0, 40)));
+    this.#add(code.element);
+    this.#block = code;
+    return this.#none();
+  }
+
+  #codeLine(line) {
+    const code = this.#block, bare = line.trim();
+    if (bare.startsWith(code.fence) && bare === code.fence[0].repeat(bare.length)) {
+      this.#block = null;
+      return this.#none();
+    }
+    const begun = line.slice(Math.min(code.indent, /^ */.exec(line)[0].length));
+    this.#open = code;
+    this.#put(code.lines ? `\n${begun}` : begun);
+    code.lines += 1;
+    return undefined;
+  }
+
+  #isRuler(line) {
+    const head = this.#block;
+    if (!(head instanceof Words) || head.lines !== 1 || this.#blank || !RULER.test(line)) return false;
+    return head.whole.includes("|") && cells(head.whole).length === cells(line).length;
+  }
+
+  #table(line) {
+    const head = this.#block, text = head.whole;
+    const aligns = cells(line).map((cell) => (/^:-+:$/.test(cell) ? "middle" : /-:$/.test(cell) ? "right" : "left"));
+    const [box, table] = [make("div", "table"), make("table")];
+    box.tabIndex = 0; // it may have to be scrolled
+    box.setAttribute("role", "region");
+    box.setAttribute("aria-label", "Table");
+    head.element.replaceWith(box);
+    this.#dirty.delete(head);
+    box.append(table);
+    this.#rows = table;
+    this.#aligns = aligns;
+    this.#row(text, "th");
+    return this.#none();
+  }
+
+  #row(line, cell) {
+    const element = make("tr");
+    this.#rows.append(element);
+    return this.#into(new Row(element, cell, this.#aligns), line);
+  }
+
+  /** A line that is not indented ends the lists behind whose items it stands. */
+  #leave(indent) {
+    this.#quote = null;
+    while (this.#lists.length && indent < this.#lists.at(-1).indent + 2) this.#lists.pop();
+  }
+
+  get #target() { return this.#lists.at(-1)?.item ?? this.target; }
+
+  #add(element) {
+    this.#target.append(element);
+    this.#block = this.#quote = null;
+    this.#blank = false;
+  }
+
+  #start(element, text) {
+    this.#add(dir(element));
+    return this.#into(new Words(element), text);
+  }
+
+  /** A block of one line. */
+  #once(element, text) {
+    this.#start(element, text);
+    this.#block = null;
+  }
+
+  #into(block, text) {
+    this.#blank = false;
+    this.#block = this.#open = block;
+    return this.#put(text);
+  }
+
+  #none() {
+    this.#open = { write() {}, flush() {} };
+  }
+
+  #put(text) {
+    this.#open.write(text);
+    this.#dirty.add(this.#open);
+  }
+}
