@@ -37,15 +37,20 @@ def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) ->
 
 
 def put_blocks(
-    store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], stored_as: str, rows: np.ndarray, groups: int
+    store: KVStore,
+    payloads: Payloads,
+    blocks: Sequence[Blocks],
+    stored_as: str,
+    given: Sequence[np.ndarray],
+    groups: int,
 ) -> None:
-    """Write payloads (B, bytes) of `groups` to quantized blocks; not to those that are None."""
+    """Write payloads, each (bytes,), of `groups` to quantized blocks; not to those that are None."""
     parts, _ = payloads.of_blocks(stored_as, groups)
     heads_first = stored_as == transfer.FIELDS
     for layer, own in groupby(parts, lambda part: part.layer):
         ids = [block for known in blocks if (block := known[store.group_of(layer)]) is not None]
         if ids:
-            arrays = {part.name: part.of_rows(rows) for part in own}
+            arrays = {part.name: part.of_payloads(given) for part in own}
             if heads_first:
                 arrays = {name: array.swapaxes(0, 1) for name, array in arrays.items()}
             store.ops.write_blocks(store.cache(layer), ids, arrays)
@@ -82,7 +87,7 @@ class Run:
     """Consecutive complete blocks of a prompt that were found in a place, quantized.
 
     before: the hash before the first of them. ids: the tokens of each. groups: of layers that their payloads have, as
-    bits. needed: those of them in which a later token sees these blocks. rows: the payloads, uint8 (B, bytes).
+    bits. needed: those of them in which a later token sees these blocks. given: the payloads, each uint8 (bytes,).
     """
 
     before: bytes
@@ -91,7 +96,7 @@ class Run:
     stored_as: str
     groups: int
     needed: int
-    rows: np.ndarray
+    given: Sequence[np.ndarray]
 
     def adopt(self, store: KVStore, prefixes: PrefixCache, payloads: Payloads, root: bytes) -> bool:
         """Put those blocks into the store that it lacks, where the prefix cache finds them and no sequence holds them.
@@ -105,8 +110,8 @@ class Run:
         with _allocated([group.quantized for group in store.groups], self.needed, len(lacks)) as blocks:
             if blocks is None:
                 return False
-            rows = self.rows if len(lacks) == len(self.rows) else self.rows[lacks]
-            put_blocks(store, payloads, blocks, self.stored_as, rows, self.groups)
+            given = [self.given[number] for number in lacks]
+            put_blocks(store, payloads, blocks, self.stored_as, given, self.groups)
             for number, own in zip(lacks, blocks, strict=True):
                 before = self.hashes[number - 1] if number else self.before
                 prefixes.add(root, before, self.ids[number], own)

@@ -32,7 +32,7 @@ class Guarded:
     def has(self, name: bytes) -> bool:
         return self._try("read", lambda: self._place.has(name), False)
 
-    def read(self, name: bytes) -> bytes | bytearray | None:
+    def read(self, name: bytes) -> bytes | bytearray | memoryview | None:
         return self._try("read", lambda: self._place.read(name), None)
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-import numpy as np
-
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.tiers.copies import FullBlock, Run
@@ -217,11 +215,11 @@ class _Search:
             numbers, blocks, _ = zip(*(one for _, one in members), strict=True)
             needed = self._needed(numbers[0], length) & blocks[0].groups
             if needed and blocks[0].stored_as is not None:
-                rows = np.stack([block.payload for block in blocks])
+                given = [block.payload for block in blocks]
                 keys = [self.hashes[number] for number in numbers]
                 own = [self.ids[number * n : (number + 1) * n] for number in numbers]
                 before, groups = self.hashes[numbers[0] - 1], blocks[0].groups
-                found.parts.append(Run(before, keys, own, blocks[0].stored_as, groups, needed, rows))
+                found.parts.append(Run(before, keys, own, blocks[0].stored_as, groups, needed, given))
 
     def _add_full(self, found: Found, before: bytes, ids: Sequence[int], block: Object, needed: int) -> None:
         if needed and block.number_type is not None:

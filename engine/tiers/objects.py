@@ -132,6 +132,12 @@ class Part:
         """This array of every payload in `rows` (B, bytes): a view (B, K, …)."""
         return rows[:, self.start : self.stop].view(self.dtype).reshape(len(rows), *self.shape)
 
+    def of_payloads(self, payloads: Sequence[np.ndarray]) -> np.ndarray:
+        """This array of B payloads, each uint8 (bytes,): a copy (B, K, …)."""
+        part = slice(self.start, self.stop)
+        joined = np.concatenate([payload[part] for payload in payloads])
+        return joined.view(self.dtype).reshape(len(payloads), *self.shape)
+
 
 class Payloads:
     """Where the arrays of all layers lie in payloads, for caches of one shape."""
@@ -139,6 +145,7 @@ class Payloads:
     def __init__(self, shape: CacheShape):
         self.shape = shape
         self._made: dict[tuple[object, ...], tuple[list[Part], int]] = {}
+        self._floats: dict[tuple[str, int], list[tuple[np.dtype, np.ndarray]]] = {}
 
     @cached_property
     def every_group(self) -> int:
@@ -171,6 +178,18 @@ class Payloads:
             self._made[key] = _placed(found, tokens * _ID.itemsize)
         return self._made[key]
 
+    def _numbers(self, stored_as: str, groups: int) -> list[tuple[np.dtype, np.ndarray]]:
+        """Where the floating-point numbers of a BLOCK lie in its payload, each as an index of all of a dtype."""
+        key = stored_as, groups
+        if key not in self._floats:
+            places: dict[np.dtype, list[np.ndarray]] = {}
+            for part in self.of_blocks(stored_as, groups)[0]:
+                if part.dtype.kind == "f":
+                    size = part.dtype.itemsize
+                    places.setdefault(part.dtype, []).append(np.arange(part.start // size, part.stop // size))
+            self._floats[key] = [(dtype, np.concatenate(found)) for dtype, found in places.items()]
+        return self._floats[key]
+
     def most_bytes(self) -> int:
         """More bytes than any object has: those of a block in full precision, which records with their padding and the
         ids of an answer stay below."""
@@ -192,10 +211,10 @@ class Payloads:
             raise DamagedObject(str(error)) from None
         if len(found.payload) != size:
             raise DamagedObject("it has another size")
-        rows = found.payload[None]
         if stored_as == transfer.FIELDS:
-            _check_finite(part.of_rows(rows) for part in parts if part.dtype.kind == "f")
+            _check_finite(found.payload.view(dtype)[places] for dtype, places in self._numbers(stored_as, found.groups))
             return
+        rows = found.payload[None]
         arrays = {(part.layer, part.name): part.of_rows(rows) for part in parts}
         for layer in self._layers(found.groups):
             fields = transfer.as_fields(

@@ -16,10 +16,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
+import numpy as np
+
 from polarlm.model_loaders.forks import renew_in_children
 
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process
+_ALIGNED = 64  # bytes, of the memory that an object is read to
 _SHRUNK = 0.9  # of its size is left of a full folder, so that the next files need no look at all of them
 
 
@@ -32,7 +35,7 @@ class Place(Protocol):
     def has(self, name: bytes) -> bool:
         """Whether there is an object of this name."""
 
-    def read(self, name: bytes) -> bytes | bytearray | None:
+    def read(self, name: bytes) -> bytes | bytearray | memoryview | None:
         """The object of this name; None if there is none."""
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
@@ -90,6 +93,30 @@ class Memory:
                     self._objects.move_to_end(name)
 
 
+class _Pieces:
+    """Memory for what is read, cut from pieces that are large enough for large pages: new small pages take longer than
+    reading."""
+
+    _SIZE = 8 << 20
+
+    def __init__(self) -> None:
+        self._left = memoryview(b"")
+        self._lock = Lock()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Replace the lock in a forked child."""
+        self._lock = Lock()
+
+    def take(self, size: int) -> memoryview:
+        """`size` bytes, writable and not initialised. A piece is freed when all that was cut from it is."""
+        with self._lock:
+            if len(self._left) < size:
+                self._left = np.empty(max(size, self._SIZE), np.uint8).data
+            taken, self._left = self._left[:size], self._left[-(-size // _ALIGNED) * _ALIGNED :]
+            return taken
+
+
 class Folder:
     """Objects as files of a folder, readable by their owner only, in about `size` bytes; None: without a limit.
 
@@ -103,6 +130,7 @@ class Folder:
         self._folder, self._size = folder, size
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.unlink(self._unfinished(b""))
+        self._memory = _Pieces()
         self._room: int | None = None  # bytes that can be written before the next look at all files; None: unknown
 
     def _file(self, name: bytes) -> str:
@@ -115,12 +143,11 @@ class Folder:
             return False
         return True
 
-    def read(self, name: bytes) -> bytearray | None:
+    def read(self, name: bytes) -> memoryview | None:
         try:
             with open(self._file(name), "rb", buffering=0) as file:
-                content = bytearray(os.fstat(file.fileno()).st_size)
-                view, start = memoryview(content), 0
-                while start < len(content) and (count := file.readinto(view[start:])):
+                content, start = self._memory.take(os.fstat(file.fileno()).st_size), 0
+                while start < len(content) and (count := file.readinto(content[start:])):
                     start += count
                 return content  # cut short, it does not have its checksum
         except FileNotFoundError:
