@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 from ray.serve.scripts import cli
 
-from examples.ray_serve.settings import read
+from examples.ray_serve.settings import RAY_ON_ONE_MACHINE, read
 from polarlm.engine import EngineError
 from polarlm.engine.flags import FlagError
 from polarlm.model_loaders import LoadError
@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         return _complain(f"{file} is no configuration of Ray Serve: {error}")
     except (FlagError, EngineError, LoadError) as error:
         return _complain(f"{file}: {error}")
+    os.environ.update(RAY_ON_ONE_MACHINE | os.environ)
     ray.init()
     ended, failed = threading.Event(), threading.Event()
     url = f"http://{config.http_options.host or '127.0.0.1'}:{config.http_options.port}"

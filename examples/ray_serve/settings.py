@@ -9,6 +9,10 @@ from polarlm.engine import EngineConfig
 from polarlm.engine.flags import FlagError
 from polarlm.server.config import ServerConfig, read_command_line
 
+# For a Ray cluster of this machine alone. Its controller looks ten times a second otherwise whether all is well, which
+# takes up to a fifth of a core.
+RAY_ON_ONE_MACHINE = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1"}
+
 _LISTENS = "Ray listens for all replicas, where http_options of the configuration says"
 _NO_SOCKET = "there is no socket for JSON lines"
 _NOT_HERE = {

@@ -1,8 +1,9 @@
 """`python -m examples.ray_serve.throughput`: what Ray Serve costs a request, and what a second replica gains.
 
 A server without Ray, an application with one replica and one with two run at the same time, each replica with one
-thread, and are asked in turns. It takes a machine that does nothing else, with a core for each replica and one for the
-rest, to see all that the second one gains.
+thread, and are asked in turns. For throughput, clients ask again as soon as they have an answer, and are more than two
+replicas compute at a time. On a machine with just a core for each replica, Ray's processes and the clients take their
+part of both: the larger the model, the less it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +25,7 @@ import ray
 from ray import serve
 
 from examples.ray_serve.app import Ingress, Replica
-from examples.ray_serve.settings import read
+from examples.ray_serve.settings import RAY_ON_ONE_MACHINE, read
 
 _PORT, _ALONE = 8765, 8766
 _SERVERS = {
@@ -32,6 +34,7 @@ _SERVERS = {
     "2 replicas": f"http://127.0.0.1:{_PORT}/two",
 }
 _FIXED = {"temperature": 0, "ignore_eos": True}
+_RAMP = 0.25  # of the seconds of a measurement, before it
 
 
 @contextmanager
@@ -52,6 +55,7 @@ def _alone(settings: dict[str, object]) -> Iterator[None]:
 @contextmanager
 def _replicas(settings: dict[str, object]) -> Iterator[None]:
     """The two applications."""
+    os.environ.update(RAY_ON_ONE_MACHINE | os.environ)
     ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": _PORT}, logging_config={"enable_access_log": False})
@@ -88,26 +92,36 @@ def _stream(client: httpx.Client, tokens: int, number: int) -> tuple[float, floa
     return 1000 * (times[0] - begun), 1000 * (times[-1] - times[0]) / (tokens - 1)
 
 
-def _throughput(client: httpx.Client, clients: int, tokens: int, *, stream: bool) -> float:
-    """Tokens per second of short prompts by as many clients, which go to the replica with least to do."""
+def _throughput(client: httpx.Client, clients: int, tokens: int, seconds: float, *, stream: bool) -> float:
+    """Tokens per second of short prompts by as many clients, which go to the replica with least to do.
 
-    def ask(number: int) -> None:
-        body = {"prompt": f"{number} is a number, and", "max_tokens": tokens, "stream": stream, **_FIXED}
-        client.post("/v1/completions", json=body).raise_for_status()
+    They are those of `seconds` between a start and an end that do not count. The tokens of an answer count as if they
+    came evenly between the request and its end.
+    """
+    start = time.perf_counter() + _RAMP * seconds
+    end = start + seconds
+
+    def ask(number: int) -> float:
+        given, now = 0.0, time.perf_counter()
+        while now < end:
+            body = {"prompt": f"{number} is a number, and", "max_tokens": tokens, "stream": stream, **_FIXED}
+            client.post("/v1/completions", json=body).raise_for_status()
+            begun, now = now, time.perf_counter()
+            given += tokens * max(0.0, min(now, end) - max(begun, start)) / (now - begun)
+        return given
 
     with ThreadPoolExecutor(clients) as pool:
-        begun = time.perf_counter()
-        list(pool.map(ask, range(clients)))
-        return clients * tokens / (time.perf_counter() - begun)
+        return sum(pool.map(ask, range(clients))) / seconds
 
 
 def main() -> None:
     """Print a line for each server: medians of several rounds."""
     parser = argparse.ArgumentParser(prog="python -m examples.ray_serve.throughput")
     parser.add_argument("--weights", help="a model; without it, the demonstration model")
-    parser.add_argument("--clients", type=int, default=16, help="that ask at the same time")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clients", type=int, default=24, help="that ask at the same time (default: 24)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer (default: 64)")
+    parser.add_argument("--seconds", type=float, default=20, help="of each measurement (default: 20)")
+    parser.add_argument("--rounds", type=int, default=3, help="of measurements, after one that warms up (default: 3)")
     asked = parser.parse_args()
     settings: dict[str, object] = {"ctx-size": 2048, **({"weights": asked.weights} if asked.weights else {})}
     measured: dict[str, list[list[float]]] = {name: [] for name in _SERVERS}
@@ -116,7 +130,10 @@ def main() -> None:
         for number in range(asked.rounds + 1):
             for name, client in clients.items():
                 row = [_health(client), *_stream(client, asked.tokens, number)]
-                row += [_throughput(client, asked.clients, asked.tokens, stream=stream) for stream in (False, True)]
+                seconds = asked.seconds if number else min(asked.seconds, 5)
+                row += [
+                    _throughput(client, asked.clients, asked.tokens, seconds, stream=stream) for stream in (False, True)
+                ]
                 if number:  # the first round warms up
                     measured[name].append(row)
     print(f"{'':14}{'health ms':>10}{'first ms':>10}{'token ms':>10}{'whole tok/s':>13}{'streamed tok/s':>16}")
@@ -125,8 +142,8 @@ def main() -> None:
         print(f"{name:14}{health:10.1f}{first:10.1f}{token:10.2f}{whole:13.1f}{streamed:16.1f}")
     for column, kind in ((3, "whole"), (4, "streamed")):
         pairs = zip(measured["2 replicas"], measured["1 replica"], strict=True)
-        gain = statistics.median(two[column] / one[column] for two, one in pairs)
-        print(f"Two replicas generate {gain:.2f} times as many tokens per second as one, {kind}.")
+        ratio = statistics.median(two[column] / one[column] for two, one in pairs)
+        print(f"Two replicas generate {ratio:.2f} times as many tokens per second as one, {kind}.")
 
 
 if __name__ == "__main__":

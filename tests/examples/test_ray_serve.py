@@ -181,19 +181,39 @@ def test_more_requests_than_a_replica_should_have_go_to_the_next_one(cluster: Cl
     assert len(set(replicas)) == 2
 
 
+def test_requests_without_a_conversation_are_shared_out_equally(cluster: Cluster) -> None:
+    def ask(number: int) -> str:
+        body = {"prompt": f"{number} is", "max_tokens": 60, **ALWAYS}
+        return cluster.http.post("/v1/completions", json=body).raise_for_status().headers["x-replica"]
+
+    with ThreadPoolExecutor(12) as pool:
+        replicas = list(pool.map(ask, range(12)))
+    assert sorted(replicas.count(name) for name in set(replicas)) == [6, 6]
+
+
 class Name(NamedTuple):
     """A replica's, as the router sees it."""
 
     unique_id: str
 
 
+def router_of(requests: dict[str, int]) -> PrefixRouter:
+    """A router that knows how many requests some replicas have."""
+    router = object.__new__(PrefixRouter)
+    router._replica_queue_len_cache = {Name(name): number for name, number in requests.items()}
+    router._use_replica_queue_len_cache = False
+    router.initialize_state(slack=3)
+    return router
+
+
+def pending(key: str) -> SimpleNamespace:
+    return SimpleNamespace(args=[key, {}, b""], routing_context=SimpleNamespace(should_backoff=False))
+
+
 def order(key: str, names: str, requests: dict[str, int] | None = None) -> str:
     """The replicas for a key, the best one first; requests: how many some of them have."""
-    router = object.__new__(PrefixRouter)
-    router._replica_queue_len_cache = {Name(name): number for name, number in (requests or {}).items()}
-    router.initialize_state(slack=3)
     candidates = [SimpleNamespace(replica_id=Name(name)) for name in names]
-    ranks = asyncio.run(router.choose_replicas(candidates, SimpleNamespace(args=[key, {}, b""])))
+    ranks = asyncio.run(router_of(requests or {}).choose_replicas(candidates, pending(key)))
     return "".join(replica.replica_id.unique_id for (replica,) in ranks)
 
 
@@ -213,6 +233,32 @@ def test_a_replica_with_much_to_do_comes_after_others() -> None:
     assert order("key", "abc", {best: 6, second: 2, third: 3}) == second + third + best
     assert order("", "abc", {"a": 2, "b": 1, "c": 3}) == "bac"
     assert {order("", "ab") for _ in range(100)} == {"ab", "ba"}
+
+
+def test_requests_that_come_together_are_shared_out_equally() -> None:
+    """Also before any replica has said how many it has; and those that have ended count no more."""
+    router = router_of({})
+    candidates = [SimpleNamespace(replica_id=Name(name)) for name in "abc"]
+
+    async def send() -> Name:
+        ((best,), *_) = await router.choose_replicas(candidates, pending(""))
+        router.on_send_request(best.replica_id)
+        return best.replica_id
+
+    async def burst() -> list[Name]:
+        return await asyncio.gather(*(send() for _ in range(30)))
+
+    sent = asyncio.run(burst())
+    assert {name: sent.count(name) for name in sent} == dict.fromkeys(map(Name, "abc"), 10)
+    for _ in range(10):
+        router.on_request_completed(Name("a"), "id")
+    assert [asyncio.run(send()) for _ in range(9)] == [Name("a")] * 9
+
+
+def test_a_request_that_no_replica_takes_waits_a_little() -> None:
+    request = pending("key")
+    asyncio.run(router_of({}).choose_replicas([SimpleNamespace(replica_id=Name("a"))], request))
+    assert request.routing_context.should_backoff
 
 
 # -- what clients see --------------------------------------------------------------------------------------------------
