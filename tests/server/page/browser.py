@@ -105,10 +105,12 @@ def browser(folder: Path) -> Iterator[Browser]:
                 int(found[1]) for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line))
             )
             base = f"http://127.0.0.1:{port}/session"
-            wanted = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
+            patience = {"script": int(1000 * PATIENCE)}
+            match = {"browserName": "chrome", "goog:chromeOptions": options, "timeouts": patience}
+            wanted = {"capabilities": {"alwaysMatch": match}}
             started = httpx.post(base, json=wanted, timeout=PATIENCE).json()["value"]
             assert "sessionId" in started, started
-            with httpx.Client(base_url=f"{base}/{started['sessionId']}", timeout=PATIENCE) as session:
+            with httpx.Client(base_url=f"{base}/{started['sessionId']}", timeout=2 * PATIENCE) as session:
                 try:
                     yield Browser(session)
                 finally:
