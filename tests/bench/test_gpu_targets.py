@@ -50,7 +50,7 @@ def test_a_step_with_4_bit_weights_takes_as_long_as_the_readme_says() -> None:
     assert said.groups() == (f"{1e3 * seconds:.1f}", f"{1e3 * floor:.1f}")
 
 
-@pytest.mark.parametrize(("batch", "in_turn", "together"), [(1, 0.84, 0.88), (8, 0.82, 0.86), (16, 0.80, 0.84)])
+@pytest.mark.parametrize(("batch", "in_turn", "together"), [(1, 0.84, 0.88), (8, 0.80, 0.84), (16, 0.80, 0.84)])
 def test_a_step_in_bfloat16_takes_little_longer_than_reading_its_bytes(
     batch: int, in_turn: float, together: float
 ) -> None:

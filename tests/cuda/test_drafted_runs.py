@@ -14,8 +14,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import Batch, Drafts
 from tests.cuda.emulated import open_device
-from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin
-from tests.requests.test_drafted_runs import stored
+from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, stored
 from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny
 
 TYPES = ["quality", "balanced", "compact", "polarquant", "polarpair-m4n4/ring4", "turbo3", "turbo4", "f16"]

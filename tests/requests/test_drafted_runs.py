@@ -19,7 +19,7 @@ from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.outputs import Chunk, Completion, fold
 from tests.cpu import CpuOps
 from tests.random_model import random_model
-from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin
+from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, stored
 from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny
 
 MODULES = [each.name for each in pkgutil.iter_modules(codecs.__path__) if not each.name.startswith("_")]
@@ -58,17 +58,6 @@ def answers(engine: Engine, asked: Sequence[Sequence[int]]) -> list[Completion]:
     while engine.work():
         pass
     return [fold(tray) for tray in trays]
-
-
-def stored(engine: Engine, ids: Sequence[int]) -> list[np.ndarray]:
-    """The codes of the complete blocks of `ids` in all layers."""
-    store, found = engine._store, []
-    kv = engine._prefixes.match_prefix(ids)
-    for layer in range(len(store.shape.layers)):
-        blocks = kv.tables[store.group_of(layer)].quantized
-        found += engine._model.ops.read_blocks(store.cache(layer), blocks).values() if blocks else []
-    engine._prefixes.release(kv, ids)
-    return [np.ascontiguousarray(field) for field in found]
 
 
 @pytest.fixture(params=backends(), ids=lambda ops: ops.__module__.split(".")[-2])

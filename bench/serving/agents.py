@@ -1,0 +1,170 @@
+"""`python -m polarlm.bench.serving.agents`: time to the first token of conversations that come back.
+
+Agents open conversations, one after the other, and come back with a next turn: to the same server, to the same server
+after a restart, and to another one, which takes blocks from the first (`--cache-remote`). Requests come alone, so that
+what is measured is where their beginning was found. Both servers run on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from polarlm.bench import report
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
+from polarlm.bench.report import Output, table
+from polarlm.bench.serving.process import own_server
+from polarlm.engine import EngineError
+from polarlm.engine.calibration import TEXT_FILE
+from polarlm.engine.commands import note, run
+from polarlm.engine.config import setting
+from polarlm.engine.flags import parse
+
+_PATIENCE = 600.0  # seconds to wait for data
+_WRITTEN_SECONDS = 2.0  # in which a server that does nothing else has written its blocks
+_WORDS_PER_TOKEN = 0.75  # of English, about
+
+
+@dataclass(frozen=True)
+class Options:
+    """The servers and the conversations."""
+
+    weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
+    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
+    threads: int = setting(0, "--threads", metavar="N", help="CPU threads of a server; 0 follows OMP_NUM_THREADS")
+    agents: int = setting(4, "--agents", metavar="N", help="conversations")
+    opening: int = setting(2000, "--opening", metavar="N", help="tokens that a conversation opens with, about")
+    turn: int = setting(200, "--turn", metavar="N", help="tokens of each further turn, about")
+    max_tokens: int = setting(32, "--max-tokens", metavar="N", help="tokens of an answer")
+    seed: int = setting(0, "--seed", metavar="N", help="of what agents write")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request as its agent saw it. seconds: to the first token. cached_from: tokens by the place they were found."""
+
+    seconds: float
+    prompt_tokens: int
+    cached_from: dict[str, int]
+
+
+class Agent:
+    """One conversation."""
+
+    def __init__(self, options: Options, number: int) -> None:
+        self._options = options
+        self._rng = np.random.default_rng((options.seed, number))
+        self._words = TEXT_FILE.read_text(encoding="utf-8").split()
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, http: httpx.Client) -> Turn:
+        """Send the next turn, and keep its answer. Raises httpx.HTTPError, ValueError or KeyError."""
+        tokens = self._options.turn if self._messages else self._options.opening
+        words = self._rng.choice(self._words, max(1, round(_WORDS_PER_TOKEN * tokens)))
+        self._messages.append({"role": "user", "content": " ".join(words)})
+        body = {"messages": self._messages, "max_tokens": self._options.max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        text, usage, first, begun = "", None, 0.0, time.perf_counter()
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                first = first or (time.perf_counter() if event["choices"] else 0.0)
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                usage = event.get("usage") or usage
+        if usage is None:
+            raise ValueError("an answer without usage")
+        self._messages.append({"role": "assistant", "content": text})
+        details = usage["prompt_tokens_details"]
+        found = details.get("cached_from") or {"store": details["cached_tokens"]}
+        return Turn(first - begun, usage["prompt_tokens"], found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes JSON, prints the table; returns the exit code."""
+    return run(_measure_and_report, argv)
+
+
+def _measure_and_report(argv: Sequence[str]) -> None:
+    options, destination = parse(
+        argv,
+        {"Conversations": Options, "Output": Output},
+        prog="python -m polarlm.bench.serving.agents",
+        description="Time to the first token of conversations that come back, also after a restart or elsewhere.",
+        checks={
+            **dict.fromkeys(("agents", "opening", "turn", "max_tokens"), at_least(1)),
+            **dict.fromkeys(("threads", "seed"), at_least(0)),
+        },
+    )
+    model = model_named(options.weights, options.hf_repo)
+    output = destination.path("agents", model or "demo")
+    turns = _measure(options, [] if model is None else ["--weights", model])
+    result = {
+        "options": asdict(options),
+        "turns": {when: [asdict(turn) for turn in own] for when, own in turns.items()},
+    }
+    report.write(output, "agents", argv, result)
+    note(f"Written to {output}")
+    print(format_result(result))
+
+
+def _measure(options: Options, flags: Sequence[str]) -> dict[str, list[Turn]]:
+    """The turns of all agents, by when or where they come. Raises EngineError."""
+    agents = [Agent(options, number) for number in range(options.agents)]
+    flags = [*flags, "--threads", str(options.threads), "--parallel", "1"]
+    turns: dict[str, list[Turn]] = {}
+
+    def visit(when: str, url: str) -> None:
+        with httpx.Client(base_url=url, timeout=_PATIENCE) as http:
+            turns[when] = [_asked(agent.ask, http) for agent in agents]
+        time.sleep(_WRITTEN_SECONDS)
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = [*flags, "--cache-disk", "64G", "--cache-disk-folder", folder, "--share-blocks"]
+        with own_server(first) as url:
+            visit("new conversation", url)
+            visit("next turn", url)
+        with own_server(first) as url:
+            visit("next turn, after a restart", url)
+            with own_server([*flags, "--cache-remote", url]) as second:
+                visit("next turn, on another server", second)
+    return turns
+
+
+def _asked(ask: Callable[[httpx.Client], Turn], http: httpx.Client) -> Turn:
+    try:
+        return ask(http)
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise EngineError(f"A server did not answer as expected: {type(error).__name__}: {error}") from None
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """The table of a result."""
+    rows = []
+    for when, turns in result["turns"].items():
+        seconds = [turn["seconds"] for turn in turns]
+        found: Counter[str] = Counter()
+        for turn in turns:
+            found.update(turn["cached_from"])
+        tokens = sum(turn["prompt_tokens"] for turn in turns)
+        places = ", ".join(f"{100 * count / tokens:.0f} % {place}" for place, count in found.items() if count)
+        average = f"{tokens / len(turns):,.0f}"
+        rows.append([when, average, places or "—", f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"])
+    headings = ["", "prompt tokens", "of them found", "first token s, median", "slowest"]
+    return table(headings, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
