@@ -115,7 +115,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         "options": asdict(options),
         "turns": {when: [asdict(turn) for turn in own] for when, own in turns.items()},
     }
-    report.write(output, "agents", argv, result)
+    report.write(output, "serving.agents", argv, result)
     note(f"Written to {output}")
     print(format_result(result))
 
