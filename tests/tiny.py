@@ -120,6 +120,8 @@ def matrices_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def assert_idle(engine: Engine) -> None:
     """Assert that no request runs or waits, and that every block is free."""
+    if engine._tiers is not None:  # whose thread takes the lock to copy blocks
+        assert engine._tiers._writer.flush(10)
     assert not engine._lock.taken
     assert not engine._runner.requests
     assert engine._scheduler.schedule() is None
