@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from polarlm.bench.serving import agents
 from polarlm.bench.speed.figures import GENERATION, PROMPT
 from polarlm.bench.speed.tables import Measured, bandwidth_table, batches_table, memory_table, rates_table, source
-from scripts.make_quality_table import README, RESULTS, ROOT, with_tables
+from scripts.make_quality_table import README, RESULTS, ROOT, newest, with_tables
 
 DOCUMENT = ROOT / "docs" / "speed.md"
 DEMO = "SmolLM2-135M-Instruct"
@@ -50,6 +51,18 @@ def all_tables() -> str:
     return "\n\n".join(parts) or MISSING
 
 
+def conversations() -> str:
+    """Seconds to the first token of conversations that come back, for the README."""
+    measured = newest("agents-demo-????-??-??")
+    machine = measured["machine"]
+    return (
+        f"{agents.format_result(measured)}\n\n"
+        f"{DEMO} on {machine['cores']} cores of an {machine['cpu']}, {machine['system']}; "
+        f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
+        f"measured on {measured['date']} with\n`{measured['command']}`."
+    )
+
+
 def _title(measured: Measured) -> str:
     level = _restricted_to(measured)
     return f"{measured['model']}, {measured['weights']}" + (f", with {level} alone" if level else "")
@@ -71,7 +84,7 @@ def _picture(path: Path, document: Path) -> list[str]:
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    README: {"speed": headline},
+    README: {"speed": headline, "conversations": conversations},
     DOCUMENT: {"speed": all_tables},
 }
 

@@ -26,7 +26,8 @@ from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
 from polarlm.bench.report import Output
 from polarlm.bench.serving import plot
-from polarlm.bench.serving.load import Answer, Load, Plan, Seen, poisson, prompts, vocabulary
+from polarlm.bench.serving.client import Answer
+from polarlm.bench.serving.load import Load, Plan, Seen, poisson, prompts, vocabulary
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
 from polarlm.engine.commands import note, run

@@ -7,13 +7,13 @@ what is measured is where their beginning was found. Both servers run on this ma
 
 from __future__ import annotations
 
-import json
+import asyncio
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
 from polarlm.bench.report import Output, table
+from polarlm.bench.serving.client import ask
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
 from polarlm.engine.calibration import TEXT_FILE
@@ -51,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request as its agent saw it. seconds: to the first token. cached_from: tokens by the place they were found."""
+    """A request as its agent saw it. seconds: to the first token. cached_from: cached tokens, by where they were."""
 
     seconds: float
     prompt_tokens: int
@@ -67,29 +68,17 @@ class Agent:
         self._words = TEXT_FILE.read_text(encoding="utf-8").split()
         self._messages: list[dict[str, str]] = []
 
-    def ask(self, http: httpx.Client) -> Turn:
-        """Send the next turn, and keep its answer. Raises httpx.HTTPError, ValueError or KeyError."""
+    async def ask(self, http: httpx.AsyncClient) -> Turn:
+        """Send the next turn, and keep its answer. Raises EngineError."""
         tokens = self._options.turn if self._messages else self._options.opening
         words = self._rng.choice(self._words, max(1, round(_WORDS_PER_TOKEN * tokens)))
         self._messages.append({"role": "user", "content": " ".join(words)})
         body = {"messages": self._messages, "max_tokens": self._options.max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        text, usage, first, begun = "", None, 0.0, time.perf_counter()
-        with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                first = first or (time.perf_counter() if event["choices"] else 0.0)
-                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-                usage = event.get("usage") or usage
-        if usage is None:
-            raise ValueError("an answer without usage")
-        self._messages.append({"role": "assistant", "content": text})
-        details = usage["prompt_tokens_details"]
-        found = details.get("cached_from") or {"store": details["cached_tokens"]}
-        return Turn(first - begun, usage["prompt_tokens"], found)
+        answer = await ask(http, "/v1/chat/completions", {**body, "ignore_eos": True}, time.perf_counter())
+        if answer.error is not None:
+            raise EngineError(f"A server did not answer as expected: {answer.error}")
+        self._messages.append({"role": "assistant", "content": answer.text})
+        return Turn(answer.first_token, answer.prompt_tokens, answer.cached_from)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,9 +115,12 @@ def _measure(options: Options, flags: Sequence[str]) -> dict[str, list[Turn]]:
     flags = [*flags, "--threads", str(options.threads), "--parallel", "1"]
     turns: dict[str, list[Turn]] = {}
 
+    async def ask_all(url: str) -> list[Turn]:
+        async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE) as http:
+            return [await agent.ask(http) for agent in agents]
+
     def visit(when: str, url: str) -> None:
-        with httpx.Client(base_url=url, timeout=_PATIENCE) as http:
-            turns[when] = [_asked(agent.ask, http) for agent in agents]
+        turns[when] = asyncio.run(ask_all(url))
         time.sleep(_WRITTEN_SECONDS)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -141,13 +133,6 @@ def _measure(options: Options, flags: Sequence[str]) -> dict[str, list[Turn]]:
             with own_server([*flags, "--cache-remote", url]) as second:
                 visit("next turn, on another server", second)
     return turns
-
-
-def _asked(ask: Callable[[httpx.Client], Turn], http: httpx.Client) -> Turn:
-    try:
-        return ask(http)
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise EngineError(f"A server did not answer as expected: {type(error).__name__}: {error}") from None
 
 
 def format_result(result: dict[str, Any]) -> str:

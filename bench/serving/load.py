@@ -1,19 +1,18 @@
-"""Clients of a server's HTTP API: their plan of requests, and the answers they receive."""
+"""Clients that send the requests of a plan to a server."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import httpx
 import numpy as np
 
+from polarlm.bench.serving.client import Answer, ask, kind
 from polarlm.engine import EngineError
 from polarlm.engine.calibration import TEXT_FILE
 
@@ -29,22 +28,6 @@ class Plan:
     starts: Sequence[float]  # seconds from the beginning, ascending
     prompts: Sequence[Sequence[int]]  # ids, one prompt for each start
     max_tokens: int
-
-
-@dataclass
-class Answer:
-    """One request as its client saw it. Times are seconds from the beginning of the measurement."""
-
-    planned: float
-    sent: float
-    pieces: list[float] = field(
-        default_factory=list
-    )  # when text arrived; a piece is a token, except for split characters
-    ended: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    error: str | None = None
 
 
 @dataclass
@@ -76,7 +59,7 @@ async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
             ids: list[int] = (await http.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
             return sorted(set(ids))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        raise EngineError(f"--url {url}: there is no server of ours that answers ({_kind(error)})") from None
+        raise EngineError(f"--url {url}: there is no server of ours that answers ({kind(error)})") from None
 
 
 def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.random.Generator) -> Sequence[Sequence[int]]:
@@ -126,52 +109,7 @@ class Load:
 async def _ask(http: httpx.AsyncClient, plan: Plan, number: int, begun: float) -> Answer:
     body = {"prompt": plan.prompts[number], "max_tokens": plan.max_tokens, "temperature": 0, "ignore_eos": True}
     body["dry_multiplier"] = 0  # the demonstration model's default is not 0
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer = Answer(plan.starts[number], time.perf_counter() - begun)
-    try:
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                answer.error = f"{response.status_code} {_code(await response.aread())}"
-            else:
-                await _read(response, answer, begun)
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        answer.error = _kind(error)
-    answer.ended = time.perf_counter() - begun
-    return answer
-
-
-async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
-    """Read an answer to its end, or record its error."""
-    answer.error = "cut off"
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            answer.error = None
-        elif data:
-            _take(json.loads(data), answer, time.perf_counter() - begun)
-        if data.startswith('{"error"'):
-            answer.error = _code(data)
-            return
-
-
-def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
-    if any(choice["text"] for choice in event.get("choices", ())):
-        answer.pieces.append(now)
-    if usage := event.get("usage"):
-        answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-
-
-def _code(body: str | bytes) -> str:
-    """The code of an API error."""
-    try:
-        return str(json.loads(body)["error"]["code"])
-    except (ValueError, KeyError, TypeError):
-        return "no error of the API"
-
-
-def _kind(error: Exception) -> str:
-    return str(error.response.status_code) if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
+    return await ask(http, "/v1/completions", body, begun, plan.starts[number])
 
 
 class _Watch:

@@ -6,7 +6,7 @@
 // rows, and y is ACTIVATION(gate) · up.
 //
 // Where the weights' Product is half, x is rounded to halves, as `narrow` rounds it for products of more rows: so the
-// number of rows changes only the order of a sum. It is not rounded to bfloat16, which would cost much more.
+// number of rows changes only the order of a sum. It is not rounded to bfloat16, whose 8 bits would lose more.
 //
 // SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each warp over its own part of `in`. A warp reads each
 // of its weights once, 16 bytes per lane at a time, and keeps the next DEPTH · OUTPUTS loads in flight while it

@@ -9,8 +9,8 @@ from polarlm.engine import EngineConfig
 from polarlm.engine.flags import FlagError
 from polarlm.server.config import ServerConfig, read_command_line
 
-# For a Ray cluster of this machine alone. Its controller looks ten times a second otherwise whether all is well, which
-# takes up to a fifth of a core.
+# For a Ray cluster of this machine alone: its controller looks once a second whether all is well, not ten times, since
+# the replicas have the same cores.
 RAY_ON_ONE_MACHINE = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1"}
 
 _LISTENS = "Ray listens for all replicas, where http_options of the configuration says"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 
 from polarlm.bench.serving import __main__ as serve
 from polarlm.bench.serving import load
-from polarlm.bench.serving.load import Answer, Plan, Seen, _ask, poisson, prompts
+from polarlm.bench.serving.client import Answer, ask
+from polarlm.bench.serving.load import Plan, Seen, _ask, poisson, prompts
 
 OPTIONS = serve.Options()
 
@@ -42,19 +44,28 @@ def test_prompts_share_only_their_beginning() -> None:
 # -- what a client sees --------------------------------------------------------------------------------------------
 
 
-def asked(status: int, lines: Sequence[str]) -> Answer:
-    """The client's answer for a response."""
+def answered(
+    status: int, lines: Sequence[str], send: Callable[[httpx.AsyncClient], Awaitable[Answer]]
+) -> tuple[Answer, dict[str, Any]]:
+    """What the client made of a response, and the body that it had sent."""
+    bodies: list[dict[str, Any]] = []
 
     def respond(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        assert (body["prompt"], body["max_tokens"], body["stream"]) == ([5, 6], 3, True)
+        bodies.append(json.loads(request.content))
         return httpx.Response(status, text="".join(f"{line}\n\n" for line in lines))
 
     async def main() -> Answer:
         async with httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://server") as http:
-            return await _ask(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0)
+            return await send(http)
 
-    return asyncio.run(main())
+    return asyncio.run(main()), *bodies
+
+
+def asked(status: int, lines: Sequence[str]) -> Answer:
+    """The answer to a prompt of a plan."""
+    answer, body = answered(status, lines, lambda http: _ask(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0))
+    assert (body["prompt"], body["max_tokens"], body["stream"]) == ([5, 6], 3, True)
+    return answer
 
 
 TEXT = 'data: {"choices": [{"text": "a"}], "usage": null}'
@@ -69,6 +80,22 @@ def test_an_answer() -> None:
     assert len(answer.pieces) == 2
     assert 0.5 < answer.sent <= answer.pieces[0] <= answer.pieces[1] <= answer.ended
     assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (2, 1, 3)
+
+
+def test_a_chat_s_first_token_is_its_first_text() -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {}]
+    lines = [f"data: {json.dumps({'choices': [{'delta': delta}]})}" for delta in deltas]
+    details = {"cached_tokens": 1, "cached_from": {"disk": 1}}
+    lines.append(f'data: {{"choices": [], "usage": {json.dumps({**USAGE, "prompt_tokens_details": details})}}}')
+    answer, body = answered(
+        200, [*lines, "data: [DONE]"], lambda http: ask(http, "/v1/chat/completions", {"n": 1}, 0.0)
+    )
+    assert body == {"n": 1, "stream": True, "stream_options": {"include_usage": True}}
+    assert (answer.error, answer.text, answer.cached_from) == (None, "ab", {"disk": 1})
+    assert len(answer.pieces) == 2
+    assert answer.first_token == answer.pieces[0] - answer.sent
+    silent, _ = answered(200, [lines[0], lines[-1], "data: [DONE]"], lambda http: ask(http, "/", {}, 0.0))
+    assert silent.first_token == silent.ended - silent.sent
 
 
 @pytest.mark.parametrize(
