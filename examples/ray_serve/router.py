@@ -22,7 +22,7 @@ class PrefixRouter(RequestRouter):
         """Takes `slack`: requests that a replica may have more than the least busy one before others are better."""
         self._slack: int = kwargs.get("slack", 8)
         self._sent: Counter[ReplicaID] = Counter()  # requests of this process that have not ended
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
@@ -38,7 +38,7 @@ class PrefixRouter(RequestRouter):
         key = str(pending_request.args[0]) if pending_request is not None and pending_request.args else ""
         if pending_request is not None:  # otherwise Ray asks again without a pause where all replicas are full
             pending_request.routing_context.should_backoff = True
-        async with self._turn:
+        async with self._lock:
             await asyncio.sleep(0)  # the request before this one is sent meanwhile, and counted
             requests = {replica.replica_id: self._requests(replica.replica_id) for replica in candidate_replicas}
         least = min(requests.values(), default=0)
