@@ -8,25 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
-from types import FrameType
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from polarlm.engine.tiers import places
-from polarlm.engine.tiers.objects import IDS, DamagedObject, pack, unpack
+from polarlm.engine.tiers.objects import DamagedObject, unpack
 from polarlm.engine.tiers.places import Folder, Memory, Place
 from tests.small_disk import small_disk
+from tests.tiers import killed_writer
+from tests.tiers.killed_writer import name
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
 
 
 def put(place: Place, number: int, size: int = 100) -> None:
@@ -171,52 +165,20 @@ def test_a_killed_process_leaves_whole_objects_only(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_killed_at_any_line_of_writing_leaves_whole_objects_only(tmp_path: Path) -> None:
     """Of opening a folder, writing, replacing, noting use, and making room: a few hundred places to die at."""
-    points = 0
-    while killed_at_line(folder := tmp_path / str(points), points):
-        points += 1
-        reader = Folder(folder, 3000)
-        for number in range(9):
+    command = [sys.executable, "-m", "tests.tiers.killed_writer", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    points = int(done.stdout)
+    assert points > 200
+    for point in range(points):
+        reader = Folder(tmp_path / str(point), killed_writer.SIZE)
+        for number in range(killed_writer.OBJECTS):
             content = reader.read(name(number))
             if content is not None:
                 assert len(set(unpack(name(number), content).payload.tolist())) == 1
-    assert points > 200
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert any(file.name.startswith(".unfinished-") for file in files)  # they are removed an hour later
     assert all(not file.stat().st_mode & 0o077 for file in files)
-
-
-def killed_at_line(folder: Path, point: int) -> bool:
-    """Fork a process that writes, and kills itself at the line of that number; False if it ends before it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads; the child needs none of them
-        child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-        return os.WIFSIGNALED(status)
-    code = 1
-    try:
-        left = [point]
-
-        def trace(frame: FrameType, event: str, _: object) -> object:
-            if frame.f_code.co_filename != places.__file__:
-                return None
-            if event == "line":
-                if not left[0]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left[0] -= 1
-            return trace
-
-        sys.settrace(trace)  # type: ignore[arg-type]
-        own = Folder(folder, 3000)
-        for number in range(9):  # four of them fit
-            header, payload = pack(name(number), IDS, np.full(600, number + point % 7, np.uint8), tokens=4)
-            own.write(name(number), header, payload)
-            own.used([name(number), name(number - 1)] if number else [])
-        own.remove(name(8))
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def test_a_file_cut_short_by_a_power_failure_is_damaged(tmp_path: Path) -> None:
