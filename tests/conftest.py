@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The make that tests start takes nothing from the one that started the tests.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"):
+    os.environ.pop(name, None)
+
 # Reproducible, and without time limits: the machine may be busy.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("tests")

@@ -359,12 +359,14 @@ def test_two_engines_share_a_folder_while_both_write(plain_model: Path, tmp_path
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 400_000
 
 
-def test_a_store_without_room_computes_the_prompt(plain_model: Path, written, tmp_path: Path) -> None:
+def test_a_store_takes_the_blocks_that_it_has_room_for(plain_model: Path, written, tmp_path: Path) -> None:
+    """The others stay in their place."""
     shutil.copytree(written[0], tmp_path / "blocks")
     with load(plain_model, tmp_path / "blocks") as engine:
-        with blocks_left(engine, 7):
+        with blocks_left(engine, 5):
             answer = next_turn(engine, written[1])
-        assert len(answer.token_ids) > 0
+        assert answer.usage.cached_from == {"disk": N}  # the first one, which is not quantized
+        assert answer.finish_reason == "length"
         assert_idle(engine)
         forget(engine)
         assert next_turn(engine, written[1]).logprobs == written[2].logprobs
