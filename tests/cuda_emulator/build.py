@@ -20,7 +20,7 @@ _MACHINE = sorted(_HERE.glob("*.cpp"))
 
 _CACHE = Path(tempfile.gettempdir()) / f"cuda-emulator-{getpass.getuser()}"
 
-_COMMON = ["-std=c++20", "-fPIC", "-gdwarf-4", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
+_COMMON = ["-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
 # Without sibling calls a return address is a line of the kernel. Every access becomes a call of a hook (hooks.cpp).
 _KERNEL = [
     *_COMMON,
@@ -49,14 +49,18 @@ def kernel_names(text: str) -> dict[str, str]:
     return {name: bound or "1024" for bound, name in found}
 
 
-def library(text: str, checked: bool) -> Path:
-    """The shared library of a CUDA text. Skips the calling test where there is no g++; AssertionError if it fails."""
+def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
+    """The shared library of a CUDA text. Skips the calling test where there is no g++; AssertionError if it fails.
+
+    with_lines: also with the lines and inlined calls of each instruction, in a third more time. The instructions and
+    their addresses are the same.
+    """
     if sys.platform != "linux" or not shutil.which("g++"):
         pytest.skip("the CUDA emulator needs g++ on Linux")
     calls = "".join(f"EMULATOR_KERNEL({name}, {bound})\n" for name, bound in kernel_names(text).items())
     flag = f"namespace emulator {{ extern const bool kChecked; const bool kChecked = {int(checked)}; }}\n"
     whole = f'{text}\n#line 1 "launch"\n{flag}{calls}'
-    flags = [*_KERNEL, *(_CHECKS if checked else [])]
+    flags = [*_KERNEL, *(_CHECKS if checked else []), *(["-gdwarf-4"] if with_lines else [])]
     machine = _compiled(_MACHINE)
     path = _CACHE / f"{_key(whole, *flags, machine.name, *(file.read_text() for file in _SHIM))}.so"
     if not path.exists():

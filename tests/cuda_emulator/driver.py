@@ -13,7 +13,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.kernel_source import waits
-from tests.cuda_emulator.build import library
+from tests.cuda_emulator.build import kernel_names, library
 
 # NumPy knows no bfloat16: its bits travel as uint16.
 _DTYPES = {"b2": "u2"}
@@ -32,11 +32,12 @@ class Program:
     """
 
     def __init__(self, text: str, *, checked: bool = True):
-        self._text, self._path = text, library(text, checked)
-        self._library = ctypes.CDLL(str(self._path))
+        self._text, self._checked = text, checked
+        self._library = ctypes.CDLL(str(library(text, checked)))
         self._library.emulator_buffer.restype = ctypes.c_void_p
         self._library.emulator_error.restype = ctypes.c_char_p
         self._library.emulator_error_offset.restype = ctypes.c_size_t
+        self._waits = {name: waits(text, name) for name in kernel_names(text)}
 
     def signature(self, name: str) -> list[str]:
         """The types of a kernel's parameters, as `signature.h` writes them."""
@@ -71,7 +72,7 @@ class Program:
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         sizes = [(ctypes.c_uint * 3)(*size, *(1,) * (3 - len(size))) for size in (grid, block)]
-        call, overlaps = getattr(self._library, f"emulator_call_{name}"), int(waits(self._text, name))
+        call, overlaps = getattr(self._library, f"emulator_call_{name}"), int(self._waits[name])
         if self._library.emulator_launch(
             call, pointers, *sizes, ctypes.c_size_t(shared), ctypes.c_uint(seed), overlaps
         ):
@@ -83,7 +84,8 @@ class Program:
         offset = self._library.emulator_error_offset()
         if not offset:
             return ""
-        command = ["addr2line", "--inlines", "--exe", str(self._path), hex(offset)]
+        path = library(self._text, self._checked, with_lines=True)
+        command = ["addr2line", "--inlines", "--exe", str(path), hex(offset)]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         ours = [line.split(" ")[0] for line in lines if Path(line.split(":")[0]).suffix in {".cu", ".cuh"}]
         short = [line[line.rfind("cuda/") :] if "cuda/" in line else line.rsplit("/", 1)[-1] for line in ours]
