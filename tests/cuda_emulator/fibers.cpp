@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <string>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <utility>
 
 uint3 threadIdx, blockIdx;
@@ -20,9 +21,11 @@ int threads, alive;
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
-std::vector<int> ready;
+std::vector<int> ready;  // those behind `taken`
+size_t taken;
 char *stacks;
-jmp_buf launcher;
+ucontext_t births[kMostThreads];
+void *launcher[5];
 void (*kernel)(void **);
 void **arguments;
 
@@ -41,21 +44,26 @@ unsigned random_below(unsigned n) {
 
 // Seed 0 runs threads in their order, seed 1 the last one first, any other seed in a random order.
 Fiber *next_ready() {
-    if (ready.empty()) return nullptr;
-    size_t at = order_seed == 0 ? 0 : order_seed == 1 ? ready.size() - 1 : random_below(unsigned(ready.size()));
-    int id = ready[at];
-    ready.erase(ready.begin() + long(at));
+    const size_t count = ready.size() - taken;
+    if (!count) return nullptr;
+    const size_t at = taken + (order_seed == 0 ? 0 : order_seed == 1 ? count - 1 : random_below(unsigned(count)));
+    const int id = ready[at];
+    if (at == taken)
+        ++taken;
+    else
+        ready.erase(ready.begin() + long(at));
+    if (taken == ready.size()) ready.clear(), taken = 0;
     return &fibers[id];
 }
 
-[[noreturn]] void leave() { _longjmp(launcher, 1); }
+[[noreturn]] void leave() { __builtin_longjmp(launcher, 1); }
 
 [[noreturn]] void jump_to(Fiber *next) {
     current = next;
     threadIdx = next->index;
-    if (next->born) _longjmp(next->jump, 1);
+    if (next->born) __builtin_longjmp(next->jump, 1);
     next->born = true;
-    setcontext(&next->birth);
+    setcontext(&births[next - fibers]);
     __builtin_unreachable();
 }
 
@@ -83,7 +91,7 @@ void fiber_main() {
         me->state = State::kDone;
         --alive;
         if (!alive) {
-            if (!_setjmp(me->jump)) leave();
+            if (!__builtin_setjmp(me->jump)) leave();
         } else {
             yield();
         }
@@ -98,11 +106,12 @@ void prepare_thread(int id, const unsigned *block) {
     f.waited = !overlaps;
     f.time = f.barrier_time = 1;
     if (!f.born) {
-        getcontext(&f.birth);
-        f.birth.uc_stack.ss_sp = stacks + size_t(id) * kStackBytes;
-        f.birth.uc_stack.ss_size = kStackBytes;
-        f.birth.uc_link = nullptr;
-        makecontext(&f.birth, fiber_main, 0);
+        ucontext_t &birth = births[id];
+        getcontext(&birth);
+        birth.uc_stack.ss_sp = stacks + size_t(id) * kStackBytes;
+        birth.uc_stack.ss_size = kStackBytes - size_t(id) % 64 * 320;  // or all tops would share few lines of the caches
+        birth.uc_link = nullptr;
+        makecontext(&birth, fiber_main, 0);
     }
     ready.push_back(id);
 }
@@ -110,11 +119,11 @@ void prepare_thread(int id, const unsigned *block) {
 bool run_block(const unsigned *block, size_t dynamic_bytes) {
     ++block_serial;
     alive = threads;
-    ready.clear();
+    ready.clear(), taken = 0;
     begin_block_waits();
     for (int id = 0; id < threads; ++id) prepare_thread(id, block);
     begin_block_memory(dynamic_bytes);
-    if (!_setjmp(launcher)) jump_to(next_ready());
+    if (!__builtin_setjmp(launcher)) jump_to(next_ready());
     current = nullptr;
     if (!message.empty()) {  // the fibers are somewhere inside the kernel: they cannot be resumed
         for (Fiber &f : fibers) f.born = false;
@@ -131,7 +140,7 @@ void yield() {
     Fiber *next = next_ready();
     if (!next) deadlock();
     if (next == me) return;
-    if (!_setjmp(me->jump)) jump_to(next);
+    if (!__builtin_setjmp(me->jump)) jump_to(next);
     caller = me->place;
 }
 

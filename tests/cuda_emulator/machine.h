@@ -2,9 +2,7 @@
 #pragma once
 #include "runtime.h"
 
-#include <csetjmp>
 #include <deque>
-#include <ucontext.h>
 #include <vector>
 
 namespace emulator {
@@ -14,8 +12,7 @@ constexpr int kMostThreads = 1024;
 enum class State { kReady, kAtBarrier, kInWarp, kDone };
 
 struct Fiber {
-    jmp_buf jump;
-    ucontext_t birth;
+    void *jump[5];  // where it goes on, for __builtin_longjmp: the C library's unwinds and mangles, which takes longer
     bool born = false;
     State state;
     bool waited;  // for the launch before this one

@@ -82,7 +82,7 @@ Slots meet(unsigned mask, const char *operation, int line, const void *value, si
     if (!(mask >> me.lane & 1)) fail("%s: lane %d is not in the mask %08x", operation, me.lane, mask);
     if (size < kLanes && mask >> size) fail("%s: mask %08x names lanes that the block does not have", operation, mask);
     Meeting &m = meeting_of(warps[size_t(me.warp)], mask);
-    if (m.arrived && (m.line != line || strcmp(m.operation, operation)))
+    if (m.arrived && (m.line != line || (m.operation != operation && strcmp(m.operation, operation))))
         fail("divergent warp: this lane is at %s in line %d, others wait at %s in line %d", operation, line,
              m.operation, m.line);
     m.operation = operation;
