@@ -3,9 +3,9 @@
     program = Program(source("activate_mul", ACT="float", ACTIVATION="silu"))
     program.launch("activate_mul_kernel", (1, tokens), (256,), y, gate_up, np.int32(f), seed=2)
 
-With `device.h` and the files that it includes, g++ compiles CUDA C++; `matrix.h` replaces the inline PTX of
-`prelude.cuh`. `fibers.cpp` runs the threads, `waiting.cpp` has barriers and warp operations, `memory.cpp` checks every
-access.
+With `device.h` and the files that it includes, g++ compiles CUDA C++, each text to a library; `matrix.h` replaces the
+inline PTX of `prelude.cuh`. The machine is a library that all of them use: `fibers.cpp` runs the threads, `waiting.cpp`
+has barriers and warp operations, `memory.cpp` checks every access.
 
 It is stricter than a GPU: only `__syncthreads` and `__syncwarp` order memory accesses of different threads (no shuffle,
 vote or matrix operation does), and blocks of one launch may share nothing but atomics, and what one block stores before

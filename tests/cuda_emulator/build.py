@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ _CHECKS = [
     "-fno-sanitize-recover=all",
 ]
 
+_LINK = ["g++", "-shared", "-Wl,-z,now", "-Wl,-Bsymbolic"]
+
 _BOUNDED_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\(\s*([^,)]+)[^)]*\)\s*)?(\w+)\s*\(")
 
 
@@ -58,17 +61,15 @@ def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
     if sys.platform != "linux" or not shutil.which("g++"):
         pytest.skip("the CUDA emulator needs g++ on Linux")
     calls = "".join(f"EMULATOR_KERNEL({name}, {bound})\n" for name, bound in kernel_names(text).items())
-    flag = f"namespace emulator {{ extern const bool kChecked; const bool kChecked = {int(checked)}; }}\n"
-    whole = f'{text}\n#line 1 "launch"\n{flag}{calls}'
+    whole = f'{text}\n#line 1 "launch"\nEMULATOR_LIBRARY({int(checked)})\n{calls}'
     flags = [*_KERNEL, *(_CHECKS if checked else []), *(["-gdwarf-4"] if with_lines else [])]
-    machine = _compiled(_MACHINE)
-    path = _CACHE / f"{_key(whole, *flags, machine.name, *(file.read_text() for file in _SHIM))}.so"
+    path = _CACHE / f"{_key(whole, *flags, machine().name, *(file.read_text() for file in _SHIM))}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
             source, objects, linked = (Path(folder) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
             source.write_text(whole)
             _run(["g++", f"-I{_precompiled(flags)}", *flags, "-c", str(source), "-o", str(objects)])
-            _run(["g++", "-shared", "-Wl,-z,now", "-Wl,-Bsymbolic", str(objects), str(machine), "-o", str(linked)])
+            _run([*_LINK, str(objects), str(machine()), "-o", str(linked)])
             os.replace(linked, path)
     return path
 
@@ -87,19 +88,17 @@ def _precompiled(flags: list[str]) -> Path:
     return folder
 
 
-def _compiled(sources: list[Path]) -> Path:
-    """One object file of the emulated machine itself."""
+@cache
+def machine() -> Path:
+    """The shared library of the emulated machine itself, which those of all kernels load."""
     _CACHE.mkdir(mode=0o700, exist_ok=True)
-    texts = [file.read_text() for file in [*sources, *_SHIM]]
-    path = _CACHE / f"{_key(*texts, *_COMMON)}.o"
+    texts = [file.read_text() for file in [*_MACHINE, *_SHIM]]
+    path = _CACHE / f"{_key(*texts, *_COMMON, *_LINK)}.machine.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
-            joined = Path(folder) / "machine.o"
-            objects = [Path(folder) / f"{file.stem}.o" for file in sources]
-            for file, target in zip(sources, objects, strict=True):
-                _run(["g++", *_COMMON, "-O2", "-c", str(file), "-o", str(target)])
-            _run(["g++", "-r", "-nostdlib", *map(str, objects), "-o", str(joined)])
-            os.replace(joined, path)
+            linked = Path(folder) / "machine.so"
+            _run([*_LINK, *_COMMON, "-O2", *map(str, _MACHINE), "-o", str(linked)])
+            os.replace(linked, path)
     return path
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import subprocess
+import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.kernel_source import waits
-from tests.cuda_emulator.build import kernel_names, library
+from tests.cuda_emulator.build import kernel_names, library, machine
 
 # NumPy knows no bfloat16: its bits travel as uint16.
 _DTYPES = {"b2": "u2"}
+_LAUNCHES = threading.Lock()  # there is one machine
 
 
 class EmulatorError(AssertionError):
@@ -34,9 +37,7 @@ class Program:
     def __init__(self, text: str, *, checked: bool = True):
         self._text, self._checked = text, checked
         self._library = ctypes.CDLL(str(library(text, checked)))
-        self._library.emulator_buffer.restype = ctypes.c_void_p
-        self._library.emulator_error.restype = ctypes.c_char_p
-        self._library.emulator_error_offset.restype = ctypes.c_size_t
+        self._machine = _open_machine()
         self._waits = {name: waits(text, name) for name in kernel_names(text)}
 
     def signature(self, name: str) -> list[str]:
@@ -58,30 +59,31 @@ class Program:
         them.
         EmulatorError when an argument does not fit the kernel's signature, or the kernel does something wrong.
         """
-        codes = self.signature(name)
-        if len(codes) != len(args):
-            raise EmulatorError(f"{name}: takes {len(codes)} arguments, not {len(args)}")
-        most, threads = getattr(self._library, f"emulator_most_threads_{name}")(), math.prod(block)
-        if threads > most:
-            raise EmulatorError(f"{name}: launched with {threads} threads in a block, its launch bounds are {most}")
-        self._library.emulator_reset()
-        memory = _Memory(self._library)
-        # The launch reads each value through a pointer: both must live until it returns.
-        values = [
-            _value(f"{name}: argument {i}", *pair, memory) for i, pair in enumerate(zip(codes, args, strict=True))
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        sizes = [(ctypes.c_uint * 3)(*size, *(1,) * (3 - len(size))) for size in (grid, block)]
-        call, overlaps = getattr(self._library, f"emulator_call_{name}"), int(self._waits[name])
-        if self._library.emulator_launch(
-            call, pointers, *sizes, ctypes.c_size_t(shared), ctypes.c_uint(seed), overlaps
-        ):
-            raise EmulatorError(f"{name}: {self._place()}{self._library.emulator_error().decode()}")
-        memory.copy_back()
+        with _LAUNCHES:
+            codes = self.signature(name)
+            if len(codes) != len(args):
+                raise EmulatorError(f"{name}: takes {len(codes)} arguments, not {len(args)}")
+            most, threads = getattr(self._library, f"emulator_most_threads_{name}")(), math.prod(block)
+            if threads > most:
+                raise EmulatorError(f"{name}: launched with {threads} threads in a block, its launch bounds are {most}")
+            self._machine.emulator_reset(ctypes.byref(ctypes.c_char.in_dll(self._library, "emulator_library")))
+            memory = _Memory(self._machine)
+            # The launch reads each value through a pointer: both must live until it returns.
+            values = [
+                _value(f"{name}: argument {i}", *pair, memory) for i, pair in enumerate(zip(codes, args, strict=True))
+            ]
+            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+            sizes = [(ctypes.c_uint * 3)(*size, *(1,) * (3 - len(size))) for size in (grid, block)]
+            call, overlaps = getattr(self._library, f"emulator_call_{name}"), int(self._waits[name])
+            if self._machine.emulator_launch(
+                call, pointers, *sizes, ctypes.c_size_t(shared), ctypes.c_uint(seed), overlaps
+            ):
+                raise EmulatorError(f"{name}: {self._place()}{self._machine.emulator_error().decode()}")
+            memory.copy_back()
 
     def _place(self) -> str:
         """ "file:line: " of the error, with the lines that called it; empty when it has no place."""
-        offset = self._library.emulator_error_offset()
+        offset = self._machine.emulator_error_offset()
         if not offset:
             return ""
         path = library(self._text, self._checked, with_lines=True)
@@ -92,11 +94,20 @@ class Program:
         return f"{', called from '.join(short)}: " if short else ""
 
 
+@cache
+def _open_machine() -> ctypes.CDLL:
+    opened = ctypes.CDLL(str(machine()))
+    opened.emulator_buffer.restype = ctypes.c_void_p
+    opened.emulator_error.restype = ctypes.c_char_p
+    opened.emulator_error_offset.restype = ctypes.c_size_t
+    return opened
+
+
 class _Memory:
     """Device copies of the arrays of one launch: one for each base array."""
 
-    def __init__(self, library: ctypes.CDLL):
-        self._library = library
+    def __init__(self, machine: ctypes.CDLL):
+        self._machine = machine
         self._copies: dict[int, tuple[np.ndarray, int, bool]] = {}
 
     def pointer(self, where: str, array: np.ndarray, constant: bool) -> int:
@@ -113,7 +124,7 @@ class _Memory:
                 raise EmulatorError(f"{where}: its base array is not contiguous")
             # A buffer is read-only for the kernel if no argument may write it; views of one base share the buffer.
             fixed = int(not base.flags.writeable)
-            address = self._library.emulator_buffer(ctypes.c_size_t(base.nbytes), int(constant), fixed)
+            address = self._machine.emulator_buffer(ctypes.c_size_t(base.nbytes), int(constant), fixed)
             if not address:
                 raise EmulatorError(f"{where}: the emulator's memory is full")
             ctypes.memmove(address, start, base.nbytes)

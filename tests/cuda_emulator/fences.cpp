@@ -45,7 +45,7 @@ bool is_before(int thread, uint32_t time) { return thread == running().id || kno
 void begin_launch_fences() { released.clear(); }
 
 void fence() {
-    if (!kChecked) return;
+    if (!library->checked) return;
     enter_block();
     const int me = running().id;
     Ordered ordered{running().block, {}};
@@ -61,7 +61,7 @@ void fence() {
 }
 
 void pass_on(const void *address) {
-    if (!kChecked) return;
+    if (!library->checked) return;
     enter_block();
     std::vector<Shared> &there = released[address];
     std::vector<Shared> &seen = seen_atomically[running().id];

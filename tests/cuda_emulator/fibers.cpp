@@ -109,7 +109,7 @@ void prepare_thread(int id, const unsigned *block) {
         ucontext_t &birth = births[id];
         getcontext(&birth);
         birth.uc_stack.ss_sp = stacks + size_t(id) * kStackBytes;
-        birth.uc_stack.ss_size = kStackBytes - size_t(id) % 64 * 320;  // or all tops would share few lines of the caches
+        birth.uc_stack.ss_size = kStackBytes - size_t(id) % 64 * 320;  // else all tops share a few lines of caches
         birth.uc_link = nullptr;
         makecontext(&birth, fiber_main, 0);
     }
@@ -184,10 +184,9 @@ using namespace emulator;
 
 extern "C" const char *emulator_error() { return message.c_str(); }
 
-// The place of the error, as an offset into this library; 0 when it is not known.
-extern const char __ehdr_start __attribute__((visibility("hidden")));
+// The place of the error, as an offset into the kernel's library; 0 when it is not known.
 extern "C" size_t emulator_error_offset() {
-    return error_address ? size_t(static_cast<const char *>(error_address) - &__ehdr_start) - 1 : 0;
+    return error_address ? size_t(static_cast<const char *>(error_address) - library->start) - 1 : 0;
 }
 
 // Runs every block; returns 0, or 1 with a message. overlapped: whether the launch before this one may still run.

@@ -52,14 +52,15 @@ char *arena, *arena_end, *arena_free;
 unsigned char *dynamic_start;
 size_t dynamic_size;
 Record *static_records, *dynamic_records;
+size_t static_recorded;  // bytes that have a record
 Copies copies[1024];
 
 }  // namespace
 
-// All static __shared__ variables lie in one section (device.h), this library's other data around it.
+const Library *library;
+
+// The machine's own library.
 extern "C" {
-extern char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
-extern char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
 extern const char __ehdr_start __attribute__((visibility("hidden")));
 extern const char _end __attribute__((visibility("hidden")));
 }
@@ -148,11 +149,11 @@ void check_bytes(Record *records, long first, size_t bytes, Access kind, const c
 }
 
 void mark_in_flight(void *shared, size_t bytes, bool in_flight) {
-    if (!kChecked) return;
+    if (!library->checked) return;
     const unsigned char *p = static_cast<unsigned char *>(shared);
     const bool is_dynamic = p >= dynamic_start && p < dynamic_start + kMostDynamic;
     Record *records = is_dynamic ? dynamic_records + (p - dynamic_start)
-                                 : static_records + (static_cast<char *>(shared) - __start_emulated_shared);
+                                 : static_records + (static_cast<char *>(shared) - library->shared_start);
     for (size_t i = 0; i < bytes; ++i) records[i].in_flight = in_flight;
 }
 
@@ -173,8 +174,13 @@ void check_global(const char *p, size_t bytes, Access kind) {
 
 }  // namespace
 
+// Whether it is data of the kernel's library, or of the machine's, as threadIdx is.
+static bool is_a_constant(const char *p) {
+    return (p >= library->start && p < library->end) || (p >= &__ehdr_start && p < &_end);
+}
+
 void access(const void *address, size_t bytes, Access kind, size_t alignment) {
-    if (!kChecked || !in_kernel() || on_a_stack(address)) return;
+    if (!in_kernel() || !library->checked || on_a_stack(address)) return;
     const char *p = static_cast<const char *>(address);
     if (uintptr_t(p) % alignment)
         fail("misaligned: %s of %zu bytes at an address that is no multiple of %zu", verb(kind), bytes, alignment);
@@ -186,9 +192,9 @@ void access(const void *address, size_t bytes, Access kind, size_t alignment) {
             fail("out of bounds: %s of %zu bytes at byte %ld of %zu bytes of dynamic shared memory", verb(kind), bytes,
                  p - dynamic, dynamic_size);
         check_bytes(dynamic_records, p - dynamic, bytes, kind, "dynamic shared memory", true);
-    } else if (p >= __start_emulated_shared && p < __stop_emulated_shared) {
-        check_bytes(static_records, p - __start_emulated_shared, bytes, kind, "shared memory", true);
-    } else if (p < &__ehdr_start || p >= &_end || kind != Access::kLoad) {
+    } else if (p >= library->shared_start && p < library->shared_end) {
+        check_bytes(static_records, p - library->shared_start, bytes, kind, "shared memory", true);
+    } else if (kind != Access::kLoad || !is_a_constant(p)) {
         fail("%s of %zu bytes far outside of every buffer", verb(kind), bytes);
     }
 }
@@ -199,18 +205,21 @@ unsigned char *dynamic_shared() {
 }
 
 void begin_block_memory(size_t dynamic_bytes) {
-    const size_t static_bytes = size_t(__stop_emulated_shared - __start_emulated_shared);
+    const size_t static_bytes = size_t(library->shared_end - library->shared_start);
     if (!dynamic_start) {
         const size_t all = kMostDynamic + 2 * kGap;
         void *space = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         dynamic_start = static_cast<unsigned char *>(space) + kGap;
         dynamic_records = zeroed(kMostDynamic);
-        static_records = zeroed(static_bytes + 1);
+    }
+    if (static_recorded < static_bytes) {
+        free(static_records);
+        static_records = zeroed(static_recorded = static_bytes);
     }
     if (dynamic_bytes > kMostDynamic) fail("no GPU has %zu bytes of dynamic shared memory", dynamic_bytes);
     dynamic_size = dynamic_bytes;
     memset(dynamic_start, 0xff, dynamic_bytes);  // NaN in every float format
-    if (static_bytes) memset(__start_emulated_shared, 0xff, static_bytes);
+    if (static_bytes) memset(library->shared_start, 0xff, static_bytes);
 }
 
 void start_copy(void *shared, const void *global, int bytes) {
@@ -243,9 +252,10 @@ void wait_for_copies(int groups_left) {
 
 }  // namespace emulator
 
-// Called by the launcher.
-extern "C" void emulator_reset() {
+// Called before the launch of a kernel of this library.
+extern "C" void emulator_reset(const emulator::Library *of_kernel) {
     using namespace emulator;
+    library = of_kernel;
     constexpr size_t kArena = size_t(2) << 30;
     if (!arena) {
         void *space = mmap(nullptr, kArena, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -262,7 +272,7 @@ extern "C" void emulator_reset() {
 extern "C" void *emulator_buffer(size_t bytes, int constant, int fixed) {
     using namespace emulator;
     if (arena_free + bytes + 2 * kGap > arena_end) return nullptr;
-    Record *const records = constant || !kChecked ? nullptr : zeroed(bytes + 1);
+    Record *const records = constant || !library->checked ? nullptr : zeroed(bytes + 1);
     buffers.push_back({arena_free, bytes, constant != 0, fixed != 0, records});
     arena_free += (bytes + kGap + 255) & ~size_t(255);
     return buffers.back().start;

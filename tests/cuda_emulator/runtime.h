@@ -83,6 +83,13 @@ bool was_passed_on(uint64_t from, int thread, uint32_t time);
 
 // The part of a launch that memory.cpp does.
 void begin_block_memory(size_t dynamic_bytes);
-extern const bool kChecked;  // the kernel was built with checks of every access
+
+// The library of a kernel.
+struct Library {
+    const char *start, *end;          // of all of it
+    char *shared_start, *shared_end;  // of its static __shared__ variables
+    bool checked;                     // built with checks of every access
+};
+extern const Library *library;  // of the kernel that runs
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// For the launcher, a kernel's parameter types as text and a call with an array of pointers to values.
+// For the launcher: a kernel's parameter types as text, a call with an array of pointers to values, and its library.
 #pragma once
 #include "numbers.h"
 
@@ -55,3 +55,14 @@ EMULATOR_PRIMITIVE void call_with(void (*kernel)(Types...), void **values) {
     extern "C" void emulator_call_##name(void **values) { emulator::call_with(name, values); }    \
     extern "C" const char *emulator_signature_##name() { return emulator::signature(name); }      \
     extern "C" int emulator_most_threads_##name() { return most_threads; }
+
+// All static __shared__ variables lie in one section (device.h), the library's other data around it.
+extern "C" {
+extern char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
+extern char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
+extern const char __ehdr_start __attribute__((visibility("hidden")));
+extern const char _end __attribute__((visibility("hidden")));
+}
+#define EMULATOR_LIBRARY(checked)                                                                    \
+    extern "C" const emulator::Library emulator_library = {&__ehdr_start, &_end, __start_emulated_shared, \
+                                                           __stop_emulated_shared, checked};
