@@ -160,7 +160,7 @@ def summary(options: Options, seen: Seen) -> dict[str, Any]:
     pieces = [at for answer in seen.answers for at in answer.pieces]
     tokens = sum(answer.completion_tokens for answer in whole)
     waits = {
-        "first_token_seconds": [answer.pieces[0] - answer.sent for answer in whole if answer.pieces],
+        "first_token_seconds": [answer.first_token for answer in whole if answer.pieces],
         "between_tokens_seconds": [gap for answer in whole for gap in _gaps(answer)],
         "request_seconds": [answer.ended - answer.sent for answer in whole],
         "behind_arrival_seconds": [answer.sent - answer.planned for answer in seen.answers],

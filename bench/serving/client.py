@@ -17,9 +17,7 @@ class Answer:
 
     planned: float
     sent: float
-    pieces: list[float] = field(
-        default_factory=list
-    )  # when text arrived; a piece is a token, except for split characters
+    pieces: list[float] = field(default_factory=list)  # when text arrived: a token each, but for split characters
     ended: float = 0.0
     text: str = ""
     prompt_tokens: int = 0

@@ -172,12 +172,12 @@ void check_global(const char *p, size_t bytes, Access kind) {
          nearest->bytes);
 }
 
-}  // namespace
-
 // Whether it is data of the kernel's library, or of the machine's, as threadIdx is.
-static bool is_a_constant(const char *p) {
+bool is_in_a_library(const char *p) {
     return (p >= library->start && p < library->end) || (p >= &__ehdr_start && p < &_end);
 }
+
+}  // namespace
 
 void access(const void *address, size_t bytes, Access kind, size_t alignment) {
     if (!in_kernel() || !library->checked || on_a_stack(address)) return;
@@ -194,7 +194,7 @@ void access(const void *address, size_t bytes, Access kind, size_t alignment) {
         check_bytes(dynamic_records, p - dynamic, bytes, kind, "dynamic shared memory", true);
     } else if (p >= library->shared_start && p < library->shared_end) {
         check_bytes(static_records, p - library->shared_start, bytes, kind, "shared memory", true);
-    } else if (kind != Access::kLoad || !is_a_constant(p)) {
+    } else if (kind != Access::kLoad || !is_in_a_library(p)) {
         fail("%s of %zu bytes far outside of every buffer", verb(kind), bytes);
     }
 }

@@ -63,6 +63,6 @@ extern char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")))
 extern const char __ehdr_start __attribute__((visibility("hidden")));
 extern const char _end __attribute__((visibility("hidden")));
 }
-#define EMULATOR_LIBRARY(checked)                                                                    \
+#define EMULATOR_LIBRARY(checked)                                                                         \
     extern "C" const emulator::Library emulator_library = {&__ehdr_start, &_end, __start_emulated_shared, \
                                                            __stop_emulated_shared, checked};

@@ -40,8 +40,8 @@ def write(folder: Path, point: int) -> None:
 
     sys.settrace(trace)  # type: ignore[arg-type]
     own = places.Folder(folder, SIZE)
-    for number in range(OBJECTS):
-        own.write(name(number), *pack(name(number), IDS, np.full(600, number + point % 7, np.uint8), tokens=4))
+    for step, number in enumerate([*range(OBJECTS), OBJECTS - 1]):  # the last one again, with other contents
+        own.write(name(number), *pack(name(number), IDS, np.full(600, step + point % 7, np.uint8), tokens=4))
         own.used([name(number), name(number - 1)] if number else [])
     own.remove(name(OBJECTS - 1))
 
