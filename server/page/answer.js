@@ -75,9 +75,10 @@ async function answer(message) {
   const mine = live = { conversation, message, row: null, stop: new AbortController() };
   const pace = { pieces: 0, first: 0, last: 0, thought: 0, thoughtOut: false }, begins = [];
   let flow = "", usage = null, drawing = 0, trouble = null, keptAt = performance.now();
+  answered.set(message, message.changed ?? 0);
   settle();
   let before = used.tokens;
-  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null });
+  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null, changed: later(message.changed) });
   if (!message.text) Object.assign(message, { reasoning: "", thought: null, calls: [] });
   draw();
   mine.row = rowOf(message);
@@ -101,7 +102,7 @@ async function answer(message) {
       });
       if (performance.now() - keptAt > KEEP_MS) {
         keptAt = performance.now();
-        keepLive(conversation);
+        keepLive(conversation, message);
       }
       if (begins.length < LOOP.pieces || begins.length % LOOP.every || !$("loop_check").checked) continue;
       if (loops(flow, flow.length - begins.at(-LOOP.pieces))) {
@@ -117,8 +118,9 @@ async function answer(message) {
   finish(mine, pace, usage, trouble, before);
 }
 
-/** Keeps a conversation that is still there: it may have been deleted while the answer came. */
-function keepLive(conversation) {
+/** Keeps an answer and its conversation if that is still there: it may have been deleted while the answer came. */
+function keepLive(conversation, message) {
+  message.changed = later(message.changed);
   if (chats.get(conversation.id) === conversation) keepConversation(conversation);
 }
 
@@ -203,7 +205,7 @@ function finish(mine, pace, usage, trouble, before) {
   }
   if (live === mine) live = null;
   conversation.changed = Date.now();
-  keepLive(conversation);
+  keepLive(conversation, message);
   if (!shown) return; // another conversation is
   row.body.setAttribute("aria-busy", "false");
   grow(row);

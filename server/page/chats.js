@@ -5,6 +5,7 @@
 const chats = new Map(); // by their ids; one without messages is none of them yet
 let deleted = null; // the conversation that can be brought back
 let renaming = false; // the one that is shown
+let listed = []; // what the list shows
 
 /** How much of the context the conversation that is shown takes, by its last answer. */
 function settle() {
@@ -20,7 +21,7 @@ function changed() {
   current.changed = Date.now();
   chats.set(current.id, current);
   if (location.hash !== `#${current.id}`) history.replaceState(null, "", `#${current.id}`);
-  keepConversation(current);
+  keepConversation(current, true);
   drawList();
 }
 
@@ -34,6 +35,7 @@ function leave() {
 
 function openChat(conversation, fresh = true) {
   leave();
+  if ($("unkept").textContent === GONE) warn("");
   current = conversation;
   renaming = false;
   for (const row of rows.splice(0)) row.element.remove();
@@ -72,11 +74,14 @@ function drawList() {
   nameTab();
   const words = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
-  const list = $("list"), focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
-  list.replaceChildren(...sorted.map(listItem));
   const none = sorted.length ? "" : words ? "No conversation has these words in it." : "No conversation is kept yet.";
   if ($("none").textContent !== none) $("none").textContent = none;
   $("export-all").disabled = !chats.size;
+  const items = sorted.flatMap((chat) => [chat, titleOf(chat), chat === current]), list = $("list");
+  if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // or a click would miss
+  listed = items;
+  const focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
+  list.replaceChildren(...sorted.map(listItem));
   if (focused) (list.querySelector(`[data-does="${focused}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
 }
 
@@ -114,7 +119,7 @@ function rename(chat, opener) {
     if (!renaming) return;
     renaming = false;
     if (keepIt) {
-      chat.title = field.value.trim();
+      Object.assign(chat, { title: field.value.trim(), named: later(chat.named) });
       keepConversation(chat);
     }
     opener.textContent = opener.title = visible(titleOf(chat));
@@ -151,7 +156,7 @@ $("restore").addEventListener("click", () => {
   deleted = null;
   $("undo").hidden = true;
   chats.set(chat.id, chat);
-  keepConversation(chat);
+  keepConversation(chat, true);
   openChat(chat);
   $("list").querySelector("[aria-current]")?.focus();
 });
@@ -170,18 +175,21 @@ function exportChats(list) {
   $("shelf-says").textContent = `${count(list.length, "conversation")} exported.`;
 }
 
-/** Adds the conversations of a file; those that are here stay. */
+/** Adds the conversations of a file, and to one that is here already what the file has more of it. Returns both numbers. */
 async function importChats(text) {
   let value;
   try { value = JSON.parse(text); } catch { throw new Failure("This file is not JSON."); }
   if (value?.format !== FORMAT || !Array.isArray(value.conversations)) throw new Failure("This file has no conversations of this page in it.");
   const read = value.conversations.map(readConversation).filter((chat) => chat.children.length);
+  const known = read.filter(({ id }) => chats.has(id)).length;
   for (const chat of read) {
-    chats.set(chat.id, chat);
-    await keepConversation(chat);
+    const here = chats.get(chat.id);
+    if (here) showNews(here, absorb(here, chat));
+    chats.set(chat.id, here ?? chat);
+    await keepConversation(here ?? chat, true);
   }
   drawList();
-  return read.length;
+  return [read.length - known, known];
 }
 
 $("export-all").addEventListener("click", () => exportChats([...chats.values()]));
@@ -190,7 +198,10 @@ $("file").addEventListener("change", async () => {
   const [file] = $("file").files;
   if (!file) return;
   try {
-    $("shelf-says").textContent = `${count(await importChats(await file.text()), "conversation")} imported.`;
+    const [added, known] = await importChats(await file.text());
+    const parts = [added || !known ? `${count(added, "conversation")} imported.` : ""];
+    if (known) parts.push(`${count(known, "conversation")} ${known === 1 ? "was" : "were"} here already: what the file has more is added.`);
+    $("shelf-says").textContent = parts.join(" ").trim();
   } catch (error) {
     $("shelf-says").textContent = error instanceof Failure ? error.message : "This file cannot be read.";
   }
@@ -214,21 +225,31 @@ function openAddressed() {
 
 window.addEventListener("popstate", openAddressed);
 
-/** Whether there is a name, a message or a result that somebody is still typing. */
-function isTyped() {
-  if (renaming || document.querySelector(".edited")) return true;
-  return [...$("turns").querySelectorAll("textarea")].some(({ value }) => value);
+/** Shows what another tab has changed. What is being read or typed here stays. */
+function showNews(chat, { messages, settings }) {
+  drawList();
+  if (chat !== current) return;
+  if (settings) showSettings(current.settings);
+  if (!messages.length) return;
+  for (const row of rows) if (row.text && messages.includes(row.message)) fill(row);
+  draw();
+  if (!live) settle();
+  follow();
 }
 
 otherTabs?.addEventListener("message", async ({ data: id }) => {
-  if (!database || live?.conversation.id === id) return;
-  const chat = await taken(id).catch(() => null);
-  if (chat) chats.set(id, chat);
-  else chats.delete(id);
-  if (current.id !== id || !chat || isTyped()) return drawList(); // nobody loses what they type
-  const [place, atEnd] = [$("log").scrollTop, following];
-  openChat(chat, false);
-  following = atEnd;
-  if (!atEnd) $("log").scrollTop = place;
-  return undefined;
+  const kept = database && await taken(id).catch(() => undefined);
+  if (kept === null) return;
+  const chat = current.id === id ? current : chats.get(id) ?? kept;
+  const isBack = chat === current && !chats.has(id); // it was deleted there, and is not any more
+  if (kept) {
+    shelved.add(id);
+    chats.set(id, chat);
+    showNews(chat, absorb(chat, kept));
+    if (isBack) keepConversation(chat); // it may have got further here
+  } else {
+    chats.delete(id);
+    if (chat === current) warn(GONE);
+    drawList();
+  }
 });

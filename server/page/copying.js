@@ -2,16 +2,21 @@
 
 // Buttons that copy a text.
 
-function copyButton(name, text) {
-  const button = make("button", "quiet", "Copy");
+/** A button that copies what `text` returns; `signed`: it is a sign, not a word. */
+function copyButton(name, text, signed = false) {
+  const button = make("button", "quiet"), show = (word, drawing) => {
+    button.textContent = word;
+    if (signed) sign(button, drawing);
+  };
   button.type = "button";
   button.setAttribute("aria-label", name);
   button.addEventListener("click", async () => {
     const copied = await copy(text());
-    button.textContent = copied ? "Copied" : "Not copied";
+    show(copied ? "Copied" : "Not copied", copied ? "done" : "failed");
     announce(copied ? "Copied." : "The browser does not let the page copy.");
-    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    setTimeout(show, 2000, "Copy", "copy");
   });
+  show("Copy", "copy");
   return button;
 }
 

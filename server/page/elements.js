@@ -15,6 +15,19 @@ function make(name, className = "", text = "") {
   return made;
 }
 
+/** Shows a button as a sign. Its text is its name, for those who do not see the sign. */
+function sign(button, name) {
+  const [drawing, use] = ["svg", "use"].map((element) => document.createElementNS("http://www.w3.org/2000/svg", element));
+  drawing.setAttribute("class", "sign");
+  drawing.setAttribute("aria-hidden", "true");
+  use.setAttribute("href", `#sign-${name}`);
+  drawing.append(use);
+  button.classList.add("signed");
+  button.title = button.textContent;
+  button.replaceChildren(drawing, make("span", "unseen", button.textContent));
+  return button;
+}
+
 /** Adds to the text of an element; in several nodes, since a node is shaped as a whole whenever it grows. */
 function addText(element, text) {
   for (const part of text.match(/[^]{1,8000}/gu) ?? []) {

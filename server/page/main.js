@@ -99,6 +99,11 @@ for (const name of ["chats", "settings"]) {
   }).observe(document.body);
 }
 
+$("open-meters").addEventListener("click", () => {
+  const open = $("meters").classList.toggle("open");
+  $("open-meters").setAttribute("aria-expanded", String(open));
+});
+
 // -- the key ----------------------------------------------------------------------------------------------------------
 
 let locked = null; // the answer that was refused for want of a key

@@ -45,14 +45,16 @@ function fold(className, summary) {
 // -- the three kinds of messages --------------------------------------------------------------------------------------
 
 function userRow(message) {
-  const element = article(message, "You"), foot = make("footer", "foot"), body = dir(make("div", "question", visible(message.text)));
+  const element = article(message, "You"), foot = make("footer", "foot"), body = make("div", "question text"), text = new Markdown(body);
+  text.write(message.text);
+  text.end();
   element.append(body, foot);
   return { message, element, body, foot };
 }
 
 function assistantRow(message) {
   const element = article(message, "Answer"), foot = make("footer", "foot");
-  const row = { message, element, foot, thoughts: null, body: make("div", "answer"), calls: make("div", "calls"), written: 0 };
+  const row = { message, element, foot, thoughts: null, body: make("div", "answer text"), calls: make("div", "calls"), written: 0 };
   element.append(row.body, row.calls, foot);
   fill(row);
   return row;
@@ -133,11 +135,19 @@ function toolRow(message) {
   return { message, element, body, foot };
 }
 
+/** What went wrong with an answer, in a sentence; empty if nothing did. */
+function troubleOf({ text, calls, ending, error }) {
+  if (error || ending) return error;
+  const which = text || calls.length ? "This answer has no end" : "This answer has not come";
+  return `${which}: the page was closed before it did, or another tab still waits for it.`;
+}
+
 /** What went wrong with an answer, below it; `now`: it just has. */
 function complain(row, now = false) {
   row.element.querySelector(".notice")?.remove();
-  if (!row.message.error) return;
-  const notice = make("p", "notice", row.message.error);
+  const trouble = live?.message === row.message ? "" : troubleOf(row.message);
+  if (!trouble) return;
+  const notice = make("p", "notice", trouble);
   if (now) notice.setAttribute("role", "alert");
   row.foot.before(notice);
 }
@@ -148,11 +158,12 @@ function drawFoot(row) {
   const { message, foot } = row;
   const last = message === rows.at(-1).message, copied = () => message.text;
   const parts = [...arrows(row)];
-  if (message.role === "user") parts.push(button("Edit", () => edit(row)), copyButton("Copy message", copied));
+  if (message.role === "user") parts.unshift(sign(button("Edit", () => edit(row)), "edit"), copyButton("Copy message", copied, true));
   if (message.role === "tool") parts.push(button("Edit", () => editResults(row)));
   if (message.role === "assistant" && live?.message !== message) {
     const whole = message.text || message.calls.length;
-    parts.push(button(whole && !message.error ? "Regenerate" : "Retry", () => regenerate(message)));
+    const fails = !whole || message.error;
+    parts.push(button(fails ? "Retry" : "Regenerate", () => regenerate(message), `quiet act ${fails ? "retry" : ""}`));
     if (last && canContinue(message)) parts.push(button("Continue", () => resume(message)));
     if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied));
   }
@@ -160,13 +171,23 @@ function drawFoot(row) {
   const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   foot.replaceChildren(...parts);
   if (focused) buttonOf(row, focused)?.focus({ preventScroll: true });
-  row.form?.remove();
-  row.form = null;
-  if (message.role === "assistant" && last && message.calls.length && live?.message !== message) {
-    row.form = resultsForm(message.calls.map(({ id, name }) => ({ id, name, text: "" })), "Send results", (results) => say({ role: "tool", results }));
+  const waits = message.role === "assistant" && last && message.calls.length > 0 && live?.message !== message;
+  if (waits && !row.form) {
+    row.form = resultsForm(message.calls.map(({ id, name }) => ({ id, name, text: "" })), "Send results", (results) => {
+      row.form.remove();
+      row.form = null;
+      say({ role: "tool", results }, message);
+    });
     foot.before(row.form);
   }
+  if (!waits && row.form && !isTyped(row.form)) {
+    row.form.remove();
+    row.form = null;
+  }
 }
+
+/** Whether there is a result in a form that somebody is still typing. */
+const isTyped = (form) => [...form.querySelectorAll("textarea")].some(({ value }) => value);
 
 const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
 const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);

@@ -29,15 +29,17 @@ function meter() {
   const about = used.exact ? "" : "≈ ";
   $("model").textContent = stats.model;
   $("context").textContent = `${about}${number(used.tokens)} of ${number(stats.context)}`;
+  $("context-brief").textContent = `${$("context").textContent} tokens`;
   $("filled").max = stats.context;
   $("filled").value = used.tokens;
   $("bits").textContent = `${number(stats.bits_per_value, 2)} bits/value`;
   $("types").textContent = `Keys as ${stats.cache_type_k}, values as ${stats.cache_type_v}; a token takes ` +
     `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
   const { bytes, f16_bytes: f16 } = stats.sequence;
-  $("memory").textContent = f16 > 1.05 * bytes ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";
-  $("saved").textContent = bytes ? `f16 would take ${size(f16)}` : "";
-  if (bytes > f16) $("saved").textContent += ": the first and the current block stay exact, which is most of a short conversation";
+  const saves = f16 > 1.05 * bytes; // not at the beginning, as long as most of it is in the blocks that stay exact
+  $("memory").textContent = saves ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";
+  $("saved").textContent = saves ? `f16 would take ${size(f16)}` : "";
+  $("bars").hidden = !saves;
   for (const [id, value] of [["bytes", bytes], ["f16-bytes", f16]]) {
     $(id).max = Math.max(bytes, f16, 1);
     $(id).value = value;
@@ -49,6 +51,7 @@ function meter() {
 
 let looking = 0;
 let worry = ""; // what was wrong with the last look
+let known = ""; // the name of the model whose /props are shown
 
 /** Asks for /stats now, and again and again while the page is seen. */
 async function look() {
@@ -57,6 +60,10 @@ async function look() {
     stats = await (await ask(`stats?tokens=${used.tokens}`)).json();
     if ($("status").textContent === worry) tell("");
     meter();
+    if (known !== stats.model) {
+      known = stats.model;
+      showProps(await (await ask("props")).json());
+    }
   } catch (error) {
     if (error.status === 401) return lock();
     worry = error.message;

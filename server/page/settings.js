@@ -2,7 +2,7 @@
 
 // Settings: those of the conversation that is shown, and the last ones for a new one.
 
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_tokens", "seed"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"];
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
 
 /** The settings in an untrusted value: a text for each field that is not empty, and loop_check where it is off. */
@@ -37,8 +37,16 @@ function shownSettings() {
 function remember() {
   const settings = shownSettings();
   keep("localStorage", SETTINGS, JSON.stringify(settings));
-  current.settings = settings;
+  Object.assign(current, { settings, chosen: later(current.chosen) });
   if (current.children.length) keepConversation(current);
+}
+
+/** Shows in the empty fields what is in force there, by /props (-1 is none), and says what the model was not made for. */
+function showProps({ default_generation_settings: { params }, chat_template: template }) {
+  for (const name of NUMBERS) {
+    if (params[name] >= 0) $(name).placeholder = String(Number(params[name].toPrecision(6)));
+  }
+  $("untaught").textContent = template ? "" : "This model has no chat template: it continues text, and was probably not made for chats.";
 }
 
 /** Whether every field holds what can be sent; the browser says what does not. */

@@ -3,9 +3,11 @@
 // Conversations: trees of messages, kept in this browser.
 
 /*
- * A conversation: { id, title, changed, settings, children, shown, messages: { ID: message } }
- * A message: { id, parent, children, shown, role, … }: `children` are the ids of what may come behind it, `shown` is the
- * place of the one that does. The parent of a first message is null. Beside these
+ * A conversation: { id, title, named, changed, settings, chosen, children, shown, messages: { ID: message } }
+ * A message: { id, parent, changed, children, shown, role, … }: `children` are the ids of what may come behind it, `shown`
+ * is the place of the one that does. The parent of a first message is null. `named`, `chosen` and a message's `changed` are
+ * moments: when the title was given, the settings chosen, an answer written last; where there is none, at the beginning.
+ * Beside these
  *   "user" has text,
  *   "assistant" text, reasoning, calls: [{ id, name, arguments }], and once it has ended: ending, error, usage, drafts, rate, thought,
  *   "tool" results: [{ id, name, text }], one for each call of the message before.
@@ -14,6 +16,7 @@
 const DATABASE = "polarlm", SHELF = "conversations", FORMAT = "polarlm-conversations";
 const ROLES = ["user", "assistant", "tool"];
 
+const ID = /^[0-9a-f]{16}$/;
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 const newConversation = (settings) => ({ id: newId(), title: "", changed: Date.now(), settings, children: [], shown: 0, messages: {} });
@@ -52,7 +55,8 @@ function readConversation(value) {
   const figure = (number) => (Number.isFinite(number) ? number : null);
   const list = (items, read) => (Array.isArray(items) ? items.filter((item) => item && typeof item === "object").map(read) : []);
   const conversation = newConversation(readSettings(value.settings));
-  conversation.title = string(value.title).slice(0, 200);
+  if (ID.test(value.id)) conversation.id = value.id;
+  Object.assign(conversation, { title: string(value.title).slice(0, 200), named: figure(value.named), chosen: figure(value.chosen) });
   conversation.changed = figure(value.changed) ?? conversation.changed;
   const copyBehind = (source, parent) => {
     const waiting = [[source, parent]], seen = new Set();
@@ -62,7 +66,7 @@ function readConversation(value) {
         const found = Object.hasOwn(value.messages, id) ? value.messages[id] : null;
         if (seen.has(id) || !ROLES.includes(found?.role)) continue;
         seen.add(id);
-        const message = { role: found.role };
+        const message = { role: found.role, id: ID.test(id) ? id : newId(), changed: figure(found.changed) };
         if (found.role === "tool") {
           message.results = list(found.results, ({ id: call, name, text }) => ({ id: string(call), name: string(name), text: string(text) }));
         } else message.text = string(found.text);
@@ -91,11 +95,14 @@ function readConversation(value) {
 // -- the browser's database -------------------------------------------------------------------------------------------
 
 const NOT_KEPT = "This browser keeps nothing here (a private window, or storage is forbidden): conversations last until this tab is closed. Export saves them to a file.";
+const GONE = "This conversation was deleted in another tab. It is shown here until you leave it; a message brings it back.";
 const NO_ROOM = "The browser’s storage is full: what changed last is not kept. Delete conversations, or export them to a file.";
 
 let database = null; // null where the browser keeps nothing
 let otherTabs = null; // they hear the id of each conversation that has changed
 try { otherTabs = new BroadcastChannel(DATABASE); } catch { /* forbidden where storage is, in some browsers */ }
+
+const shelved = new Set(); // ids of conversations that have been kept: one that is not there any more was deleted
 
 const granted = (request) => new Promise((resolve, reject) => {
   request.onsuccess = () => resolve(request.result);
@@ -109,7 +116,9 @@ async function openShelf() {
     request.onupgradeneeded = () => request.result.createObjectStore(SHELF, { keyPath: "id" });
     database = await granted(request);
     database.onversionchange = () => database.close();
-    return await granted(database.transaction(SHELF).objectStore(SHELF).getAll());
+    const kept = await granted(database.transaction(SHELF).objectStore(SHELF).getAll());
+    for (const { id } of kept) shelved.add(id);
+    return kept;
   } catch {
     warn(NOT_KEPT);
     return [];
@@ -118,26 +127,39 @@ async function openShelf() {
 
 const taken = (id) => granted(database.transaction(SHELF).objectStore(SHELF).get(id));
 
-/** Does `change` to the shelf; whether that lasts. */
+/** Does `change` to the shelf, in one transaction. */
 async function shelve(id, change) {
-  if (!database) return false;
+  if (!database) return;
   try {
     const transaction = database.transaction(SHELF, "readwrite");
-    change(transaction.objectStore(SHELF));
-    await new Promise((resolve, reject) => {
+    await Promise.all([change(transaction.objectStore(SHELF)), new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
       transaction.onabort = () => reject(transaction.error);
-    });
-    warn("");
+    })]);
     otherTabs?.postMessage(id);
-    return true;
   } catch (error) {
     warn(error?.name === "QuotaExceededError" ? NO_ROOM : NOT_KEPT);
-    return false;
   }
 }
 
-const keepConversation = (conversation) => shelve(conversation.id, (shelf) => shelf.put(conversation));
+/**
+ * Keeps a conversation, with all that other tabs have kept of it.
+ *
+ * One that another tab has deleted stays deleted, however its answers, settings and versions change here. It stays on the
+ * page where it is shown, with all that is typed there, and only what somebody does on purpose brings all of it back
+ * (`again`): a message, Undo, an import.
+ */
+const keepConversation = (conversation, again = false) => shelve(conversation.id, async (shelf) => {
+  const { id } = conversation, kept = await granted(shelf.get(id));
+  if (!kept && shelved.has(id) && !again) return;
+  const news = kept && absorb(conversation, kept);
+  shelf.put(conversation);
+  shelved.add(id);
+  for (const message of Object.values(conversation.messages)) if (answered.has(message)) answered.set(message, message.changed);
+  warn("");
+  if (news) showNews(conversation, news);
+});
+
 const removeConversation = (id) => shelve(id, (shelf) => shelf.delete(id));
 
 /** Says, or stops saying, that conversations are not kept. */

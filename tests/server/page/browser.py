@@ -28,6 +28,7 @@ _FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--blink-settings=primaryHoverType=2,availableHoverTypes=2",  # a mouse, which a machine without a screen may lack
 ]
 
 
@@ -42,6 +43,18 @@ class Browser:
         value = response.json()["value"]
         assert response.is_success, value
         return value
+
+    @contextmanager
+    def second(self) -> Iterator[Browser]:
+        """Another window of the same browser, so with the same storage; closed when the `with` block ends."""
+        made = self._call("/window/new", type="window")["handle"]
+        mine = self._session.get("/window").json()["value"]
+        try:
+            yield _Window(self._session, made)
+        finally:
+            self._call("/window", handle=made)
+            self._session.delete("/window")
+            self._call("/window", handle=mine)
 
     def _element(self, selector: str) -> str:
         return self._call("/element", using="css selector", value=selector)[_ELEMENT]
@@ -89,6 +102,22 @@ class Browser:
     def screenshot(self) -> bytes:
         """A PNG of what is seen."""
         return base64.b64decode(self.protocol("Page.captureScreenshot", format="png")["data"])
+
+
+class _Window(Browser):
+    """A window that is turned to for each command, and back from."""
+
+    def __init__(self, session: httpx.Client, handle: str) -> None:
+        super().__init__(session)
+        self._handle = handle
+
+    def _call(self, path: str, **body: Any) -> Any:
+        first = self._session.get("/window").json()["value"]
+        super()._call("/window", handle=self._handle)
+        try:
+            return super()._call(path, **body)
+        finally:
+            super()._call("/window", handle=first)
 
 
 @contextmanager

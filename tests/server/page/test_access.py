@@ -27,7 +27,7 @@ def test_shift_enter_begins_a_line(page: Browser) -> None:
 
 
 def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
-    numbers = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_tokens", "seed"]
+    numbers = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"]
     chats = ["new", "search", "import"]
     order = [*chats, "log", "system", *numbers, "cache_salt", "loop_check", "SUMMARY", "reset", "message", "send"]
     page.run("document.getElementById('new').focus()")
@@ -45,9 +45,16 @@ def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
 def test_a_narrow_screen_has_all_of_it(page: Browser) -> None:
     size(page, 360, 640)
     assert page.run("return document.documentElement.scrollWidth") == 360
-    for seen in ("#message", "#send", "#context", "#memory", "#open-settings", "#open-chats", "#new"):
+    for seen in ("#message", "#send", "#open-meters", "#open-settings", "#open-chats", "#new"):
         assert page.shown(seen)
-    assert not page.shown("#temperature")
+    for covered in ("#temperature", "#blocks", "#memory"):
+        assert not page.shown(covered)
+    page.click("#open-meters")
+    assert page.shown("#blocks")
+    assert page.shown("#memory")
+    assert page.run("return document.getElementById('open-meters').ariaExpanded") == "true"
+    page.click("#open-meters")
+    assert not page.shown("#memory")
     page.run("document.getElementById('open-settings').focus()")
     page.press(ENTER)
     assert page.shown("#temperature")
@@ -184,6 +191,34 @@ def test_every_field_and_every_scroll_bar_can_be_seen(page: Browser, scheme: str
         return faint;
     """
     assert page.run(COLOURS + script) == []
+
+
+def test_the_head_of_a_phone_has_room_for_the_models_name(page: Browser) -> None:
+    size(page, 390, 844)
+    cut = "return [...document.querySelectorAll('h1, #model')].filter((e) => e.scrollWidth > e.clientWidth).length"
+    page.run("document.getElementById('model').textContent = 'SmolLM2-135M-Instruct'")
+    assert page.run(cut) == 0
+    name = "return document.getElementById(arguments[0]).innerText"
+    for control in ("open-chats", "open-settings", "new"):
+        assert page.run("return document.getElementById(arguments[0]).offsetWidth", control) < 48
+    nodes = page.protocol("Accessibility.getFullAXTree")["nodes"]
+    named = {node.get("name", {}).get("value") for node in nodes if node.get("role", {}).get("value") == "button"}
+    assert {"Chats", "Settings", "New chat"} <= named, page.run(name, "new")
+
+
+def test_what_is_hidden_below_older_messages_leaves_no_gap_and_nothing_hanging(page: Browser) -> None:
+    usage = {"prompt_tokens": 37, "completion_tokens": 4, "total_tokens": 41}
+    says(page, ["one", {"event": {"choices": [], "usage": usage}}])
+    send_and_wait(page, "first")
+    send_and_wait(page, "second")
+    box = "const [a, b] = [...arguments].map((which) => rows[which].body.getBoundingClientRect()); return b.top - a.bottom"
+    assert 0 < page.run(box, 0, 1) <= 24
+    seen = """return [...rows.at(arguments[0]).foot.querySelectorAll("button, .figures")]
+        .filter((part) => part.checkVisibility({opacityProperty: true})).map((part) => part.textContent)"""
+    assert page.run(seen, 1) == []
+    assert page.run(seen, 3)[:3] == ["Regenerate", "Edit", "Copy"]
+    page.run("rows[1].foot.querySelector('button').focus()")
+    assert page.run(seen, 1)[:3] == ["Regenerate", "Edit", "Copy"]
 
 
 # What is wrong with the controls: names, labels, and roles that need others.

@@ -232,7 +232,7 @@ def test_another_tab_hears_of_changes(page: Browser) -> None:
     script = """
         const other = structuredClone(current), tab = new BroadcastChannel("polarlm");
         const shelf = database.transaction(SHELF, "readwrite").objectStore(SHELF);
-        await granted(shelf.put({...other, title: "from another tab"}));
+        await granted(shelf.put({...other, title: "from another tab", named: Date.now()}));
         tab.postMessage(other.id);
     """
     page.run(f"return (async () => {{ {script} }})()")
@@ -288,9 +288,11 @@ def test_conversations_go_to_a_file_and_come_back(page: Browser) -> None:
     page.until(lambda: page.run("return window.exported"))
     text = page.run("return window.exported")
     assert json.loads(text)["format"] == "polarlm-conversations"
+    page.click("[data-does=remove]")
+    page.until(lambda: kept(page) == [])
     assert import_text(page, text) == "1 conversation imported."
-    assert titles(page) == ["first2", "first2"]  # those that are here stay
-    page.run("openChat([...chats.values()].at(-1))")
+    assert titles(page) == ["first2"]
+    page.click("button.chat")
     after = page.run(
         "return [current.children.length, Object.values(current.messages).map(({id, parent, children, ...m}) => m)]"
     )
@@ -301,6 +303,49 @@ def test_conversations_go_to_a_file_and_come_back(page: Browser) -> None:
         for side in (before[1], after[1])
     ]
     assert plain[0] == plain[1]
+
+
+def test_a_file_of_a_conversation_that_is_here_adds_what_it_has_more(page: Browser) -> None:
+    says(page, ["one"], ["two"], ["three"])
+    send_and_wait(page, "first")
+    send_and_wait(page, "second")
+    page.run(READ_BACK)
+    page.click("#export-all")
+    page.until(lambda: page.run("return window.exported"))
+    file = json.loads(page.run("return window.exported"))
+    said = "1 conversation was here already: what the file has more is added."
+    assert import_text(page, json.dumps(file)) == said
+    assert titles(page) == ["first"]
+    send_and_wait(page, "third")  # after the file was written
+    assert import_text(page, json.dumps(file)) == said
+    assert page.run(SHOWN) == ["first", "one", "second", "two", "third", "three"]
+    for message in file["conversations"][0]["messages"].values():  # as if it had been continued elsewhere
+        if message["text"] == "first":
+            message["children"].append("00000000000000ff")
+            more = {"role": "assistant", "text": "elsewhere", "children": [], "parent": message["id"]}
+    file["conversations"][0]["messages"]["00000000000000ff"] = more
+    import_text(page, json.dumps(file))
+    assert page.run(SHOWN) == ["first", "one", "second", "two", "third", "three"]
+    press_button(page, "Later version", 1)
+    assert page.run(SHOWN) == ["first", "elsewhere"]
+    page.until(lambda: len(kept(page)) == 1 and "elsewhere" in json.dumps(kept(page)))
+
+
+def test_a_file_that_turns_a_conversation_around_changes_nothing(page: Browser) -> None:
+    says(page, ["one"])
+    send_and_wait(page, "first")
+    page.run(READ_BACK)
+    page.click("#export-all")
+    page.until(lambda: page.run("return window.exported"))
+    file = json.loads(page.run("return window.exported"))
+    (chat,) = file["conversations"]
+    question, reply = (
+        next(m for m in chat["messages"].values() if m["role"] == role) for role in ("user", "assistant")
+    )
+    chat["children"], reply["children"], question["children"] = [reply["id"]], [question["id"]], []
+    import_text(page, json.dumps(file))
+    assert page.run(SHOWN) == ["first", "one"]
+    assert page.run("return Object.values(current.messages).flatMap(({children}) => children).length") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.server.page.browser import ENTER, Browser
 from tests.server.page.visitor import (
     LONG,
     answer,
+    asked,
     choose,
     complete,
     done,
@@ -211,7 +213,6 @@ def test_the_meters_fill(page: Browser, server: Process) -> None:
     assert 0 < float(said[3].split()[0]) < 50  # a step takes 20 ms at least
     sequence = stats(server, total)["sequence"]
     page.until(lambda: page.text("#memory").startswith(f"{sequence['bytes'] / 1024:.1f} KiB"))
-    assert page.text("#saved").startswith(f"f16 would take {sequence['f16_bytes'] / 1024:.1f} KiB")
     page.until(lambda: page.text("#requests") == "0 running, 0 waiting")
 
 
@@ -219,11 +220,12 @@ def test_the_memory_saved_is_shown_as_a_factor(page: Browser) -> None:
     show = "stats.sequence = {tokens: 9, bytes: arguments[0], f16_bytes: arguments[1]}; meter()"
     page.run(show, 3 << 20, 12 << 20)
     assert page.text("#memory") == "3.0 MiB, 4.0× saved"
-    page.run(show, 3 << 20, 3 << 20)
-    assert page.text("#memory") == "3.0 MiB"
-    page.run(show, 12 << 20, 3 << 20)
-    assert page.text("#memory") == "12.0 MiB"
-    assert "stay exact" in page.text("#saved")
+    assert page.text("#saved") == "f16 would take 12.0 MiB"
+    assert page.shown("#bytes")
+    for f16 in (3 << 20, 1 << 20):  # a short conversation, most of it in the blocks that stay exact
+        page.run(show, 3 << 20, f16)
+        assert (page.text("#memory"), page.text("#saved")) == ("3.0 MiB", "")
+        assert not page.shown("#bytes")
 
 
 # -- settings ----------------------------------------------------------------------------------------------------
@@ -238,6 +240,30 @@ def test_settings_are_there_after_a_reload(page: Browser) -> None:
     assert fields == {name: str(value) for name, value in chosen.items()}
     page.click("#fields button[type=reset]")
     page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
+
+
+def test_empty_fields_show_what_is_in_force(page: Browser, server: Process) -> None:
+    params = json.loads(server.get("/props"))["default_generation_settings"]["params"]
+    for name in ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier"):
+        assert float(page.run("return document.getElementById(arguments[0]).placeholder", name)) == params[name]
+    assert page.run("return [max_tokens, seed, cache_salt].map(({placeholder}) => placeholder)") == [
+        "No limit",
+        "Random",
+        "None",
+    ]
+    choose(page, dry_multiplier=0.5)
+    says(page, ["one"])
+    send_and_wait(page, "first")
+    assert asked(page)["dry_multiplier"] == 0.5
+    assert "temperature" not in asked(page)
+
+
+@pytest.mark.parametrize(("template", "says_so"), [("{{ messages }}", False), ("", True), (None, True)])
+def test_a_model_without_a_chat_template_says_so(page: Browser, template: str | None, says_so: bool) -> None:
+    page.run("showProps({default_generation_settings: {params: {}}, chat_template: arguments[0]})", template)
+    sentence = "This model has no chat template: it continues text, and was probably not made for chats."
+    assert page.text("#untaught") == (sentence if says_so else "")
+    assert page.shown("#untaught") or not says_so
 
 
 def test_a_browser_that_forbids_storage_gets_its_answer(page: Browser) -> None:
@@ -270,6 +296,25 @@ def test_the_servers_sentence_is_shown(page: Browser) -> None:
     page.until(lambda: done(page) and len(roles(page)) == 4)
     assert answer(page) != ""
     assert page.run("return document.querySelectorAll('.message .notice').length") == 1
+
+
+@pytest.mark.parametrize("text", ["", "half"])
+def test_an_answer_that_was_lost_says_so_and_can_be_retried_without_being_hovered(page: Browser, text: str) -> None:
+    says(page, [*([text] if text else []), {"wait": 60000}], ["two"])
+    send(page, "first")
+    page.until(lambda: page.run("return live !== null") and text_of(page) == text)
+    page.run("return keepConversation(current)")
+    page.reload()
+    page.until(lambda: page.text(".message .notice"))
+    found = page.text(".message .notice")
+    assert found.startswith("This answer has no end: " if text else "This answer has not come: the page was closed")
+    says(page, ["two"])
+    send_and_wait(page, "second")
+    assert page.run("return document.querySelectorAll('.message .notice').length") == 1
+    seen = "return rows[1].foot.querySelector('button').checkVisibility({opacityProperty: true})"
+    if not text:
+        assert page.text(".assistant .foot .act") == "Retry"
+        assert page.run(seen)
 
 
 def test_a_server_that_is_silent_about_its_cache_is_no_trouble(

@@ -50,7 +50,7 @@ def test_a_name_that_is_being_typed_stays_when_another_tab_changes_the_conversat
     rename(page, "renamed")
     script = """
         const shelf = database.transaction(SHELF, "readwrite").objectStore(SHELF);
-        await granted(shelf.put({...structuredClone(current), title: "from another tab"}));
+        await granted(shelf.put({...structuredClone(current), title: "from another tab", named: Date.now()}));
         new BroadcastChannel("polarlm").postMessage(current.id);
     """
     page.run(f"return (async () => {{ {script} }})()")

@@ -15,7 +15,7 @@ KEPT = "return granted(database.transaction(SHELF).objectStore(SHELF).getAll()).
 # Another tab gives the conversation that is shown another title.
 CHANGE = """
     return (async (title) => {
-        const other = {...structuredClone(current), title}, tab = new BroadcastChannel("polarlm");
+        const other = {...structuredClone(current), title, named: Date.now()}, tab = new BroadcastChannel("polarlm");
         await granted(database.transaction(SHELF, "readwrite").objectStore(SHELF).put(other));
         tab.postMessage(other.id);
     })(arguments[0]);

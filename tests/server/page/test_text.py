@@ -127,18 +127,34 @@ def test_text_of_the_model_is_never_html(page: Browser) -> None:
 
 def test_text_of_the_user_is_never_html(page: Browser) -> None:
     choose(page, max_tokens=1)
-    send(page, HOSTILE.partition("\n")[0])
+    page.run("message.value = arguments[0]", HOSTILE)
+    send(page, "")
     page.until(lambda: done(page) and page.text(".question"))
-    assert page.text(".question") == HOSTILE.partition("\n")[0]
-    assert page.run("return document.querySelectorAll('.question *').length") == 0
+    elements = page.run("return [...document.querySelectorAll('.question *')].map((element) => element.localName)")
+    assert elements == ["p", "strong", "code", "figure", "figcaption", "span", "button", "pre", "code", "p"]
+    for piece in ('<img src=x onerror="window.harmed = 1">', "<b>bold</b>", "</code></pre><svg", "&lt;escaped&gt;"):
+        assert piece in page.text(".question")
     assert page.run("return window.harmed ?? null") is None
+
+
+def test_what_the_user_writes_is_drawn_as_answers_are_and_copied_as_it_was_written(page: Browser) -> None:
+    written = "What does **this** do?\n\n```python\nif x:\n    y()\n```"
+    says(page, ["one"])
+    page.run("message.value = arguments[0]", written)
+    send_and_wait(page, "")
+    assert page.text(".question strong") == "this"
+    assert page.text(".question .language") == "python"
+    assert page.text(".question pre") == "if x:\n    y()"
+    page.run("window.copied = null; navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.run("rows[0].foot.querySelector('[aria-label=\"Copy message\"]').click()")
+    page.until(lambda: page.run("return window.copied") == written)
 
 
 def test_names_that_a_model_makes_up_are_text_too(page: Browser) -> None:
     call = {"index": 0, "id": "<b>", "function": {"name": "<img src=x>", "arguments": '{"a": "<svg>"}'}}
     says(page, [{"reasoning_content": "<i>hm</i>"}, {"tool_calls": [call]}])
     send_and_wait(page, "call")
-    assert page.run("return document.querySelectorAll('.turns :is(img, svg, i, b)').length") == 0
+    assert page.run("return document.querySelectorAll('.turns :is(img, svg:not(.sign), i, b)').length") == 0
     assert page.text(".call summary") == "Called <img src=x>"
     assert page.text(".thoughts") == "<i>hm</i>"
 

@@ -1,0 +1,57 @@
+"use strict";
+
+// Conversations that several tabs write in: what each of them has becomes one tree.
+
+/** A moment for what changes now: later than the one of its last change, even where the clock was set back. */
+const later = (than = 0) => Math.max(Date.now(), than + 1);
+
+const answered = new WeakMap(); // answers written in this tab → the moment of each that is kept
+
+/**
+ * Takes what another tab, or a file, has of a conversation into the one that is here: messages and versions of them by
+ * their ids, and whatever was changed later there: a message, the name, the settings. What is shown here stays shown.
+ * Returns what is new here: { messages, settings }, the messages that were added or changed, and whether settings were.
+ */
+function absorb(mine, theirs) {
+  const messages = [], settings = theirs.chosen > (mine.chosen ?? 0);
+  if (settings) Object.assign(mine, { settings: theirs.settings, chosen: theirs.chosen });
+  if (theirs.named > (mine.named ?? 0)) Object.assign(mine, { title: theirs.title, named: theirs.named });
+  mine.changed = Math.max(mine.changed, theirs.changed);
+  for (const message of Object.values(theirs.messages)) {
+    const own = mine.messages[message.id];
+    if (!own) mine.messages[message.id] = { ...message, children: [] };
+    else if (isDisputed(own, message)) fork(mine, own, message);
+    else if (message.changed > (own.changed ?? 0)) {
+      const { parent, children, shown } = own;
+      Object.assign(own, message, { parent, children, shown });
+    } else continue;
+    messages.push(mine.messages[message.id]);
+  }
+  unite(mine, mine, theirs);
+  for (const message of Object.values(theirs.messages)) unite(mine, mine.messages[message.id], message);
+  return { messages, settings };
+}
+
+/** Children in the order of `theirs`, which is kept, and what is here alone behind them. What was shown is shown. */
+function unite(conversation, mine, theirs) {
+  const id = mine === conversation ? null : mine.id, shown = mine.children[mine.shown] ?? theirs.children[theirs.shown];
+  const known = theirs.children.filter((child) => conversation.messages[child]?.parent === id); // a file may have loops
+  mine.children = [...known, ...mine.children.filter((child) => !known.includes(child))];
+  mine.shown = Math.max(0, mine.children.indexOf(shown));
+}
+
+/** Whether an answer has been written both here and in another tab since it was kept. */
+function isDisputed(own, theirs) {
+  const kept = answered.get(own);
+  return theirs.changed > kept && (own === live?.message || own.changed > kept);
+}
+
+/** What was written here becomes a version of its own. */
+function fork(conversation, own, theirs) {
+  const { id, children, shown } = own;
+  conversation.messages[id] = { ...theirs, children, shown };
+  Object.assign(own, { id: newId(), children: [], shown: 0 });
+  conversation.messages[own.id] = own;
+  const holder = above(conversation, own);
+  holder.shown = holder.children.push(own.id) - 1;
+}
