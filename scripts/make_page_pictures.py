@@ -37,6 +37,7 @@ def main() -> int:
         page.until(lambda: done(page) and page.text("#requests").startswith("0 running"))
         photograph(page, "chat-page.png")
         size(page, 390, 844)
+        page.protocol("Emulation.setTouchEmulationEnabled", enabled=True)
         page.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         photograph(page, "chat-page-phone.png")
     return 0

@@ -211,8 +211,9 @@ def test_what_is_hidden_below_older_messages_leaves_no_gap_and_nothing_hanging(p
     says(page, ["one", {"event": {"choices": [], "usage": usage}}])
     send_and_wait(page, "first")
     send_and_wait(page, "second")
-    box = "const [a, b] = [...arguments].map((which) => rows[which].body.getBoundingClientRect()); return b.top - a.bottom"
-    assert 0 < page.run(box, 0, 1) <= 24
+    edges = "return [rows[1].body.getBoundingClientRect().top, rows[0].body.getBoundingClientRect().bottom]"
+    top, bottom = page.run(edges)
+    assert 0 < top - bottom <= 24
     seen = """return [...rows.at(arguments[0]).foot.querySelectorAll("button, .figures")]
         .filter((part) => part.checkVisibility({opacityProperty: true})).map((part) => part.textContent)"""
     assert page.run(seen, 1) == []

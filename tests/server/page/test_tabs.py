@@ -13,17 +13,17 @@ from tests.server.page.browser import ENTER, Browser
 from tests.server.page.visitor import (
     choose,
     done,
+    kept,
     press_button,
     says,
     send,
     send_and_wait,
+    shown,
     size,
     text_of,
+    titles,
 )
 
-SHOWN = "return rows.map(({message}) => message.text)"
-TITLES = "return [...document.querySelectorAll('button.chat')].map((made) => made.textContent)"
-KEPT = "return granted(database.transaction(SHELF).objectStore(SHELF).getAll())"
 SLOW: list[Any] = ["half ", {"wait": 1500}, "of it"]
 
 
@@ -32,7 +32,7 @@ def other(page: Browser) -> Iterator[Browser]:
     """A second tab with the conversation of the first one, whose question is "first" and whose answer is "one"."""
     says(page, ["one"])
     send_and_wait(page, "first")
-    page.until(lambda: "one" in json.dumps(page.run(KEPT)))
+    page.until(lambda: "one" in json.dumps(kept(page)))
     with page.second() as other:
         size(other, 1280, 800)
         other.open(page.run("return location.href"))
@@ -40,19 +40,15 @@ def other(page: Browser) -> Iterator[Browser]:
         yield other
 
 
-def shown(page: Browser) -> list[str]:
-    return page.run(SHOWN)
-
-
 def paths(page: Browser) -> list[list[str]]:
     """The texts of every way through the conversation that is kept, from its beginning to an end."""
-    script = f"""
-        const [chat] = await (async () => {{ {KEPT} }})();
+    script = """
+        const [chat] = arguments;
         const ends = Object.values(chat.messages).filter((message) => !message.children.length);
         const path = (end) => (end ? [...path(chat.messages[end.parent]), end.text] : []);
         return ends.map(path);
     """
-    return sorted(page.run(f"return (async () => {{ {script} }})()"))
+    return sorted(page.run(script, *kept(page)))
 
 
 def texts(page: Browser) -> list[str]:
@@ -132,6 +128,15 @@ def test_an_answer_that_two_tabs_go_on_with_has_two_versions(page: Browser, othe
         tab.until(lambda tab=tab: tab.text(".arrows span") in ("1/2", "2/2"))
 
 
+def test_an_answer_that_the_other_tab_goes_on_with_stays_one(page: Browser, other: Browser) -> None:
+    says(other, [" and", {"wait": 2200}, " more", {"wait": 2200}, " text"])  # so that it is kept several times
+    other.run("resume(rows.at(-1).message)")  # as Continue does
+    other.until(lambda: done(other))
+    page.until(lambda: shown(page) == ["first", "one and more text"])
+    page.run("return keepConversation(current)")
+    assert paths(page) == [["first", "one and more text"]]
+
+
 def test_a_tab_that_watches_shows_the_other_ones_answer(page: Browser, other: Browser) -> None:
     says(page, ["**from", {"wait": 2500}, "** A"])
     page.type("#message", "typed")
@@ -156,10 +161,10 @@ def test_a_name_given_while_the_other_tab_answers_stays(page: Browser, other: Br
     page.until(lambda: page.run("return document.activeElement.tagName") == "INPUT")
     page.type("#list input", "Weather" + ENTER)
     other.until(lambda: done(other))
-    other.until(lambda: "of it" in json.dumps(other.run(KEPT)))
-    assert [chat["title"] for chat in other.run(KEPT)] == ["Weather"]
+    other.until(lambda: "of it" in json.dumps(kept(other)))
+    assert [chat["title"] for chat in kept(other)] == ["Weather"]
     for tab in (page, other):
-        tab.until(lambda tab=tab: tab.run(TITLES) == ["Weather"])
+        tab.until(lambda tab=tab: titles(tab) == ["Weather"])
 
 
 def test_settings_chosen_while_the_other_tab_answers_stay(page: Browser, other: Browser) -> None:
@@ -168,8 +173,8 @@ def test_settings_chosen_while_the_other_tab_answers_stay(page: Browser, other: 
     other.until(lambda: text_of(other) == "half ")
     choose(page, system="be brief")
     other.until(lambda: done(other))
-    other.until(lambda: "of it" in json.dumps(other.run(KEPT)))
-    assert [chat["settings"] for chat in other.run(KEPT)] == [{"system": "be brief"}]
+    other.until(lambda: "of it" in json.dumps(kept(other)))
+    assert [chat["settings"] for chat in kept(other)] == [{"system": "be brief"}]
     other.until(lambda: other.run("return system.value") == "be brief")
 
 
@@ -184,13 +189,13 @@ def test_a_conversation_deleted_while_the_other_tab_answers_stays_deleted(page: 
     choose(other, system="be brief")
     time.sleep(0.3)
     for tab in (page, other):
-        assert (tab.run(KEPT), tab.run(TITLES)) == ([], [])
+        assert (kept(tab), titles(tab)) == ([], [])
     assert other.run("return message.value") == "typed"
     other.type("#message", ENTER)  # a message brings it back
     other.until(lambda: done(other) and text_of(other) == "again")
     other.until(lambda: paths(other) == [["first", "one", "from B", "half of it", "typed", "again"]])
     assert other.text("#unkept") == ""
-    page.until(lambda: page.run(TITLES) == ["first"])
+    page.until(lambda: titles(page) == ["first"])
 
 
 def test_a_deletion_taken_back_has_what_the_other_tab_was_answered_meanwhile(page: Browser, other: Browser) -> None:
@@ -202,7 +207,7 @@ def test_a_deletion_taken_back_has_what_the_other_tab_was_answered_meanwhile(pag
     page.click("#restore")
     page.until(lambda: paths(page) == [["first", "one", "from B", "half of it"]])
     page.until(lambda: shown(page) == ["first", "one", "from B", "half of it"])
-    other.until(lambda: other.run(TITLES) == ["first"] and other.text("#unkept") == "")
+    other.until(lambda: titles(other) == ["first"] and other.text("#unkept") == "")
 
 
 def test_conversations_kept_by_earlier_versions_of_the_page_are_read_and_go_on(page: Browser) -> None:
@@ -224,11 +229,11 @@ def test_conversations_kept_by_earlier_versions_of_the_page_are_read_and_go_on(p
         old["messages"][name] |= rest  # type: ignore[index]
     page.run("return granted(database.transaction(SHELF, 'readwrite').objectStore(SHELF).put(arguments[0]))", old)
     page.reload()
-    page.until(lambda: page.run(TITLES) == ["Old"])
+    page.until(lambda: titles(page) == ["Old"])
     page.click("button.chat")
     assert shown(page) == ["question", "two"]
     says(page, ["three"])
     send_and_wait(page, "on")
     page.until(lambda: paths(page) == [["question", "one"], ["question", "two", "on", "three"]])
-    (kept,) = page.run(KEPT)
-    assert (kept["title"], kept["settings"]) == ("Old", {"system": "be brief"})
+    (chat,) = kept(page)
+    assert (chat["title"], chat["settings"]) == ("Old", {"system": "be brief"})

@@ -56,6 +56,21 @@ def roles(page: Browser) -> list[str]:
     return page.run("return rows.map((row) => row.message.role)")
 
 
+def shown(page: Browser) -> list[str]:
+    """The texts of the messages that are shown."""
+    return page.run("return rows.map(({message}) => message.text)")
+
+
+def titles(page: Browser) -> list[str]:
+    """The names in the list of conversations."""
+    return page.run("return [...document.querySelectorAll('button.chat')].map((made) => made.textContent)")
+
+
+def kept(page: Browser) -> list[dict[str, Any]]:
+    """The conversations in the browser's database."""
+    return page.run("return granted(database.transaction(SHELF).objectStore(SHELF).getAll())")
+
+
 def figures(page: Browser) -> str:
     """What is said below the last answer."""
     return page.run("return [...document.querySelectorAll('.figures')].at(-1)?.textContent ?? ''")
