@@ -24,6 +24,7 @@ function absorb(mine, theirs) {
     else if (message.changed > (own.changed ?? 0)) {
       const { parent, children, shown } = own;
       Object.assign(own, message, { parent, children, shown });
+      answered.delete(own);
     } else continue;
     messages.push(mine.messages[message.id]);
   }
