@@ -238,8 +238,8 @@ function showNews(chat, { messages, settings }) {
 }
 
 otherTabs?.addEventListener("message", async ({ data: id }) => {
-  const kept = database && await taken(id).catch(() => undefined);
-  if (kept === null) return;
+  const kept = database && await taken(id).catch(() => null);
+  if (kept === null) return; // it cannot be read; undefined is one that is gone
   const chat = current.id === id ? current : chats.get(id) ?? kept;
   const isBack = chat === current && !chats.has(id); // it was deleted there, and is not any more
   if (kept) {

@@ -33,7 +33,7 @@ function absorb(mine, theirs) {
   return { messages, settings };
 }
 
-/** Children in the order of `theirs`, which is kept, and what is here alone behind them. What was shown is shown. */
+/** Gives a message its children: those of `theirs` in their order, then those that are only here. What was shown is shown. */
 function unite(conversation, mine, theirs) {
   const id = mine === conversation ? null : mine.id, shown = mine.children[mine.shown] ?? theirs.children[theirs.shown];
   const known = theirs.children.filter((child) => conversation.messages[child]?.parent === id); // a file may have loops
