@@ -1,3 +1,3 @@
-"""Measurements: `python -m bench.speed`, `python -m bench.quality` and `python -m bench.serving`."""
+"""Measurements, such as `python -m polarlm.bench.speed`, `….quality`, `….serving` and `….gpu`."""
 
 import polarlm  # noqa: F401 - `bench` alone is an alias

@@ -142,12 +142,12 @@ def write(
     """Writes `result` with the machine, the date and the command line, and returns all of it. Raises EngineError.
 
     complete: whether the measurement is finished. Partial results are written during a measurement, so that they are
-    kept if it is stopped. program: the words before `argv`; else `python -m bench.<kind>`.
+    kept if it is stopped. program: the words before `argv`; else `python -m polarlm.bench.<kind>`.
     """
     about = {
         "benchmark": kind,
         "date": today(),
-        "command": _command([*(program or ("python", "-m", f"bench.{kind}")), *argv]),
+        "command": _command([*(program or ("python", "-m", f"polarlm.bench.{kind}")), *argv]),
         "machine": machine(gpu),
         "complete": complete,
     }

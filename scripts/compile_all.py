@@ -11,7 +11,8 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.cuda.nvrtc import compile_text, compiler
+from polarlm.bench.gpu.nvrtc import compile_text, compiler
+from polarlm.engine.errors import EngineError
 from tests.cuda.test_compile import faults, row
 from tests.cuda.variants import VARIANTS, Variant, everything
 
@@ -20,7 +21,7 @@ def check(variant: Variant, arch: int) -> tuple[list[str], list[str]]:
     """Rows of the table and faults, of one compilation."""
     try:
         compiled = compile_text(variant.text(), arch)
-    except AssertionError as error:
+    except EngineError as error:
         return [], [f"sm_{arch} {variant}: {error}"]
     return [row(variant, usage) for usage in compiled], [f for usage in compiled for f in faults(variant, usage)]
 
@@ -31,7 +32,7 @@ def main(names: list[str]) -> int:
         return 2
     try:
         compiler()
-    except FileNotFoundError as error:
+    except EngineError as error:
         print(error, file=sys.stderr)
         return 2
     wanted = [pair for pair in everything() if not names or pair[0].kernel in names]

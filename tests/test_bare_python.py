@@ -124,6 +124,19 @@ for package in (engine, model_loaders, server):
     assert "NumPy" in said[0]
 
 
+@pytest.mark.parametrize("module", ["serving.__main__", "serving.agents"])
+def test_a_measurement_over_http_names_the_extra_that_brings_its_client(module: str, tiny_path: Path) -> None:
+    program = f"from polarlm.bench.{module} import main; sys.stderr = sys.stdout; print(main(sys.argv[1:]))"
+    said = run_without(["httpx"], program, "--weights", tiny_path).splitlines()
+    assert said[-1] == "2"
+    assert "httpx" in said[-2]
+    assert "pip install 'polarlm[bench]'" in said[-2]
+
+
+def test_a_simulation_needs_no_http(tmp_path: Path) -> None:
+    run_without(["httpx"], "import polarlm.bench.serving.simulate.__main__")
+
+
 def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: Path) -> None:
     """As far as Linux can show it: modules and functions are taken away, and all else stays Linux's own."""
     program = """

@@ -131,6 +131,13 @@ def test_a_floor_imports_only_floors_below(name: str) -> None:
         assert top not in FLOORS or top in allowed, f"{name} imports {imported}"
 
 
+def test_what_is_installed_needs_nothing_of_a_checkout() -> None:
+    """Measurements are installed as well; tests, scripts and examples are not."""
+    for name, path in modules("bench").items():
+        needed = {imported for imported in imports(path) if imported.split(".")[0] in NOT_IMPORTED - {"bench"}}
+        assert not needed, f"{name} imports {needed}"
+
+
 @pytest.mark.parametrize("name", sorted(n for n in ALL if within(n, "server")))
 def test_the_server_speaks_to_the_engine(name: str) -> None:
     for imported in imports(ALL[name]):

@@ -17,6 +17,8 @@ from polarlm import aliases
 from polarlm.command import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
+# Packages of the extras that measurements use.
+_EXTRAS = ("httpx", "matplotlib", "llvmlite", "starlette", "uvicorn", "prometheus_client", "huggingface_hub")
 
 
 def build(out: Path, *flags: str) -> Path:
@@ -136,6 +138,33 @@ def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_installed(name: str, installed: Installed, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "polarlm", name, "--help").startswith(f"usage: polarlm {name} ")
+
+
+def test_every_measurement_explains_its_flags_without_the_extras(installed: Installed, tmp_path: Path) -> None:
+    """Each says how it is called where it is installed: by its full name, or as a command."""
+    files = [path.relative_to(ROOT) for path in (ROOT / "bench").rglob("*.py")]
+    names = [
+        ".".join(["polarlm", *(part for part in file.with_suffix("").parts if part != "__main__")])
+        for file in sorted(files)
+        if "\ndef main(" in (ROOT / file).read_text(encoding="utf-8")
+    ]
+    program = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({_EXTRAS}))
+for name in {names}:
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print("end of", name, end.code)
+"""
+    commands = {module.removesuffix(".__main__"): name for name, (module, _) in COMMANDS.items()}
+    helps = installed.run(tmp_path, "python", "-c", program)
+    for name in names:
+        text, _, helps = helps.partition(f"end of {name} 0\n")
+        called = f"polarlm {commands[name]}" if name in commands else f"python -m {name}"
+        assert text.startswith(f"usage: {called} "), f"{name}: {text[:200]}"
+    assert not helps
 
 
 def test_a_model_answers_in_a_folder_with_modules_of_the_same_names(

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: times of the kernels on a GPU, compared with its limits and with other libraries' kernels.
+"""`python -m polarlm.bench.gpu`: times of the kernels on a GPU, beside its limits and other libraries' kernels.
 
 The most important measurements come first; the report names those that --budget leaves no time for. The JSON file is
 written after each of them, so that a run that is stopped keeps its results.
@@ -69,7 +69,7 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     options, destination = parse(
         argv,
         {"Kernels": Options, "Output": Output},
-        prog="python -m bench.gpu",
+        prog="python -m polarlm.bench.gpu",
         description="Times of the kernels on a GPU, compared with its limits and with other libraries' kernels.",
         checks={"layers": at_least(1), "budget": at_least(1)},
     )

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from polarlm.bench.gpu.nvrtc import compile_binary
 from polarlm.bench.gpu.paper import LIBRARY, Launch, Part
-from polarlm.bench.gpu.sass import Counts, disassemble
-from polarlm.engine.errors import EngineError
+from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
 from polarlm.model_loaders.config import ModelConfig
-from tests.cuda.nvrtc import compile_binary
 
 # Seconds that a kernel adds to its bytes or instructions: until it begins after the one before it, and until all
 # multiprocessors are busy, and then idle again. Attention waits for three loads that depend on each other, merges the
@@ -92,11 +91,9 @@ class Prediction:
 
 @lru_cache(maxsize=64)
 def _compiled(kernel: str, text: str, arch: int) -> tuple[int, Counts]:
-    """Registers and hot loop of a kernel. Raises EngineError without nvdisasm."""
-    try:
-        used, binary = compile_binary(text, arch)
-    except FileNotFoundError as error:
-        raise EngineError(f"Predictions need NVRTC: {error}") from None
+    """Registers and hot loop of a kernel. Raises EngineError without NVIDIA's compiler and nvdisasm."""
+    disassembler()
+    used, binary = compile_binary(text, arch)
     name = f"{kernel}_kernel"
     (registers,) = [usage.registers for usage in used if usage.kernel == name]
     loop = disassemble(binary)[name].hot_loop()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.shares import SLICE, Plan
 from polarlm.bench.gpu.weights import MIXED, has_larger_types
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda import launch_configs, packed
@@ -20,7 +21,6 @@ from polarlm.engine.config import SamplingParams
 from polarlm.engine.sampling.sample import Draw, resolve
 from polarlm.engine.weight_formats import Linear, Matrix, available, get
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
-from tests.cuda.shares import SLICE, Plan
 
 BLOCK_SIZE = 64
 LIBRARY = "gemm"  # a product by a library

@@ -1,7 +1,7 @@
-"""`python -m bench.gpu.predict`: predicted times of a step on a GPU that is not there.
+"""`python -m polarlm.bench.gpu.predict`: predicted times of a step on a GPU that is not there.
 
 The kernels that the engine would launch are compiled, and their instructions and bytes are counted. What is printed is
-a prediction, beside the least time that the bytes take; `python -m bench.gpu` measures.
+a prediction, beside the least time that the bytes take; `python -m polarlm.bench.gpu` measures.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _predict_and_report(argv: Sequence[str]) -> None:
     options, destination = parse(
         argv,
         {"Prediction": Options, "Output": Output},
-        prog="python -m bench.gpu.predict",
+        prog="python -m polarlm.bench.gpu.predict",
         description="Predicted times of a step on a GPU that is not there, from its compiled kernels.",
         checks={},
     )
@@ -216,7 +216,7 @@ def _parts(title: str, whole: Pass) -> str:
 def format_measured(machine: Machine, runs: Sequence[Run], measured: Sequence[Pair]) -> str:
     """Measured times beside predicted ones, or a sentence if there are none."""
     if not runs:
-        return f"Not measured: there are no results of {machine.name} in bench/results; python -m bench.gpu makes them."
+        return f"Not measured: there are no results of {machine.name}; python -m polarlm.bench.gpu makes them."
     if not measured:
         return f"Not measured: the results of {runs[0].gpu} have none of these steps."
     rows = [

@@ -270,4 +270,6 @@ def disassembler() -> Path:
     places = [os.environ.get("PATH", ""), str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin")]
     if found := shutil.which("nvdisasm", path=os.pathsep.join(places)):
         return Path(found)
-    raise EngineError("Counting instructions needs nvdisasm: install the package nvidia-cuda-nvdisasm with pip")
+    raise EngineError(
+        "Instructions are counted with nvdisasm, which is not installed: pip install nvidia-cuda-nvdisasm"
+    )

@@ -1,4 +1,4 @@
-"""`python -m bench.quality`: perplexity and divergence from full precision of each cache type.
+"""`python -m polarlm.bench.quality`: perplexity and divergence from full precision of each cache type.
 
 A text is cut into consecutive windows of tokens, and every token of a window is predicted from those before it. "As
 served" is what steps read: complete blocks as codes, the first and the current one in full precision. "Every token
@@ -89,7 +89,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     options, destination = parse(
         argv,
         {"Quality": Options, "Output": Output},
-        prog="python -m bench.quality",
+        prog="python -m polarlm.bench.quality",
         description="Perplexity, and divergence from full precision, of each cache type on a text.",
         checks={"windows": at_least(1), "window": at_least(2), "key_bias": _times},
     )

@@ -1,7 +1,8 @@
-"""Pictures of a quality measurement, drawn from its JSON: `python -m bench.quality.plots FILE.json` redraws it."""
+"""Pictures of a quality measurement: `python -m polarlm.bench.quality.plots FILE` draws those of its JSON again."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -234,8 +235,10 @@ _PICTURES: dict[str, Callable[[Result, str], Figure | None]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws the pictures of the JSON files; returns the exit code."""
 
-    def redraw(files: Sequence[str]) -> None:
-        for file in map(Path, files):
+    def redraw(words: Sequence[str]) -> None:
+        flags = argparse.ArgumentParser("python -m polarlm.bench.quality.plots", description="Draw results again.")
+        flags.add_argument("files", nargs="+", metavar="FILE", help="JSON of bench.quality; pictures go beside it")
+        for file in map(Path, flags.parse_args(words).files):
             try:
                 result = json.loads(file.read_text(encoding="utf-8"))
                 note(draw_all(result, result["model"], file))

@@ -1,4 +1,4 @@
-"""`python -m bench.serving`: a server under load, as its clients see it: throughput, waiting times, cached tokens.
+"""`python -m polarlm.bench.serving`: a server under load, as its clients see it: speed, waiting times, cached tokens.
 
 Requests arrive as a Poisson process, are sent by the first free client, and stream over HTTP. Their prompts are random
 tokens after a shared prefix. Client and server run on the same machine unless --url says otherwise,
@@ -16,24 +16,26 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 from tqdm import tqdm
 
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named, needs_http
 from polarlm.bench.report import Output
 from polarlm.bench.serving import plot
-from polarlm.bench.serving.client import Answer
-from polarlm.bench.serving.load import Load, Plan, Seen, poisson, prompts, vocabulary
+from polarlm.bench.serving.plan import Plan, poisson, prompts
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
 from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import FlagError, parse
 from polarlm.server.config import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from polarlm.bench.serving.client import Answer
+    from polarlm.bench.serving.load import Load, Seen
 
 _SHOWN = (50, 95, 99)
 
@@ -71,7 +73,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     options, destination = parse(
         argv,
         {"Load": Options, "Output": Output},
-        prog="python -m bench.serving",
+        prog="python -m polarlm.bench.serving",
         description="Throughput and waiting times of a server under load.",
         checks={
             **dict.fromkeys(("clients", "requests", "prompt_tokens", "max_tokens"), at_least(1)),
@@ -79,6 +81,9 @@ def _measure_and_report(argv: Sequence[str]) -> None:
             **dict.fromkeys(("rate", "seconds"), lambda value: None if value > 0 else "must be more than 0"),
         },
     )
+    needs_http()
+    from polarlm.bench.serving.load import Load
+
     model = model_named(options.weights, options.hf_repo)
     if options.url is not None and model is not None:
         raise FlagError("--url and --weights or -hf both say which server it is; leave one of them out")
@@ -121,6 +126,8 @@ def _server(options: Options, model: str | None) -> Iterator[str]:
 
 
 def _model(url: str, headers: dict[str, str]) -> str:
+    import httpx
+
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30).raise_for_status()
         return str(answer.json()["data"][0]["id"])
@@ -132,6 +139,8 @@ def _model(url: str, headers: dict[str, str]) -> str:
 
 async def _measure(options: Options, url: str, headers: dict[str, str], load: Load) -> None:
     """Run `load`. Raises FlagError if no request arrives, EngineError if none is answered."""
+    from polarlm.bench.serving.load import vocabulary
+
     rng = np.random.default_rng(options.seed)
     starts = poisson(options.rate, options.seconds, options.requests, rng)
     if not starts:

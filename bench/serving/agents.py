@@ -15,21 +15,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named, needs_http
 from polarlm.bench.report import Output, table
-from polarlm.bench.serving.client import ask
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
 from polarlm.engine.calibration import TEXT_FILE
 from polarlm.engine.commands import note, run
 from polarlm.engine.config import setting
 from polarlm.engine.flags import parse
+
+if TYPE_CHECKING:
+    import httpx
 
 _PATIENCE = 600.0  # seconds to wait for data
 _WRITTEN_SECONDS = 2.0  # in which a server that does nothing else has written its blocks
@@ -70,6 +71,8 @@ class Agent:
 
     async def ask(self, http: httpx.AsyncClient) -> Turn:
         """Send the next turn, and keep its answer. Raises EngineError."""
+        from polarlm.bench.serving.client import ask
+
         tokens = self._options.turn if self._messages else self._options.opening
         words = self._rng.choice(self._words, max(1, round(_WORDS_PER_TOKEN * tokens)))
         self._messages.append({"role": "user", "content": " ".join(words)})
@@ -97,6 +100,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
             **dict.fromkeys(("threads", "seed"), at_least(0)),
         },
     )
+    needs_http()
     model = model_named(options.weights, options.hf_repo)
     output = destination.path("agents", model or "demo")
     turns = _measure(options, [] if model is None else ["--weights", model])
@@ -111,6 +115,8 @@ def _measure_and_report(argv: Sequence[str]) -> None:
 
 def _measure(options: Options, flags: Sequence[str]) -> dict[str, list[Turn]]:
     """The turns of all agents, by when or where they come. Raises EngineError."""
+    import httpx
+
     agents = [Agent(options, number) for number in range(options.agents)]
     flags = [*flags, "--threads", str(options.threads), "--parallel", "1"]
     turns: dict[str, list[Turn]] = {}

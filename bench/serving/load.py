@@ -5,29 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
-import numpy as np
 
 from polarlm.bench.serving.client import Answer, ask, kind
+from polarlm.bench.serving.plan import Plan
 from polarlm.engine import EngineError
 from polarlm.engine.calibration import TEXT_FILE
 
 _SAMPLE_SECONDS = 0.25  # between two requests of /metrics
 _PATIENCE = 120.0  # seconds to wait for data
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The requests and their times."""
-
-    clients: int
-    starts: Sequence[float]  # seconds from the beginning, ascending
-    prompts: Sequence[Sequence[int]]  # ids, one prompt for each start
-    max_tokens: int
 
 
 @dataclass
@@ -41,16 +31,6 @@ class Seen:
     peak_running: int
 
 
-def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Generator) -> list[float]:
-    """Arrivals of a Poisson process with `rate` per second: within `seconds`, and no more than `most`."""
-    starts: list[float] = []
-    at = rng.exponential(1 / rate)
-    while at < seconds and (most is None or len(starts) < most):
-        starts.append(float(at))
-        at += rng.exponential(1 / rate)
-    return starts
-
-
 async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
     """Ids of a text's tokens, for prompts of a known length. Raises EngineError if there is no such server."""
     try:
@@ -60,12 +40,6 @@ async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
             return sorted(set(ids))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise EngineError(f"--url {url}: there is no server of ours that answers ({kind(error)})") from None
-
-
-def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.random.Generator) -> Sequence[Sequence[int]]:
-    """`count` prompts of random ids: `shared` ids that all begin with, then `own` ids of each."""
-    prefix = rng.choice(ids, shared).tolist()
-    return [prefix + rng.choice(ids, own).tolist() for _ in range(count)]
 
 
 class Load:

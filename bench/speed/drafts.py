@@ -1,4 +1,4 @@
-"""`python -m bench.speed.drafts`: tokens a second with prompt lookup and without, in one process, in turn.
+"""`python -m polarlm.bench.speed.drafts`: tokens a second with prompt lookup and without, in one process, in turn.
 
 Three tasks: copying a text, editing a file of code, and writing prose. Answers are greedy, and the same with drafts and
 without. A model with random weights (`--replay`) writes nothing that drafts could be right about. Its own answers are
@@ -139,7 +139,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     options, destination = parse(
         argv,
         {"Drafts": Options, "Output": Output},
-        prog="python -m bench.speed.drafts",
+        prog="python -m polarlm.bench.speed.drafts",
         description="Tokens a second with prompt lookup and without.",
         checks={"repeat": at_least(1), "tokens": at_least(2)},
     )

@@ -194,7 +194,7 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
     assert "nats" in "".join(lines[-12:-7])
     found = json.loads(output.read_text(encoding="utf-8"))
     assert {"machine", "date", "command"} <= found.keys()
-    assert found["command"].startswith("python -m bench.quality --weights ")
+    assert found["command"].startswith("python -m polarlm.bench.quality --weights ")
     assert found["machine"]["cores"] >= 1
     assert found["threads"] == found["machine"]["blas_threads"] == report.blas_threads()
     assert found["complete"] is True

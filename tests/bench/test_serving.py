@@ -16,7 +16,8 @@ import pytest
 from polarlm.bench.serving import __main__ as serve
 from polarlm.bench.serving import load
 from polarlm.bench.serving.client import Answer, ask
-from polarlm.bench.serving.load import Plan, Seen, _ask, poisson, prompts
+from polarlm.bench.serving.load import Seen, _ask
+from polarlm.bench.serving.plan import Plan, poisson, prompts
 
 OPTIONS = serve.Options()
 
@@ -150,7 +151,7 @@ def test_a_server_of_its_own_is_measured(
     assert serve.main(["--weights", str(tiny_path), *flags]) == 0
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert {"cpu", "cores", "numpy", "blas"} <= found["machine"].keys()
-    assert found["command"].startswith("python -m bench.serving --weights ")
+    assert found["command"].startswith("python -m polarlm.bench.serving --weights ")
     assert (found["requests"], found["errors"], found["prompt_tokens"]) == (12, {}, 12 * 80)
     assert found["load"]["clients"] == 3
     assert 0 < found["prefix_hit_rate"] < 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text, compiler
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda.kernel_source import with_readers
 from polarlm.engine.codecs._norms import ByteNorm
+from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.records import Layout
 from tests.codecs.data import stored_norms
-from tests.cuda.nvrtc import SHARED_LIMIT, compile_text, compiler
 from tests.cuda.programs import Program
 from tests.cuda.readers import ENCODE, PACK, READ, read, text
 
@@ -173,7 +174,7 @@ COMPILED = [
 def test_readers_compile_without_spills(name: str, head_dim: int, values: bool) -> None:
     try:
         compiler()
-    except FileNotFoundError as error:
+    except EngineError as error:
         pytest.skip(str(error))
     layout = records.layout(codecs.get(name), values, 64, head_dim, 0 if values else 8)
     kernels = [READ, ENCODE if name == "f16" else PACK]

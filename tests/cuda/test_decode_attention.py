@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.kernel_source import source
@@ -23,7 +24,6 @@ from polarlm.engine.codecs._rotation import twice_signed_hadamard
 from polarlm.engine.records import table_bytes
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.formats import EPS32, poisoned, read, store
-from tests.cuda.nvrtc import SHARED_LIMIT, compile_text
 from tests.cuda.programs import Program
 from tests.cuda.test_kernels_basic import hadamard_signs
 from tests.cuda.variants import Cache, Variant

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.bench.gpu.weights import parameters
 from polarlm.engine import codecs, records
@@ -27,7 +28,6 @@ from polarlm.engine.records import Layout
 from polarlm.engine.records.pair_table import PairRecord
 from polarlm.engine.sampling.sample import Draw, Penalties
 from tests.cuda.emulated import EmulatedDevice
-from tests.cuda.nvrtc import SHARED_LIMIT
 from tests.cuda.test_model_emulated import GREEDY, N, model_of
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")

@@ -7,12 +7,13 @@ import os
 import numpy as np
 import pytest
 
+from polarlm.bench.gpu.nvrtc import compile_text, compiler
 from polarlm.engine import codecs, records
 from polarlm.engine.codecs.polarpair import PolarPair
+from polarlm.engine.errors import EngineError
 from polarlm.engine.records import Layout, layout
 from polarlm.engine.records.fragments import Geometry
 from tests.codecs.data import gaussian
-from tests.cuda.nvrtc import compile_text, compiler
 from tests.cuda.programs import Program
 from tests.cuda.readers import ENCODE, READ, read, text
 
@@ -260,7 +261,7 @@ def test_polarpair_has_no_record_for_values_or_groups_that_cut_tiles(name: str, 
 def test_readers_and_writers_compile_and_spill_no_register(name: str, values: bool, arch: int) -> None:
     try:
         compiler()
-    except FileNotFoundError as error:
+    except EngineError as error:
         pytest.skip(str(error))
     for kernel in (READ, ENCODE):
         (usage,) = compile_text(text(kernel, side(name, values, 64, 128)), arch)

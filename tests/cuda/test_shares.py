@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polarlm.bench.gpu.shares import Plan, Shares
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.kernel_source import folder, with_readers
 from tests.cuda.programs import Program
-from tests.cuda.shares import Plan, Shares
 
 N = 64
 

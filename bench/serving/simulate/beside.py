@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench import report
-from polarlm.bench.serving.load import poisson
+from polarlm.bench.serving.plan import poisson
 from polarlm.bench.serving.simulate.costs import Costs
 from polarlm.bench.serving.simulate.events import Fleet, Simulation
 from polarlm.bench.serving.simulate.machine import Settings

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from polarlm.engine.backends.cuda.kernel_source import OPTIONS
+from polarlm.engine.errors import EngineError
 
 # Architecture → bytes of shared memory that one block may have, static and dynamic together ("Technical
 # Specifications per Compute Capability" in the CUDA programming guide; 1 KB of each SM's is the system's).
@@ -40,15 +41,15 @@ _ENTRY = re.compile(
 
 
 def compile_text(text: str, arch: int) -> list[Usage]:
-    """Every kernel of `text`, compiled for sm_<arch> with the product's options. AssertionError if it fails."""
+    """Every kernel of `text`, compiled for sm_<arch> with the product's options. Raises EngineError."""
     return compile_binary(text, arch)[0]
 
 
 def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
-    """As `compile_text`, and the compiled binary, which nvdisasm reads."""
+    """As `compile_text`, and the compiled binary, which nvdisasm reads. Raises EngineError."""
     nvrtc, headers = compiler()
     program = ctypes.c_void_p()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
     options = [*OPTIONS, *_OF_CUPY, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
@@ -61,7 +62,8 @@ def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
     nvrtc.nvrtcGetCUBIN(program, binary)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     message = log.value.decode()
-    assert status == 0, f"NVRTC does not compile the kernel for sm_{arch}:\n{message}"
+    if status != 0:
+        raise EngineError(f"NVRTC does not compile the kernel for sm_{arch}:\n{message}")
     return [_usage(entry) for entry in _ENTRY.finditer(message)], binary.raw
 
 
@@ -86,11 +88,14 @@ def _usage(entry: re.Match[str]) -> Usage:
 
 @cache
 def compiler() -> tuple[ctypes.CDLL, Path]:
-    """The library and the folder of headers from their wheels. Raises FileNotFoundError if they are not installed."""
+    """The library and the folder of headers from their wheels. Raises EngineError if they are not installed."""
     library = next(_installed("lib/libnvrtc.so.*"), None)
     header = next(_installed("include/cuda_fp16.h"), None)
     if library is None or header is None:
-        raise FileNotFoundError("compiling needs the packages nvidia-cuda-nvrtc and nvidia-cuda-runtime")
+        raise EngineError(
+            "Kernels are compiled by NVIDIA's compiler, which is not installed: "
+            "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime"
+        )
     return ctypes.CDLL(str(library)), header.parent
 
 
