@@ -1,6 +1,7 @@
-"""The packages under their short names: `engine.kv` is the module `polarlm.engine.kv`, not a second one.
+"""A checkout's packages under their short names: `engine.kv` is the module `polarlm.engine.kv`, not a second one.
 
-A user's own module of such a name stays the user's: only imports that Python would take from this project are aliases.
+A module of such a name that is not this project's stays what it is: only what Python would import from the checkout is
+an alias. An installed package has `polarlm` alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 NAMES = ("bench", "engine", "model_loaders", "server")
-_ROOT = Path(__file__).resolve().parents[1]  # where this package lies, and those with short names beside it
 
 
 # Neither class has a base of `importlib.abc`, which takes longer to import than everything else here.
@@ -52,7 +52,7 @@ class _Aliases:
             return None
         if path is None:
             found = PathFinder.find_spec(top)
-            ours = found is not None and found.origin is not None and _is_ours(found.origin)
+            ours = found is not None and found.origin is not None and _is_ours(top, found.origin)
         else:
             ours = sys.modules.get(top) is sys.modules.get(f"polarlm.{top}")
         spec = find_spec(f"polarlm.{fullname}") if ours else None
@@ -69,7 +69,7 @@ def install() -> None:
     ours = [
         name
         for name in NAMES
-        if (module := sys.modules.get(name)) is not None and module.__file__ is not None and _is_ours(module.__file__)
+        if (module := sys.modules.get(name)) is not None and module.__file__ is not None and _is_ours(name, module.__file__)
     ]
     sys.meta_path.insert(0, _Aliases())
     for name in ours:
@@ -88,5 +88,7 @@ def _add_aliases(package: str) -> None:
             sys.modules.setdefault(name.removeprefix("polarlm."), module)
 
 
-def _is_ours(file: str) -> bool:
-    return Path(file).resolve().parents[1] == _ROOT
+def _is_ours(name: str, file: str) -> bool:
+    """Whether a file that Python would import as `name` is that of `polarlm.name`."""
+    ours = find_spec(f"polarlm.{name}")
+    return ours is not None and ours.origin is not None and Path(ours.origin).resolve() == Path(file).resolve()

@@ -1,4 +1,4 @@
-"""`python -m server`: load a model and serve it, until a signal says otherwise.
+"""`python -m polarlm.server`: load a model and serve it, until a signal says otherwise.
 
 Exit codes: 0 after SIGTERM or SIGINT; 1 for an unexpected error, a port in use or packages that are missing; 2 for a
 sentence about a flag or the model. A second signal ends the process at once, with 128 and the signal's number.

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from polarlm import aliases
 from polarlm.command import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,15 +45,9 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_the_top_level_has_the_package_and_aliases(members: list[str]) -> None:
-    """Nothing called `cuda` hides NVIDIA's packages, and there are no tests."""
-    assert {name.split("/")[0] for name in members} == {
-        "polarlm",
-        "engine",
-        "model_loaders",
-        "server",
-        "polarlm-0.1.0.dist-info",
-    }
+def test_the_top_level_has_one_package(members: list[str]) -> None:
+    """No `engine` or `server` of ours meets another package's, no `cuda` hides NVIDIA's, and there are no tests."""
+    assert {name.split("/")[0] for name in members} == {"polarlm", "polarlm-0.1.0.dist-info"}
 
 
 def test_every_file_is_there_below_one_name(members: list[str]) -> None:
@@ -63,9 +56,6 @@ def test_every_file_is_there_below_one_name(members: list[str]) -> None:
     code = {path for path in files if not {"results", "__pycache__"} & {*path.parts}}
     own = {path.relative_to(ROOT / "polarlm") for path in (ROOT / "polarlm").glob("*.*")}
     assert {f"polarlm/{path.as_posix()}" for path in code | own} == {n for n in members if n.startswith("polarlm/")}
-    assert {name for name in members if name.split("/")[0] in aliases.NAMES} == {
-        f"{package}/{file}" for package in ("engine", "model_loaders", "server") for file in ("__init__.py", "py.typed")
-    }
 
 
 def test_there_is_nothing_but_code(members: list[str]) -> None:
@@ -85,7 +75,7 @@ def test_there_is_nothing_but_code(members: list[str]) -> None:
     assert not [name for name in inside if {"results", "tests", "fixtures", "__pycache__"} & {*name.split("/")}]
 
 
-@pytest.mark.parametrize("package", ["polarlm", "polarlm/engine", "engine", "model_loaders", "server"])
+@pytest.mark.parametrize("package", ["polarlm", "polarlm/engine", "polarlm/model_loaders", "polarlm/server"])
 def test_type_checkers_may_read_the_annotations(members: list[str], package: str) -> None:
     assert f"{package}/py.typed" in members
 
@@ -111,8 +101,8 @@ class Installed:
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300)
         # The packages of this environment, without the checkout that may be installed there.
-        (site,) = {path.parent for path in folder.rglob("polarlm-0.1.0.dist-info")}
-        (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        (self.site,) = {path.parent for path in folder.rglob("polarlm-0.1.0.dist-info")}
+        (self.site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 
     def run(self, folder: Path, program: str, *words: str) -> str:
         """What a program of the environment prints in `folder`."""
@@ -196,17 +186,39 @@ print(engine.mine, server.mine, Engine.__module__)
     assert installed.run(tmp_path, "python", "-c", program) == "engine server polarlm.engine.engine\n"
 
 
-def test_short_names_are_the_installed_package(installed: Installed, tmp_path: Path) -> None:
+def test_short_names_are_a_checkout_s(installed: Installed, tmp_path: Path) -> None:
     program = """
-from engine import Engine
-import engine.kv.store, server.config, model_loaders, polarlm.engine.kv.store
-assert Engine is polarlm.Engine and engine.kv.store is polarlm.engine.kv.store
-print(polarlm.__file__, engine.__file__, server.__file__, model_loaders.__file__, sep="\\n")
+import importlib.util, polarlm
+print(polarlm.__file__)
+print([name for name in polarlm.aliases.NAMES if importlib.util.find_spec(name)])
 """
-    files = installed.run(tmp_path, "python", "-c", program).splitlines()
-    assert all(Path(file).is_relative_to(installed.folder) for file in files), files
-    assert installed.run(tmp_path, "python", "-m", "engine.chat", "--version") == "polarlm 0.1.0\n"
-    assert installed.run(tmp_path, "python", "-m", "server", "--help").startswith("usage: polarlm serve ")
+    file, found = installed.run(tmp_path, "python", "-c", program).splitlines()
+    assert Path(file).is_relative_to(installed.folder)
+    assert found == "[]"
+
+
+def test_another_package_s_modules_are_its_own(wheel: Path, tmp_path: Path) -> None:
+    """Such as a `server` that lies beside `polarlm` in site-packages."""
+    own = Installed(tmp_path / "environment", wheel)
+    (own.site / "server").mkdir()
+    (own.site / "server" / "__init__.py").write_text("theirs = True\n", encoding="utf-8")
+    program = "import polarlm, server, polarlm.server; print(server.theirs, hasattr(polarlm.server, 'theirs'))"
+    assert own.run(tmp_path, "python", "-c", program) == "True False\n"
+
+
+def test_modules_run_by_their_full_names(installed: Installed, tmp_path: Path) -> None:
+    assert installed.run(tmp_path, "python", "-m", "polarlm.engine.chat", "--version") == "polarlm 0.1.0\n"
+    assert installed.run(tmp_path, "python", "-m", "polarlm.server", "--help").startswith("usage: polarlm serve ")
+
+
+def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
+    own = Installed(tmp_path / "environment", wheel)
+    own.run(tmp_path, "polarlm", "chat", "--version")  # compiles modules into __pycache__
+    pip = [sys.executable, "-m", "pip", "--python", str(own.bin / "python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "polarlm"], check=True, timeout=300)
+    left = [path for path in (tmp_path / "environment").rglob("*") if "polarlm" in path.name]
+    assert not left
+    assert {path.name for path in own.site.iterdir()} == {"requirements.pth"}
 
 
 def test_kernels_and_the_page_are_found(installed: Installed, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The chat in a terminal: `python -m engine.chat`."""
+"""The chat in a terminal: `python -m polarlm.engine.chat`."""

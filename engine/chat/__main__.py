@@ -1,4 +1,4 @@
-"""`python -m engine.chat`."""
+"""`python -m polarlm.engine.chat`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The terminal chat: `python -m engine.chat`.
+"""The terminal chat: `python -m polarlm.engine.chat`.
 
 Piped input has one message per line, and standard output gets only the answers, each with a line end.
 Exit codes: 0; 1 for an unexpected error; 2 for an error in a flag, the model or, without a terminal, a message;

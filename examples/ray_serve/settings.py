@@ -1,4 +1,4 @@
-"""Settings of the replicas: flags of `python -m server` without their dashes, as in {"ctx-size": 4096}."""
+"""Settings of the replicas: flags of `python -m polarlm.server` without their dashes, as in {"ctx-size": 4096}."""
 
 from __future__ import annotations
 
