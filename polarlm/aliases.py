@@ -69,7 +69,9 @@ def install() -> None:
     ours = [
         name
         for name in NAMES
-        if (module := sys.modules.get(name)) is not None and module.__file__ is not None and _is_ours(name, module.__file__)
+        if (module := sys.modules.get(name)) is not None
+        and module.__file__ is not None
+        and _is_ours(name, module.__file__)
     ]
     sys.meta_path.insert(0, _Aliases())
     for name in ours:
