@@ -48,6 +48,17 @@ class ChatTemplate:
         self._process = TemplateProcess(source)
         self._places: dict[str, Place] = {}
 
+    def missing(self, model: str) -> str | None:
+        """A sentence for users of `model` if it has no template of its own: how messages are written instead."""
+        if not self.is_default:
+            return None
+        how = 'as lines of "User:" and "Assistant:"' if self.source == _PLAIN else "in ChatML, whose tokens it has"
+        return (
+            f"note: {model} has no chat template: it may have been made to continue text, not to answer. Messages are "
+            f"written {how}. For answers, take a model with Instruct or Chat in its name; polarlm chat -no-cnv and "
+            "/v1/completions continue text"
+        )
+
     @cached_property
     def calls(self) -> CallFormat:
         """How the model writes calls of tools. Raises LoadError."""

@@ -86,6 +86,8 @@ def _run(argv: Sequence[str]) -> None:
         if config.sessions is not None:
             sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
         with Engine.load(model.weights, config=model, verbose=_note) as engine:
+            if sentence := engine.model.template.missing(engine.model.name):
+                _note(sentence)
             _note(engine.fit_line())
             if events is not None:
                 events.watch(engine)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,6 +23,7 @@ from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import CacheStats, Chunk, Status, Threads, Usage
 from polarlm.engine.sessions import Session
+from polarlm.model_loaders.templates import ChatTemplate
 
 
 @dataclass
@@ -33,6 +35,9 @@ class FakeEngine:
     cancelled: int = 0
     closed: bool = False
     cache_bytes: int = 3 << 20
+    model: Any = field(
+        default_factory=lambda: SimpleNamespace(name="fake", template=ChatTemplate("{{ messages }}", origin="fake"))
+    )
 
     def load(self, path: str | None = None, *, config: EngineConfig, verbose: Any = None) -> FakeEngine:
         self.config = config

@@ -80,6 +80,13 @@ def test_the_loaded_model_is_noted_on_standard_error(chat):
     assert "fake" not in out
 
 
+def test_a_model_without_a_template_says_so_before_it_chats(chat, engine):
+    assert "no chat template" not in chat("-p", "hi", "-st")[2]
+    engine.model.template.is_default = True
+    assert "note: fake has no chat template" in chat("-p", "hi", "-st")[2]
+    assert "no chat template" not in chat("-no-cnv", "-p", "Once upon")[2]
+
+
 @pytest.mark.parametrize(
     ("argv", "driver", "said"),
     [([], None, False), (["-v"], None, True), (["-v"], 13000, False), (["-v", "--device", "cpu"], None, False)],

@@ -66,6 +66,14 @@ class TestWhereItComesFrom:
             assert (rendered(found, HELLO), found.is_default) == ("User: Hello\nAssistant:", True)
             assert rendered(found, HELLO, add_generation_prompt=False) == "User: Hello\n"
 
+    def test_what_is_done_without_one_is_a_sentence(self, tmp_path: Path) -> None:
+        chatml = for_gguf(vocab.tiny_bpe(("<|im_start|>", vocab.CONTROL))).missing("base")
+        plain = for_folder(tmp_path, {}).missing("base")
+        assert chatml.startswith("note: base has no chat template: ")
+        assert "in ChatML" in chatml
+        assert 'as lines of "User:" and "Assistant:"' in plain
+        assert for_folder(tmp_path, {"chat_template": "{{ messages }}"}).missing("its own") is None
+
     @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default", "template": 7}]])
     def test_a_chat_template_that_is_not_text_is_refused(self, tmp_path: Path, value: object) -> None:
         with pytest.raises(LoadError, match=r"tokenizer_config\.json .*chat_template"):

@@ -277,6 +277,7 @@ def test_props_tell_the_defaults_and_the_template(shared: Serving) -> None:
     assert props["default_generation_settings"]["params"] == {**defaults, "n_predict": -1, "max_tokens": -1}
     assert props["total_slots"] == shared.engine.config.parallel
     assert props["chat_template"] == shared.engine.model.template.source
+    assert props["chat_template_is_default"] is True  # the file of this model has none
     assert props["model_path"] == shared.engine.model.path.name
     assert props["build_info"].startswith("polarlm")
     assert props["is_sleeping"] is False

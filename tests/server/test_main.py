@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import socket
 import stat
@@ -228,6 +229,10 @@ def victim(troubled: Process) -> Iterator[Process]:
     eventually(troubled.is_idle)
     with troubled.client() as client:
         assert client.ask(id=1, prompt="a", max_tokens=3, **GREEDY)[1]["done"]
+
+
+def test_a_model_without_a_template_says_so_at_the_start(victim: Process) -> None:
+    assert re.search(r"^note: \S+ has no chat template: .*", victim.errors.read_text(), re.MULTILINE)
 
 
 def test_clients_that_are_gone(victim: Process) -> None:

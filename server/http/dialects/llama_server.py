@@ -61,6 +61,7 @@ class _Server:
                 "model_alias": engine.model.name,
                 "model_path": engine.model.path.name,
                 "chat_template": engine.model.template.source,
+                "chat_template_is_default": engine.model.template.is_default,  # ours: the model has none of its own
                 "chat_template_caps": {},
                 "modalities": {"vision": False, "audio": False},
                 "build_info": _build(),
