@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from starlette.routing import Route
 
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
@@ -66,6 +67,19 @@ def rows(document, header):
     """The cells of each row of the table of `document` whose header begins so."""
     table = document.read_text(encoding="utf-8").split(f"\n| {header} |")[1].split("\n\n")[0]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_type": "f16"}], ids=["default", "f16"])
+def test_the_conversation_of_the_readme_shows_that_the_model_remembers(demo_path, settings):
+    """Its second question can only be answered by who has read the first."""
+    text = make_quality_table.README.read_text(encoding="utf-8")
+    first, second = re.search(r"printf '(.*)\\n(.*)\\n' \| polarlm chat", text).groups()
+    assert re.findall(r'"role": "user", "content": "(.*?)"', text)[-2:] == [first, second]  # the same in Python
+    with Engine.load(ctx_size=1024, device="cpu", **settings) as engine:
+        messages = [{"role": "user", "content": first}]
+        answer = engine.chat(messages, SamplingParams(max_tokens=60)).text
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": second}]
+        assert "Rome" in engine.chat(messages, SamplingParams(max_tokens=60)).text
 
 
 def test_every_code_of_an_error_is_explained():

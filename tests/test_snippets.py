@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from polarlm.model_loaders import demo
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.process import Process
 from tests.tiny import make_model
@@ -95,6 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
         text = f"#!/bin/sh\nexec '{sys.executable}' '{tmp_path / 'python.py'}' {words} \"$@\"\n"
         (programs / name).write_text(text, encoding="utf-8")
         (programs / name).chmod(0o755)
+    monkeypatch.setattr(demo, "demo_model", lambda verbose: make_model_at)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", os.pathsep.join([str(programs), os.environ["PATH"]]))
@@ -180,6 +182,19 @@ def _check_flags(module: str, *arguments: str) -> None:
     for argument in arguments:
         if argument.startswith("-"):
             assert re.search(rf"(?<![\w-]){re.escape(argument)}(?![\w-])", _HELP[name]), f"{name} has no {argument}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_that_are_run_are_there(page: Path) -> None:
+    """By their full names, which work in a checkout and installed. Tables say what was run, which was in a checkout."""
+    text = re.sub(r"<!-- ([\w -]+) -->.*?<!-- /\1 -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for name in re.findall(r"python3? -m ([\w.]+)", text):
+        top = name.split(".")[0]
+        if top not in ("polarlm", "bench", "engine", "server", "scripts", "examples"):
+            continue  # of others
+        file = ROOT / name.replace(".", "/")
+        assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), name
+        assert top != "bench", f"{name} is polarlm.{name} where it is installed"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
