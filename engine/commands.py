@@ -1,26 +1,28 @@
-"""What commands have in common: errors are sentences on standard error, and notes do not disturb a progress bar."""
+"""What commands have in common: errors are sentences, notes do not disturb a progress bar, and a reader may go."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
-
-from tqdm import tqdm
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.flags import FlagError, in_flags
 from polarlm.model_loaders.errors import LoadError
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
+BROKEN_PIPE = 141  # what a shell says of a program that a closed pipe ended
 
 
 def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
-    """The exit code of `work` on a command line: 2 with a sentence for bad input, 130 after Ctrl-C.
+    """The exit code of `work` on a command line: 2 with a sentence for bad input, 130 after Ctrl-C, 141 when the reader
+    of the output has closed it.
 
     argv: without the program; None is the process's own.
     """
     try:
         work(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
     except FlagError as error:
         print(f"error: {error}; --help lists the flags", file=sys.stderr)
     except EngineError as error:
@@ -30,6 +32,9 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
     except KeyboardInterrupt:
         note("Stopped")
         return _INTERRUPTED
+    except BrokenPipeError:
+        discard_output()
+        return BROKEN_PIPE
     else:
         return 0
     return _BAD_REQUEST
@@ -37,4 +42,13 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
 
 def note(sentence: str) -> None:
     """Writes a message to standard error, above a progress bar; standard output is for results."""
+    from tqdm import tqdm  # imported where it is used: it takes 2 MB
+
     tqdm.write(sentence, file=sys.stderr)
+
+
+def discard_output() -> None:
+    """Redirects both outputs to the null device, so that the interpreter's last flush meets no closed pipe."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nothing, stream.fileno())

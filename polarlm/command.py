@@ -22,16 +22,28 @@ _BAD_REQUEST, _INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that `argv` begins with, and returns its exit code; 2 if there is no such command.
+    """Runs the command that `argv` begins with, and returns its exit code; 2 if there is no such command, 141 when the
+    reader of the output has closed it.
 
     argv: without the program; None is the process's own.
     """
-    name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
     try:
-        if name in COMMANDS:
-            return int(importlib.import_module(COMMANDS[name][0]).main(rest))
+        code = _run([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:  # while modules are imported; commands handle it themselves
         return _INTERRUPTED
+    except BrokenPipeError:
+        from polarlm.engine.commands import BROKEN_PIPE, discard_output
+
+        discard_output()
+        return BROKEN_PIPE
+
+
+def _run(words: Sequence[str]) -> int:
+    name, *rest = words
+    if name in COMMANDS:
+        return int(importlib.import_module(COMMANDS[name][0]).main(rest))
     if name in ("-h", "--help"):
         print(_help())
         return 0

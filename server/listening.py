@@ -43,7 +43,7 @@ def tcp_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
-            raise ListenError(f"Port {port} of {host} is in use: choose another port") from None
+            raise ListenError(f"Port {port} of {host} is in use: choose another, or 0 for one that is free") from None
         raise ListenError(f"Cannot listen at port {port} of {host}: {error.strerror or error}") from None
     return bound
 

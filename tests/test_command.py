@@ -12,6 +12,7 @@ import pytest
 
 from polarlm import command
 from polarlm.command import COMMANDS, main
+from tests.random_model import random_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,6 +87,19 @@ def test_help_imports_nothing_that_takes_time() -> None:
     ours = {name for name in imported if name.split(".")[0] in ("polarlm", "engine", "model_loaders", "server")}
     assert ours <= {"polarlm", "polarlm.aliases", "polarlm.command"}
     assert not imported & {"numpy", "argparse", "dataclasses", "inspect", "importlib.metadata", "tokenizers"}
+
+
+@pytest.mark.parametrize("words", ["polarlm completion bash", "polarlm --help", "polarlm fit", "polarlm.fit"])
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(words: str, tmp_path: Path) -> None:
+    """As `| head` does; 141 is what a shell says of a program that a closed pipe ended."""
+    model = [str(random_model(tmp_path))] if words.endswith("fit") else []
+    command = [sys.executable, "-m", *words.split(), *model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 141
 
 
 def test_python_runs_the_package() -> None:

@@ -58,7 +58,7 @@ ROOMS["fit"] = ROOMS["sizes"] | {"backends.select", "sizes"}
 ROOMS["assembly"] = ROOMS["sizes"] | {"backends.select", "calibration", "progress", "sizes", "tiers"}
 ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions", "tiers"} | TOLD
 ROOMS["async_engine"] = {"engine", "requests", "sampling"} | TOLD
-ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "sessions"} | TOLD
+ROOMS["chat"] = {"assembly", "backends.select", "commands", "engine", "flags", "sampling", "sessions"} | TOLD
 
 # What some rooms may not import of those that theirs may.
 APART = {

@@ -51,7 +51,7 @@ def measure_arithmetic(
     Raises EngineError, and FlagError where kernels cannot be compiled.
     """
     rows: list[ArithmeticRow] = []
-    with tqdm(total=len(types) * len(cut), desc="Scoring", unit="window") as bar:
+    with tqdm(total=len(types) * len(cut), desc="Scoring", unit="window", disable=None) as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
             found: list[tuple[Divergence, ...]] = []

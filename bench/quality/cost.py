@@ -147,7 +147,8 @@ class _Command:
         self._about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
         try:
-            with tqdm(total=len(cut) * (1 + len(self._types)), desc="Scoring", unit="pass", leave=False) as bar:
+            total = len(cut) * (1 + len(self._types))
+            with tqdm(total=total, desc="Scoring", unit="pass", leave=False, disable=None) as bar:
                 for number, window in enumerate(cut):
                     if number and self._clock() + each > self._until_speed:
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
@@ -200,7 +201,7 @@ class _Command:
         speeds = Speeds(self._path, self._types, ids, settings, self._clock)
         end = self._started + self._seconds
         try:
-            with tqdm(desc="Speed", unit="run", leave=False) as bar:
+            with tqdm(desc="Speed", unit="run", leave=False, disable=None) as bar:
                 for _ in speeds.measure(end):
                     bar.set_postfix_str(f"{report.duration(max(0.0, end - self._clock()))} left")
                     bar.update()

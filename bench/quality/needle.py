@@ -103,7 +103,7 @@ def find(reference: Reference, types: Sequence[CacheType], prompts: Sequence[Pro
     """Every prompt with every type, in both ways of scoring."""
     cells = []
     longest = max(len(prompt.ids) + len(prompt.answer) for prompt in prompts)
-    with tqdm(total=len(types) * len(SCORINGS) * len(prompts), desc="Searching", unit="needle") as bar:
+    with tqdm(total=len(types) * len(SCORINGS) * len(prompts), desc="Searching", unit="needle", disable=None) as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
             settings = {"ctx_size": longest, "kept_sequences": 0, **cache_type.settings()}

@@ -82,7 +82,7 @@ def measure(
     logprobs: list[np.ndarray] = []
 
     exact = functools.cache(lambda window: exact_states(reference.transformer, cut[window]))
-    with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
+    with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window", disable=None) as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
             rows += _measure_type(reference, exact, cache_type, cut, recording, bar.update)

@@ -69,7 +69,7 @@ def measure_weights(
     source, rows = reference.model.weights, []
     stored_bits = bits_per_weight(source, AS_STORED)
     expected = kept_scores(reference, cut)
-    with tqdm(total=len(names) * len(cut), desc="Scoring", unit="window") as bar:
+    with tqdm(total=len(names) * len(cut), desc="Scoring", unit="window", disable=None) as bar:
         for name in names:
             bar.set_postfix_str(name)
             exact, given, divergences = [], [], []

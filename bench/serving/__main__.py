@@ -152,7 +152,7 @@ async def _measure(options: Options, url: str, headers: dict[str, str], load: Lo
         prompts(ids, len(starts), options.shared_prefix, options.prompt_tokens, rng),
         options.max_tokens,
     )
-    with tqdm(total=len(starts), desc="Serving", unit="request") as bar:
+    with tqdm(total=len(starts), desc="Serving", unit="request", disable=None) as bar:
         await load.run(url, headers, plan, bar.update)
     answers = load.seen().answers
     if all(answer.error for answer in answers):

@@ -35,7 +35,7 @@ class Referee:
     def show(self, seconds: float) -> None:
         """A progress bar for runs that are expected to take `seconds` in all."""
         layout = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
-        self._bar = tqdm(total=round(seconds, 1), desc="Measuring", bar_format=layout)
+        self._bar = tqdm(total=round(seconds, 1), desc="Measuring", bar_format=layout, disable=None)
 
     def close(self) -> None:
         self._bar.close()

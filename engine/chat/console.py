@@ -193,12 +193,5 @@ def _own_terminal() -> int | None:
         return None
 
 
-def discard_output() -> None:
-    """Redirects both outputs to the null device, so that the interpreter's last flush meets no closed pipe."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(nothing, stream.fileno())
-
-
 def _colors_wanted() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -15,14 +15,15 @@ from contextlib import suppress
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
 from polarlm.engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
-from polarlm.engine.chat.console import Console, discard_output
+from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended, why_larger
+from polarlm.engine.commands import BROKEN_PIPE, discard_output
 from polarlm.engine.config import EngineConfig, SamplingParams
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
 from polarlm.engine.flags import FlagError, close_to, in_flags, use_utf8
 
-_BAD_REQUEST, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+_BAD_REQUEST, _INTERRUPTED = 2, 130
 
 _HELP = """\
 /help           show this list
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
     except BrokenPipeError:
         with suppress(io.UnsupportedOperation):
             discard_output()
-        return _BROKEN_PIPE
+        return BROKEN_PIPE
     except Exception as error:
         if verbose:
             traceback.print_exc()

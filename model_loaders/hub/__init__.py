@@ -25,7 +25,7 @@ from polarlm.model_loaders.hub.choice import (
 )
 from polarlm.model_loaders.hub.client import Client, Listing
 from polarlm.model_loaders.hub.names import PREFIX, HubName, parse
-from polarlm.model_loaders.hub.problems import cannot_be_reached, sentence
+from polarlm.model_loaders.hub.problems import GOES_ON, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 from polarlm.model_loaders.safetensors_source import INDEX, SINGLE
 
@@ -52,7 +52,8 @@ def fetch(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None
     except (client.http_error, OSError) as error:
         raise sentence(client, name, error) from error
     except KeyboardInterrupt:
-        fetching.say("The next attempt goes on from what has been downloaded.")
+        if client.has_begun(name.repo):
+            fetching.say(GOES_ON)
         raise
 
 

@@ -104,6 +104,11 @@ class Client:
     def repo_folder(self, repo: str) -> Path:
         return self.cache / self._folder_name(repo_id=repo, repo_type="model")
 
+    def has_begun(self, repo: str) -> bool:
+        """Whether the cache keeps any bytes of a repository's files."""
+        blobs = self.repo_folder(repo) / "blobs"
+        return blobs.is_dir() and any(file.stat().st_size for file in blobs.iterdir())
+
     def blob(self, repo: str, file: HubFile) -> Path:
         """Where the cache keeps the content of a file."""
         return self.repo_folder(repo) / "blobs" / file.digest

@@ -9,6 +9,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.hub.client import Client
 from polarlm.model_loaders.hub.names import HubName
 
+GOES_ON = "The next attempt goes on from what has been downloaded."
 _TOKENS = "https://huggingface.co/settings/tokens"
 _LOG_IN = f"run `hf auth login`, or set HF_TOKEN, with a token of {_TOKENS}"
 
@@ -61,9 +62,11 @@ def _problem(client: Client, name: HubName, error: Exception) -> str:
         )
     if cannot_be_reached(client, error):
         reason = str(error).strip().rstrip(".") or type(error).__name__
+        begun = client.has_begun(name.repo)
         return (
-            f"The hub at {client.endpoint} cannot be reached ({reason}), and {name} is not in the cache as a whole: "
-            "check the network connection and the proxy. The next attempt goes on from what has been downloaded."
+            f"The hub at {client.endpoint} cannot be reached ({reason}), and {name} is not in the cache"
+            f"{' as a whole' if begun else ''}: check the network connection and the proxy."
+            f"{f' {GOES_ON}' if begun else ''}"
         )
     if isinstance(error, OSError):
         return f"{name} cannot be stored in {client.cache} ({error.strerror or error}): set HF_HOME to another folder."

@@ -168,7 +168,9 @@ def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> 
     assert found["rows"][1]["fit"]["tokens"] == 256
     svg = output.read_text(encoding="utf-8")
     assert svg.count("<svg") == (2 if plot_style.can_draw() else 0)
-    assert str(output) in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert str(output) in said
+    assert "\r" not in said
 
 
 def test_without_matplotlib_a_sentence_stands_for_the_pictures(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from pathlib import Path
 
@@ -56,3 +57,11 @@ def test_git_ignores_unpublished_results() -> None:
     assert report.LOCAL.parent == root / "bench" / "results"
     assert subprocess.run(["git", "check-ignore", "-q", str(file)], cwd=root, check=False).returncode == 0
     assert subprocess.run(["git", "check-ignore", "-q", str(file.parents[1] / "speed.json")], cwd=root).returncode == 1
+
+
+def test_progress_is_for_terminals() -> None:
+    """A file that standard error goes to gets no bars: tqdm leaves them out for `disable=None`."""
+    for file in Path(report.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "tqdm":
+                assert "disable" in {keyword.arg for keyword in call.keywords}, f"{file}:{call.lineno}"

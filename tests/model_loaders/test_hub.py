@@ -356,8 +356,27 @@ def test_a_connection_that_always_breaks_is_given_up(large: Hub) -> None:
     large.trouble.drop_always.add("model.safetensors")
     problem = refusal("user/large")
     assert "cannot be reached" in problem
+    assert "is not in the cache as a whole" in problem
     assert "The next attempt goes on" in problem
     assert len(large.fetched("model.safetensors")) == 3  # the first attempt, and one after each wait
+
+
+def test_without_a_connection_nothing_is_said_of_an_attempt_that_brought_nothing(
+    large: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    problem = refusal("user/large")
+    assert "cannot be reached" in problem
+    assert "is not in the cache: check the network connection and the proxy." in problem
+    assert "attempt" not in problem
+
+
+def test_ctrl_c_before_anything_came_promises_nothing(large: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(transfer, "_receive", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fetch("user/large", verbose=said.append)
+    assert not [sentence for sentence in said if "attempt" in sentence]
 
 
 @pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])

@@ -148,7 +148,7 @@ def _default_costs() -> Path:
 
 def _by_machines(options: Options, costs: Costs, counts: Sequence[int]) -> Sequence[dict[str, Any]]:
     rows = []
-    for count in tqdm(counts, desc="Machines", unit="size"):
+    for count in tqdm(counts, desc="Machines", unit="size", disable=None):
         part = min(1.0, _MOST_REQUESTS / (options.rate * count * (options.warm + options.seconds)))
         shorter = replace(options, warm=part * options.warm, seconds=part * options.seconds)
         trace = _trace(shorter, options.rate * count)
@@ -175,7 +175,7 @@ def _by_fleet(options: Options, costs: Sequence[Costs], networks: Sequence[int])
         )
     ]
     rows = []
-    for cost, routing, tiers in tqdm(fleets, desc="Fleets", unit="fleet"):
+    for cost, routing, tiers in tqdm(fleets, desc="Fleets", unit="fleet", disable=None):
         count, result = needed(options, trace, _fleet(options, cost, 1, routing, tiers))
         names = [f"{tier} GbE" if isinstance(tier, int) else tier for tier in tiers]
         rows.append(
