@@ -79,8 +79,8 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
     if chat.verbose and config.device == "auto" and driver_version() is None:
         console.note(f"{NO_DRIVER}: running on the CPU.")
     with load(config.weights, config=config, verbose=console.note) as engine:
-        if chat.conversation and (sentence := engine.model.template.missing(engine.model.name)):
-            console.note(sentence)
+        if chat.conversation and (missing := engine.model.template.missing(engine.model.name)):
+            console.note(missing)
         console.note(engine.fit_line())
         if chat.verbose and (names := kernels(engine)):
             console.note(names)
