@@ -42,11 +42,11 @@ function remember() {
 }
 
 /** Shows in the empty fields what is in force there, by /props (-1 is none), and says what the model was not made for. */
-function showProps({ default_generation_settings: { params }, chat_template: template }) {
+function showProps({ default_generation_settings: { params }, chat_template_is_default: isDefault }) {
   for (const name of NUMBERS) {
     if (params[name] >= 0) $(name).placeholder = String(Number(params[name].toPrecision(6)));
   }
-  $("untaught").textContent = template ? "" : "This model has no chat template: it continues text, and was probably not made for chats.";
+  $("untaught").textContent = isDefault ? "This model has no chat template: it continues text, and was probably not made for chats." : "";
 }
 
 /** Whether every field holds what can be sent; the browser says what does not. */
