@@ -1,4 +1,4 @@
-"""Where objects are kept: in memory, or in a folder that several processes may share.
+"""Where objects are kept: places, of which a folder that several processes may share is one.
 
 A place knows names and bytes, and nothing about their meaning. What was used last stays longest. Reading one that
 another process removes, or writing one that it writes as well, does no harm: a file appears as a whole, or not at all.
@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import os
 import secrets
+import struct
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
 from polarlm.model_loaders.forks import renew_in_children
 
+try:
+    import fcntl
+except ImportError:  # Windows, where processes that share a folder may exceed its size by an object each
+    fcntl = None  # type: ignore[assignment]
+
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
-_ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process
+_ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process, where there are no locks
+_COUNTS = ".held"  # the file that says how much a folder holds
+_HELD = struct.Struct("<QQ")  # its contents: bytes and objects
+_BINARY = getattr(os, "O_BINARY", 0)
 _ALIGNED = 64  # bytes, of the memory that an object is read to
 _SHRUNK = 0.9  # of its size is left of a full folder, so that the next files need no look at all of them
+
+
+class Held(NamedTuple):
+    """What a place holds."""
+
+    bytes: int
+    objects: int
 
 
 class Place(Protocol):
@@ -31,6 +46,10 @@ class Place(Protocol):
 
     label: str
     """For users: "ram", "disk" or "remote"."""
+
+    @property
+    def held(self) -> Held | None:
+        """What it held after the last write of this process; None for a place without a limit. Never waits."""
 
     def has(self, name: bytes) -> bool:
         """Whether there is an object of this name."""
@@ -46,51 +65,6 @@ class Place(Protocol):
 
     def used(self, names: Sequence[bytes]) -> None:
         """Note that these objects were used, of which the first shall stay longest."""
-
-
-class Memory:
-    """Objects in at most `size` bytes of memory."""
-
-    label = "ram"
-
-    def __init__(self, size: int):
-        self._size, self._held = size, 0
-        self._objects: OrderedDict[bytes, bytes] = OrderedDict()  # used last at the end
-        self._lock = Lock()
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may hold it."""
-        self._lock = Lock()
-
-    def has(self, name: bytes) -> bool:
-        return name in self._objects
-
-    def read(self, name: bytes) -> bytes | None:
-        return self._objects.get(name)
-
-    def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
-        if len(header) + len(payload) > self._size:
-            return
-        self.remove(name)
-        content = b"".join((header, payload))
-        with self._lock:
-            self._objects[name] = content
-            self._held += len(content)
-            while self._held > self._size:
-                _, oldest = self._objects.popitem(last=False)
-                self._held -= len(oldest)
-
-    def remove(self, name: bytes) -> None:
-        with self._lock:
-            if (removed := self._objects.pop(name, None)) is not None:
-                self._held -= len(removed)
-
-    def used(self, names: Sequence[bytes]) -> None:
-        with self._lock:
-            for name in reversed(names):
-                if name in self._objects:
-                    self._objects.move_to_end(name)
 
 
 class _Pieces:
@@ -118,10 +92,12 @@ class _Pieces:
 
 
 class Folder:
-    """Objects as files of a folder, readable by their owner only, in about `size` bytes; None: without a limit.
+    """Objects as files of a folder, readable by their owner only, in `size` bytes; None: without a limit.
 
-    Processes that share a folder see each other's files when it gets full, and not before: together they may exceed the
-    size by a tenth of it each. Files that were used last, which their time of modification says, stay.
+    Several processes may share a folder, and its size is that of all their files together, at every moment: whoever
+    writes locks the file of the counts, makes room, counts the new object, and then writes it. Files that were used
+    last, which their time of modification says, stay. A process that is killed leaves counts that are too high; they
+    are right again after the next look at all files, when the folder seems full or another place is opened.
     """
 
     def __init__(self, folder: Path, size: int | None, label: str = "disk"):
@@ -129,19 +105,25 @@ class Folder:
         self.label = label
         self._folder, self._size = folder, size
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.unlink(self._unfinished(b""))
+        with suppress(FileNotFoundError):  # another process has made room
+            os.unlink(self._unfinished(b""))
         self._memory = _Pieces()
-        self._room: int | None = None  # bytes that can be written before the next look at all files; None: unknown
+        self._has_looked = False  # at all files
+        self.held: Held | None = None
+        if size is not None:
+            self.held = Held(0, 0)
+            with suppress(FileNotFoundError), open(self._file_of_counts, "rb") as file:
+                self.held = _read_counts(file) or self.held
+
+    @property
+    def _file_of_counts(self) -> str:
+        return os.path.join(self._folder, _COUNTS)
 
     def _file(self, name: bytes) -> str:
         return os.path.join(self._folder, name.hex())
 
     def has(self, name: bytes) -> bool:
-        try:
-            os.stat(self._file(name))
-        except FileNotFoundError:
-            return False
-        return True
+        return _size_of(self._file(name)) is not None
 
     def read(self, name: bytes) -> memoryview | None:
         try:
@@ -155,25 +137,29 @@ class Folder:
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
         size = len(header) + len(payload)
-        if self._size is not None:
-            if self._room is None or self._room < size:
-                self._room = self._shrink(size)
-                if self._room < size:
-                    return
-            self._room -= size
-        unfinished = self._unfinished(header, payload)
-        try:
-            os.replace(unfinished, self._file(name))
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(unfinished)
-            raise
+        with self._locked() as (file, is_locked):
+            if not self._make_room(file, size, is_locked):
+                return
+            self._count(file, size, 0)
+            try:
+                unfinished = self._unfinished(header, payload)
+                try:
+                    replaced = _size_of(self._file(name))
+                    os.replace(unfinished, self._file(name))
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(unfinished)
+                    raise
+            except BaseException:
+                self._count(file, -size, 0)
+                raise
+            self._count(file, -(replaced or 0), replaced is None)
 
     def _unfinished(self, *parts: bytes | memoryview) -> str:
         """A new temporary file that contains `parts`."""
         # No flush to the disk: what a power failure cuts short does not have its checksum.
         name = os.path.join(self._folder, _UNFINISHED + secrets.token_hex(8))
-        number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+        number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
         try:
             with open(number, "wb", buffering=0) as file:
                 for part in parts:
@@ -187,8 +173,14 @@ class Folder:
         return name
 
     def remove(self, name: bytes) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._file(name))
+        if not self.has(name):
+            return
+        with self._locked() as (file, _):
+            size = _size_of(self._file(name))
+            with suppress(FileNotFoundError):
+                os.unlink(self._file(name))
+            if size is not None:
+                self._count(file, -size, -1)
 
     def used(self, names: Sequence[bytes]) -> None:
         now = time.time_ns()
@@ -196,29 +188,115 @@ class Folder:
             with suppress(FileNotFoundError):
                 os.utime(self._file(name), ns=(now, now - 1000 * number))
 
-    def _shrink(self, wanted: int) -> int:
-        """Remove the files that were used longest ago if fewer than `wanted` bytes are left → the bytes left."""
-        assert self._size is not None
+    # -- the limit, of all processes together ------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[tuple[BinaryIO, bool]]:
+        """The file of the counts, for one writer of a limited place at a time, and whether it could be locked.
+
+        The lock of a killed process is free. Places without a limit, which count nothing, share the lock: what they
+        are writing is not taken for an abandoned file.
+        """
+        while True:
+            with self._opened_counts() as file:
+                is_locked = _lock(file, shared=self._size is None)
+                try:
+                    if os.fstat(file.fileno()).st_nlink:
+                        yield file, is_locked
+                        return
+                    # The folder was deleted while this one waited, and may be another one now.
+                finally:
+                    _unlock(file)
+
+    def _opened_counts(self) -> BinaryIO:
+        flags = os.O_RDWR | os.O_CREAT | _BINARY
+        try:
+            number = os.open(self._file_of_counts, flags, 0o600)
+        except FileNotFoundError:  # somebody has deleted the folder, to forget what was in it
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            number = os.open(self._file_of_counts, flags, 0o600)
+        return open(number, "r+b", buffering=0)
+
+    def _count(self, file: BinaryIO, more_bytes: int, more_objects: int) -> None:
+        """Add to the counts, where there is a limit."""
+        if self._size is not None:
+            held = _read_counts(file) or Held(0, 0)
+            self._set_counts(file, max(0, held.bytes + more_bytes), max(0, held.objects + more_objects))
+
+    def _set_counts(self, file: BinaryIO, held: int, objects: int) -> None:
+        file.seek(0)
+        file.write(_HELD.pack(held, objects))
+        self.held = Held(held, objects)
+
+    def _make_room(self, file: BinaryIO, wanted: int, is_locked: bool) -> bool:
+        """Remove the files that were used longest ago if fewer than `wanted` bytes are left → whether they are left."""
+        if self._size is None:
+            return True
+        most = self._size - _HELD.size - wanted
+        counts = _read_counts(file)
+        if counts is not None and self._has_looked and counts.bytes <= most:
+            return True
+        files, held = self._look(is_locked)
+        if held > most >= 0:
+            files.sort(reverse=True)
+            while files and held > int(_SHRUNK * self._size) - wanted:
+                _, size, path = files.pop()
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                held -= size
+        self._set_counts(file, held, len(files))
+        self._has_looked = True
+        return held <= most
+
+    def _look(self, is_locked: bool) -> tuple[list[tuple[int, int, str]], int]:
+        """Time of last use, bytes and path of all objects; bytes of all files. Removes what killed processes left."""
         files, held, now = [], 0, time.time()
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
                     if entry.name.startswith(_UNFINISHED):
-                        if now - found.st_mtime > _ABANDONED:
+                        if is_locked or now - found.st_mtime > _ABANDONED:
                             os.unlink(entry.path)
+                        else:
+                            held += found.st_size
                     elif _is_name(entry.name):
                         files.append((found.st_mtime_ns, found.st_size, entry.path))
                         held += found.st_size
-        if held + wanted > self._size:
-            files.sort(reverse=True)
-            target = int(_SHRUNK * self._size) - wanted
-            while files and held > target:
-                _, size, path = files.pop()
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
-                held -= size
-        return self._size - held
+        return files, held
+
+
+def _size_of(path: str) -> int | None:
+    """The bytes of a file; None if there is none."""
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _read_counts(file: BinaryIO) -> Held | None:
+    """The counts in their file; None if there are none yet."""
+    file.seek(0)
+    content = file.read(_HELD.size)
+    return Held(*_HELD.unpack(content)) if len(content) == _HELD.size else None
+
+
+def _lock(file: BinaryIO, *, shared: bool) -> bool:
+    """Wait for the lock of a file; False where there are no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    except OSError:  # a file system without locks
+        return False
+    return True
+
+
+def _unlock(file: BinaryIO) -> None:
+    """Closing the file does not do it while a forked child has it, too."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _is_name(text: str) -> bool:

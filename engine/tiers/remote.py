@@ -23,6 +23,7 @@ class Remote:
     """
 
     label = "remote"
+    held = None
 
     def __init__(self, url: str, most: int, key: str | None = None):
         parts = urlsplit(url)

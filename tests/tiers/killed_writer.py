@@ -18,7 +18,7 @@ from polarlm.engine.tiers import places
 from polarlm.engine.tiers.objects import IDS, pack
 
 SIZE = 3000  # bytes of a folder, of which the objects take more
-OBJECTS = 9
+OBJECTS = 6
 
 
 def name(number: int) -> bytes:

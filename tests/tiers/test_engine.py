@@ -19,7 +19,8 @@ from polarlm.engine import Completion, Engine, EngineError, PromptOptions, Sampl
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.kv.snapshot import export
 from polarlm.engine.tiers import tiers
-from polarlm.engine.tiers.places import Folder, Memory
+from polarlm.engine.tiers.memory import Memory
+from polarlm.engine.tiers.places import Folder
 from tests.small_disk import small_disk
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
 

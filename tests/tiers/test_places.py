@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from polarlm.engine.tiers import places
+from polarlm.engine.tiers.memory import Memory
 from polarlm.engine.tiers.objects import DamagedObject, unpack
-from polarlm.engine.tiers.places import Folder, Memory, Place
+from polarlm.engine.tiers.places import Folder, Place
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name
@@ -29,7 +33,7 @@ def put(place: Place, number: int, size: int = 100) -> None:
 
 @pytest.fixture(params=["ram", "disk"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Memory(1000) if request.param == "ram" else Folder(tmp_path / "folder", 1000)
+    return Memory(1000) if request.param == "ram" else Folder(tmp_path / "folder", 1000 + 16)  # of its counts
 
 
 def test_what_was_written_is_read(place: Place) -> None:
@@ -72,12 +76,18 @@ def test_an_object_larger_than_the_place_is_not_kept(place: Place) -> None:
     assert not place.has(name(2))
 
 
+def objects_in(folder: Path) -> list[str]:
+    """The names of its files, without that of the counts."""
+    return sorted({file.name for file in folder.iterdir()} - {".held"})
+
+
 def test_files_are_their_owners_only(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "a" / "b", 1000)
     put(folder, 1)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
-    (file,) = (tmp_path / "a" / "b").iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
+    files = list((tmp_path / "a" / "b").iterdir())
+    assert len(files) == 2  # with that of the counts
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
@@ -90,17 +100,46 @@ def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
 
 
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".unfinished-old").write_bytes(b"x")
-    (tmp_path / ".unfinished-new").write_bytes(b"x")
-    os.utime(tmp_path / ".unfinished-old", (1, 1))
+    (tmp_path / ".unfinished-a").write_bytes(b"x" * 950)
     put(Folder(tmp_path, 1000), 1)
-    assert {file.name for file in tmp_path.iterdir()} == {".unfinished-new", name(1).hex()}
+    assert objects_in(tmp_path) == [name(1).hex()]
+
+
+def test_without_locks_unfinished_files_may_be_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On file systems that have none, they stay for an hour, and count."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(places.fcntl, "flock", no_locks)
+    for age in ("old", "new"):
+        (tmp_path / f".unfinished-{age}").write_bytes(b"x" * 450)
+    os.utime(tmp_path / ".unfinished-old", (1, 1))
+    folder = Folder(tmp_path, 1000)
+    for number in range(8):
+        put(folder, number)
+    assert ".unfinished-new" in objects_in(tmp_path)
+    assert ".unfinished-old" not in objects_in(tmp_path)
+    assert 800 < bytes_in(tmp_path) <= 1000
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError):
         Folder(tmp_path / "file" / "folder", 1000)
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """As users forget everything while the engine runs; it has the owner's rights alone, as before."""
+    folder = Folder(tmp_path / "a" / "b", 1000)
+    put(folder, 1)
+    for gone in (tmp_path / "a" / "b", tmp_path / "a"):
+        shutil.rmtree(gone)
+        assert not folder.has(name(1))
+        assert folder.read(name(1)) is None
+        put(folder, 1)
+        assert folder.has(name(1))
+        assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
@@ -110,20 +149,100 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
         with pytest.raises(OSError) as raised:
             put(folder, 2, size=1 << 17)
         assert raised.value.errno == errno.ENOSPC
-        assert [file.name for file in tmp_path.iterdir()] == [name(1).hex()]
+        assert objects_in(tmp_path) == [name(1).hex()]
+        assert folder.held == (100, 1)
 
 
-def test_two_processes_share_a_folder(tmp_path: Path) -> None:
-    """Each writes over the limit while the other does; what is read is whole, and the size is kept to."""
+def test_two_places_share_a_folder(tmp_path: Path) -> None:
+    """Each writes while the other does; what is read is whole, and the size is that of both together."""
     here, there = Folder(tmp_path, 1000), Folder(tmp_path, 1000)
     for number in range(60):
         put((here, there)[number % 2], number)
         for place in (here, there):
             found = place.read(name(number))
-            assert found is None or len(found) == 100
-    put(here, 99)
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1200
-    assert there.has(name(99))
+            assert found is not None
+            assert len(found) == 100
+        assert 0 < bytes_in(tmp_path) <= 1000
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files, unfinished ones included."""
+    held = 0
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):
+            held += entry.stat().st_size
+    return held
+
+
+# Writes objects in several threads, half of them over others, and prints the most bytes that the folder has held
+# whenever an object lay there under its temporary name: this is when it holds most.
+_MANY_WRITERS = """
+import os, sys, threading
+from pathlib import Path
+from polarlm.engine.tiers.places import Folder
+from tests.tiers.test_places import bytes_in, put
+path, size, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+held, replace = [], os.replace
+def measured(*names):
+    held.append(bytes_in(path))
+    replace(*names)
+os.replace = measured
+shared = Folder(path, size)
+def write(thread):
+    place = shared if thread % 2 else Folder(path, size)
+    for number in range(40):
+        put(place, first + (100 * thread + number) % 150, 400 + 7 * number)
+threads = [threading.Thread(target=write, args=(thread,)) for thread in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(max(held))
+"""
+
+
+def test_the_limit_holds_at_every_moment_with_many_writers(tmp_path: Path) -> None:
+    """Three processes with four threads each: what is being written counts, too."""
+    size = 6000
+    command = [sys.executable, "-c", _MANY_WRITERS, str(tmp_path), str(size)]
+    writers = [
+        subprocess.Popen([*command, str(first)], cwd=ROOT, stdout=subprocess.PIPE, text=True) for first in (0, 0, 50)
+    ]
+    most = [int(writer.communicate()[0]) for writer in writers]
+    assert size // 2 < max(most) <= size
+    assert bytes_in(tmp_path) <= size
+
+
+def test_what_a_place_holds_is_counted(place: Place) -> None:
+    assert place.held == (0, 0)
+    for number in range(4):
+        put(place, number)
+    put(place, 1, size=60)
+    place.remove(name(2))
+    place.remove(name(2))
+    assert place.held == (100 + 60 + 100, 3)
+
+
+def test_files_that_others_put_there_or_removed_are_counted_when_a_place_is_opened(tmp_path: Path) -> None:
+    put(Folder(tmp_path, 1000), 1)
+    (tmp_path / name(2).hex()).write_bytes(b"x" * 700)
+    folder = Folder(tmp_path, 1000)
+    assert folder.held == (100, 1)  # as the last writer left it
+    put(folder, 3, size=250)
+    assert bytes_in(tmp_path) <= 1000
+    assert folder.has(name(3))
+
+
+def test_a_full_count_is_no_reason_to_remove_what_is_not_there(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 1000)
+    for number in range(9):
+        put(folder, number)
+    for number in range(1, 9):
+        (tmp_path / name(number).hex()).unlink()
+    for number in range(10, 15):
+        put(folder, number)
+    assert folder.has(name(0))
+    assert folder.held == (600, 6)
 
 
 _WRITER = """
@@ -164,20 +283,31 @@ def test_a_killed_process_leaves_whole_objects_only(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_killed_at_any_line_of_writing_leaves_whole_objects_only(tmp_path: Path) -> None:
-    """Of opening a folder, writing, replacing, noting use, and making room: a few hundred places to die at."""
+    """Of opening a folder, writing, replacing, noting use, and making room: a few hundred places to die at.
+
+    The next writer waits for no lock, removes what was not finished, and keeps to the limit.
+    """
     command = [sys.executable, "-m", "tests.tiers.killed_writer", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     points = int(done.stdout)
     assert points > 200
+    unfinished = 0
     for point in range(points):
-        reader = Folder(tmp_path / str(point), killed_writer.SIZE)
+        folder = tmp_path / str(point)
+        unfinished += any(file.name.startswith(".unfinished-") for file in folder.iterdir()) if folder.exists() else 0
+        reader = Folder(folder, killed_writer.SIZE)
         for number in range(killed_writer.OBJECTS):
             content = reader.read(name(number))
             if content is not None:
                 assert len(set(unpack(name(number), content).payload.tolist())) == 1
+        put(reader, 99)
+        assert reader.has(name(99))
+        assert reader.held == (bytes_in(folder) - 16, len(objects_in(folder)))
+        assert bytes_in(folder) <= killed_writer.SIZE
+    assert unfinished
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert any(file.name.startswith(".unfinished-") for file in files)  # they are removed an hour later
+    assert not [file for file in files if file.name.startswith(".unfinished-")]
     assert all(not file.stat().st_mode & 0o077 for file in files)
 
 

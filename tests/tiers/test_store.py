@@ -14,9 +14,9 @@ from polarlm.engine.kv.prefix import BlockStored
 from polarlm.engine.tiers.found import Budget
 from polarlm.engine.tiers.guarded import Guarded
 from polarlm.engine.tiers.lookup import Lookup
+from polarlm.engine.tiers.memory import Memory
 from polarlm.engine.tiers.names import Names
 from polarlm.engine.tiers.objects import Payloads
-from polarlm.engine.tiers.places import Memory
 from polarlm.engine.tiers.writing import Writer
 from tests.kv.fed import N, assert_held_by, held, overwrite
 from tests.kv.test_prefix import CachedSequence, CachedStore, words
