@@ -228,10 +228,12 @@ class Runner:
                 request.outbox.append(prefill.reader.chunk())
             if request.sequence.generated:
                 return
-            if request.sequence.max_tokens == 0:
-                request.clock.lap()
+            is_last = request.sequence.max_tokens == 0
+            sampled = [] if is_last else self._model.choose(end.value, [request.draws.next()])
+            request.clock.lap()
+            if self._tiers is not None:
+                self._tiers.computed(prefill.span.count, request.clock.prefill)
+            if is_last:
                 request.finish("length")
             else:
-                (sampled,) = self._model.choose(end.value, [request.draws.next()])
-                request.clock.lap()
-                request.take(sampled)
+                request.take(sampled[0])

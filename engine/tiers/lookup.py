@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.kv.prefix import Blocks, PrefixCache
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.tiers.copies import FullBlock, Run
 from polarlm.engine.tiers.found import Budget, Found
@@ -35,6 +35,21 @@ class Lookup:
         """
         root, hashes = self.prefixes.hashes(ids, salt)
         return _Search(self, names, ids, root, hashes, wanted).run()
+
+    def lacking(self, ids: Sequence[int], salt: str) -> int:
+        """How many of `ids` are in no block that the store has."""
+        root, hashes = self.prefixes.hashes(ids, salt)
+        n, stored = self.store.shape.block_size, 0
+        for number in range(len(hashes)):
+            stored += n * (None not in self.known(root, hashes, ids, number))
+        rest = ids[len(hashes) * n :]
+        return len(ids) - stored - (self.prefixes.common(hashes[-1], rest) if hashes and rest else 0)
+
+    def known(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int], number: int) -> Blocks:
+        """What the store has of complete block `number`: a block of each group of layers, or None."""
+        if number:
+            return self.prefixes.quantized(hashes[number])
+        return self.prefixes.full(root, ids[: self.store.shape.block_size])
 
     def has(self, name: bytes) -> bool:
         """Whether a place has an object of this name."""
@@ -135,11 +150,8 @@ class _Search:
             runs.append(runs[-1] + 1 if is_there else 0)
         return runs
 
-    def _known(self, number: int) -> list[int | None]:
-        """The blocks of the store."""
-        if number:
-            return self._prefixes.quantized(self.hashes[number])
-        return self._prefixes.full(self.root, self.ids[: self._n])
+    def _known(self, number: int) -> Blocks:
+        return self.lookup.known(self.root, self.hashes, self.ids, number)
 
     def _store_lacks(self, number: int, needed: int) -> bool:
         return any(block is None and needed >> index & 1 for index, block in enumerate(self._known(number)))

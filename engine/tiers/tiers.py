@@ -22,13 +22,13 @@ from polarlm.engine.tiers.lookup import Lookup
 from polarlm.engine.tiers.names import Names, digest, known_digest
 from polarlm.engine.tiers.objects import Payloads, ids_of
 from polarlm.engine.tiers.opening import remembering
+from polarlm.engine.tiers.patience import Patience
 from polarlm.engine.tiers.places import Place
 from polarlm.engine.tiers.writing import Lock, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE = 0.5  # seconds that a request waits for places at least
-_PATIENCE_PER_TOKEN = 0.0005  # and for each token that they may have: where these take longer, computing them is faster
+_FOR_NAMES = 0.5  # seconds that a request waits for the weights' digest
 _LAST_PATIENCE = 5.0  # seconds without progress after which a closing engine gives a place up
 
 T = TypeVar("T")
@@ -50,6 +50,8 @@ class Tiers:
         guarded = [Guarded(place) for place in places]
         self._lookup = Lookup(store, prefixes, self._payloads, guarded, Budget())
         self._writer = Writer(store, prefixes, self._payloads, guarded, self._named_soon, lock)
+        self._patience = Patience()
+        self.computed = self._patience.computed  # for the runner, under the engine's lock
         self._root = prefixes.hashes(())[0]
         self._names: Names | None = None
         self._named = threading.Event()
@@ -87,15 +89,16 @@ class Tiers:
 
     def find(self, ids: Sequence[int], salt: str) -> Found | None:
         """What places hold of the beginning of `ids` and the store lacks; None for nothing, or if they are too slow."""
-        if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_PATIENCE)) is None:
+        if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_FOR_NAMES)) is None:
             return None
-        seconds = _PATIENCE + _PATIENCE_PER_TOKEN * len(ids)
+        seconds = self._patience.seconds(self._lookup.lacking(ids, salt))
         return self._in_time(seconds, lambda wanted: self._lookup.find(names, ids, salt, wanted))
 
     def recall(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
         """The ids of those answers, by the digests of their conversations, that places know."""
-        if not keys or (names := self._named_soon(_PATIENCE)) is None:
+        if not keys or (names := self._named_soon(_FOR_NAMES)) is None:
             return {}
+        at_stake = len(keys) * self._payloads.shape.block_size  # tokens, about: without its ids an answer is computed
 
         def read(wanted: Callable[[], bool]) -> dict[bytes, Sequence[int]]:
             known: dict[bytes, Sequence[int]] = {}
@@ -105,7 +108,7 @@ class Tiers:
                     known[key] = ids_of(found[0])
             return known
 
-        return self._in_time(_PATIENCE, read) or {}
+        return self._in_time(self._patience.seconds(at_stake), read) or {}
 
     def _in_time(self, seconds: float, work: Callable[[Callable[[], bool]], T]) -> T | None:
         """The result of `work`, which runs in a thread; None if it is late, or an earlier one still runs."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.kv.snapshot import export
-from polarlm.engine.tiers import tiers
+from polarlm.engine.tiers import patience, tiers
 from polarlm.engine.tiers.memory import Memory
 from polarlm.engine.tiers.places import Folder
 from tests.small_disk import small_disk
@@ -262,7 +262,7 @@ def test_a_disk_that_hangs_delays_one_request_and_no_other(
     plain_model: Path, written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     shutil.copytree(written[0], tmp_path / "blocks")
-    monkeypatch.setattr(tiers, "_PATIENCE", 0.05)
+    monkeypatch.setattr(patience, "_FIRST", 0.05)
     hangs, asked = threading.Event(), []
 
     def read(place: Folder, name: bytes) -> None:
@@ -439,7 +439,7 @@ def test_a_forked_child_does_not_wait_for_the_digest_of_its_parent(
         began = time.monotonic()
         child = os.fork()
         if child == 0:
-            monkeypatch.setattr(tiers, "_PATIENCE", 60.0)
+            monkeypatch.setattr(tiers, "_FOR_NAMES", 60.0)
             try:
                 os._exit(0 if len(engine.generate(PROMPT, PARAMS).token_ids) == 13 else 1)
             finally:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import EngineError
+from polarlm.engine.tiers import patience
 from polarlm.engine.tiers import remote as remote_module
-from polarlm.engine.tiers import tiers
 from polarlm.engine.tiers.remote import Remote
 from tests.tiers.test_engine import PARAMS, PROMPT, N, load, next_turn
 from tests.tiny import make_model
@@ -223,7 +223,7 @@ def test_trouble_there_is_a_miss_here(
 ) -> None:
     """Answers are as without it, and the own disk goes on to work."""
     monkeypatch.setattr(remote_module, "_SECONDS", 0.2)
-    monkeypatch.setattr(tiers, "_PATIENCE", 5.0)
+    monkeypatch.setattr(patience, "_FIRST", 5.0)
     released = threading.Event()
     with running(Store()) as store:
         with load(model, None, cache_remote=store.url) as engine:

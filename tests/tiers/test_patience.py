@@ -1,0 +1,76 @@
+"""A request waits for places less long than computing takes on this machine, as it is now."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from polarlm.engine import SamplingParams
+from polarlm.engine.requests import request
+from polarlm.engine.tiers.patience import Patience
+from tests.tiers.test_engine import ids, load
+from tests.tiny import make_model
+
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+def test_waiting_takes_half_as_long_as_computing() -> None:
+    patience = Patience()
+    patience.computed(1000, 20.0)
+    assert patience.seconds(500) == pytest.approx(5.0)
+    assert patience.seconds(100) == pytest.approx(1.0)
+
+
+def test_before_anything_was_computed_a_guess_has_to_do() -> None:
+    assert Patience().seconds(1000) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1e6, 30.0), (1e-6, 0.1)])
+def test_there_is_a_most_and_a_least(seconds: float, expected: float) -> None:
+    """A place that hangs holds no request for ever; a thread has time to begin."""
+    patience = Patience()
+    patience.computed(1000, seconds)
+    assert patience.seconds(1000) == expected
+
+
+def test_short_prefills_say_little_of_long_ones() -> None:
+    patience = Patience()
+    patience.computed(1000, 1.0)
+    for _ in range(100):
+        patience.computed(2, 1.0)
+    assert patience.seconds(1000) == pytest.approx(0.5)
+
+
+def test_patience_follows_the_machine_as_it_gets_busy_and_idle() -> None:
+    """However long it was otherwise."""
+    patience = Patience()
+    for seconds in (1.0, 50.0, 1.0):
+        for _ in range(50):
+            patience.computed(500, seconds)
+        assert patience.seconds(500) == pytest.approx(seconds / 2, rel=0.01)
+    patience.computed(500, 50.0)
+    assert patience.seconds(500) > 10
+
+
+def test_an_engine_measures_its_prefills_and_waits_for_what_the_store_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock goes a second further each time that it is looked at."""
+    ticks = itertools.count()
+    monkeypatch.setattr(request, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    with load(make_model(tmp_path), tmp_path / "blocks") as engine:
+        assert engine._tiers is not None
+        waits: list[float] = []
+        in_time = engine._tiers._in_time
+        monkeypatch.setattr(
+            engine._tiers, "_in_time", lambda seconds, work: waits.append(seconds) or in_time(seconds, work)
+        )
+        usage = engine.generate(ids(1, 80), ONE).usage
+        per_token = (usage.prefill_seconds - 1) / 80  # the last second is that of taking the token
+        assert per_token > 0
+        waits.clear()
+        engine.generate([*ids(1, 80), *ids(2, 40)], ONE)  # of which the store has the first 80
+        assert waits == [pytest.approx(per_token / 2 * 39)]  # the last token is computed in any case
