@@ -184,21 +184,21 @@ class Engine:
                 ids, salt = self._runner.newest.ids, self._runner.newest.salt
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
-        sessions.write(path, self._identity, session, saved, progress)
+        sessions.write(path, self._identity, session, saved, salt, progress)
         return saved.length
 
     def load_session(self, path: Place, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
         """Load a saved session into the prefix cache, so that prompts that begin with its ids reuse its K/V.
 
-        cache_salt: that of the prompts that may reuse it. progress: called with the bytes read and the bytes in all.
-        Raises EngineError: "storage" if the file cannot be read, "session" for anything else.
+        cache_salt: that of the prompts that may reuse it, as when it was saved. progress: called with the bytes read
+        and the bytes in all. Raises EngineError: "storage" if the file cannot be read, "session" for anything else.
         """
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
         with self._exclusive():
             sessions.check_types(self._store.shape)
         session, saved = sessions.read(
-            path, self._identity, self.cache_shape, self.model.vocabulary, self.context, progress
+            path, self._identity, self.cache_shape, self.model.vocabulary, self.context, cache_salt, progress
         )
         with self._exclusive():
             kv = sessions.put_back(self._store, saved, path)

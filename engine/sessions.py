@@ -7,6 +7,8 @@ written) or "out_of_memory".
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import stat
@@ -90,10 +92,13 @@ def check_types(shape: CacheShape) -> None:
             )
 
 
-def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot, progress: Progress | None) -> None:
+def write(
+    path: Place, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
+) -> None:
     """Write a session to `path`, in place of any other file, which is unchanged after an EngineError.
 
-    own: this engine's `settings`. session: of the tokens in `saved`.
+    own: this engine's `settings`. session: of the tokens in `saved`. salt: that of the prompts that find them; "" for
+    none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -104,6 +109,8 @@ def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot
         "stored_as": saved.stored_as,
         "dropped": " ".join(map(str, saved.dropped)),
     }
+    if salt:
+        header["salt"] = _salt_hash(salt, session.token_ids)
     arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
     arrays["token_ids"] = np.asarray(session.token_ids, np.int32)
     arrays["note"] = np.frombuffer(_as_json(session.note), np.uint8)
@@ -125,9 +132,11 @@ def read(
     shape: CacheShape,
     vocabulary: range,
     context: int,
+    salt: str,
     progress: Progress | None,
 ) -> tuple[Session, Snapshot]:
-    """Read the session at `path` and check it completely: for this engine, and no longer than its `context`.
+    """Read the session at `path` and check it completely: for this engine, no longer than its `context`, and saved with
+    this salt.
 
     Reads no state of the engine, so its lock need not be held.
     """
@@ -147,6 +156,7 @@ def read(
         raise _no_memory(f"There is not enough memory to load {path}: free some") from None
     except (KeyError, TypeError, ValueError, RecursionError):
         raise _error(_damaged(path)) from None
+    _check_salt(path, header.get("salt", ""), salt, session)
     if saved.length > context:
         raise _error(
             f"The session {path} has {saved.length} tokens, but this engine's context has {context}: "
@@ -232,6 +242,20 @@ def _check_settings(path: Place, header: Mapping[str, str], own: Mapping[str, st
             named = "name" if key == "model" else key
             there, here = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (header, own))
             raise _error(f"The session {path} {sentence.format(there=there, here=here)}")
+
+
+def _salt_hash(salt: str, ids: Sequence[int]) -> str:
+    """What a session keeps of its salt. The ids are its key, so that sessions of one salt do not show that they are."""
+    key = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=key, person=b"polarlm session").hexdigest()
+
+
+def _check_salt(path: Place, there: str, salt: str, session: Session) -> None:
+    """Raises EngineError unless a session, in whose header stands `there`, was saved with this salt."""
+    if not there and salt:
+        raise _error(f"The session {path} was saved without a cache_salt: load it without one")
+    if there and not (salt and hmac.compare_digest(there.encode(), _salt_hash(salt, session.token_ids).encode())):
+        raise _error(f"The session {path} was saved with a cache_salt, which is not this one: load it with that one")
 
 
 def _check_file(file: Path, path: Place) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, EngineError, SamplingParams, checked_file, encoding, sessions
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, checked_file, encoding, sessions
 from polarlm.engine.backends import transfer
 from polarlm.engine.encoding import Encoding
 from polarlm.engine.quantization.conditioning import Scale
@@ -144,6 +144,40 @@ def test_a_chat_goes_on(tiny_path: Path, file: Path) -> None:
         tokens = engine.save_session(file, note=messages)
         messages = [*other.load_session(file).note, {"role": "user", "content": "and then"}]
         assert other.chat(messages, GREEDY).usage.cached_tokens == tokens
+
+
+def test_a_session_belongs_to_the_salt_that_it_was_saved_with(tiny_path: Path, file: Path) -> None:
+    """Its tokens are found by no prompt that could not find them before; the file does not have the salt itself."""
+    prompt = ids(1, LENGTH)
+    with load(tiny_path) as engine:
+        engine.generate(prompt, GREEDY, PromptOptions(cache_salt="customer 17"))
+        engine.save_session(file)
+    assert b"customer 17" not in file.read_bytes()
+    with load(tiny_path) as engine:
+        for salt in ("", "customer 18"):
+            refused(lambda salt=salt: engine.load_session(file, cache_salt=salt), "saved with a cache_salt")
+            assert engine.generate(prompt, GREEDY, PromptOptions(cache_salt=salt)).usage.cached_tokens == 0
+        engine.load_session(file, cache_salt="customer 17")
+        answer = engine.generate([*prompt, 7], GREEDY, PromptOptions(cache_salt="customer 17"))
+        assert answer.usage.cached_tokens == LENGTH // N * N
+        assert engine.generate(prompt[:30], GREEDY, PromptOptions(cache_salt="other")).usage.cached_tokens == 0
+
+
+def test_a_session_without_a_salt_takes_none(engine: Engine, saved: Path) -> None:
+    """As do the files of versions that knew of no salts, which have no field for it."""
+    assert "salt" not in checked_file.read_header(saved)
+    refused(lambda: engine.load_session(saved, cache_salt="mine"), "without a cache_salt")
+    assert engine.load_session(saved).note == NOTE
+
+
+def test_equal_salts_do_not_show(tiny_path: Path, tmp_path: Path) -> None:
+    hashes = set()
+    with load(tiny_path) as engine:
+        for seed in range(2):
+            engine.generate(ids(seed, 20), GREEDY, PromptOptions(cache_salt="x"))
+            engine.save_session(tmp_path / "x")
+            hashes.add(checked_file.read_header(tmp_path / "x")["salt"])
+    assert len(hashes) == 2
 
 
 def test_a_loaded_session_can_be_saved_again(engine: Engine, saved: Path, file: Path) -> None:

@@ -45,7 +45,7 @@ class Sessions:
         return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
 
     async def load(self, request: Request) -> Response:
-        """{"name"} → {"name", "tokens"}; only prompts with the same "cache_salt" find it."""
+        """{"name"} → {"name", "tokens"}; with the "cache_salt" that it was saved with, whose prompts alone find it."""
         body = await read_body(request, self._driver.config.max_body)
         name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
         return JSONResponse({"name": name, "tokens": await self._driver.load_session(name, salt)})

@@ -174,6 +174,23 @@ def test_the_socket_saves_and_loads(server: Process) -> None:
         assert client.ask(id=4, load="none")[1]["error"]["code"] == "unknown_session"
 
 
+def test_a_session_of_a_salt_is_loaded_with_it(server: Process) -> None:
+    """Over HTTP and the socket."""
+    prompt = "hens then ate the tea"
+    _, first = ask(server, "/v1/completions", prompt=prompt, cache_salt="A", **GREEDY)
+    count = first["usage"]["prompt_tokens"]
+    assert ask(server, "/sessions/save", name="talk", prompt=prompt, cache_salt="A")[1]["tokens"] == count
+    with server.client() as client:
+        for other in ({}, {"cache_salt": "B"}):
+            assert "talk" in message(ask(server, "/sessions/load", name="talk", **other), 422, "session")
+            assert client.ask(id=1, load="talk", **other)[1]["error"]["code"] == "session"
+        assert ask(server, "/sessions/load", name="talk", cache_salt="A")[1]["tokens"] == count
+        assert client.ask(id=2, load="talk", cache_salt="A")[1]["tokens"] == count
+    _, unsalted = ask(server, "/v1/completions", prompt=prompt, **GREEDY)
+    assert unsalted["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0) == 0
+    assert "A" not in ask(server, "/sessions", "GET")[1]["sessions"][0].values()
+
+
 def test_sessions_are_listed_and_removed(server: Process) -> None:
     assert ask(server, "/sessions", "GET") == (200, {"sessions": []})
     files = [saved(server, name) for name in ("b", "A.1")]
