@@ -16,6 +16,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +36,7 @@ _CHECKSUM = 32  # bytes
 HEADER_BYTES = _FIELDS.size + _CHECKSUM
 _ALIGNED = 8  # bytes; every array starts at a multiple of it
 _ID = np.dtype("<i4")
+_MOST_IDS = 1 << 20  # bytes, of an answer of 262,144 tokens
 
 # Representations of a BLOCK.
 _AS_FIELDS, _AS_RECORDS = 0, 1
@@ -191,9 +193,12 @@ class Payloads:
         return self._floats[key]
 
     def most_bytes(self) -> int:
-        """More bytes than any object has: those of a block in full precision, which records with their padding and the
-        ids of an answer stay below."""
-        return 2 * (HEADER_BYTES + (1 << 20) + self.of_full(_NUMBERS[4], self.shape.block_size, self.every_group)[1])
+        """Bytes of the largest object: a block in full precision, or quantized, or the ids of an answer."""
+        sizes = [_MOST_IDS, self.of_full(_NUMBERS[4], self.shape.block_size, self.every_group)[1]]
+        for stored_as in (transfer.FIELDS, transfer.RECORDS):
+            with suppress(ValueError):  # records that do not exist
+                sizes.append(self.of_blocks(stored_as, self.every_group)[1])
+        return HEADER_BYTES + max(sizes)
 
     def _layers(self, groups: int) -> list[int]:
         return [layer for index, (_, layers) in enumerate(self.shape.groups) if groups >> index & 1 for layer in layers]

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import EngineError
+from polarlm.engine.tiers.objects import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.driver import Driver
 from polarlm.server.http.blocks import Blocks
@@ -75,9 +76,10 @@ def _with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Resp
 
 def _blocks(driver: Driver, config: ServerConfig) -> list[Route]:
     """The routes of kept blocks; none without --share-blocks."""
-    if not config.share_blocks or driver.engine.kept_blocks is None:
+    engine = driver.engine
+    if not config.share_blocks or engine.kept_blocks is None:
         return []
-    return Blocks(driver.engine.kept_blocks).routes()
+    return Blocks(engine.kept_blocks, Payloads(engine.cache_shape).most_bytes()).routes()
 
 
 def _cors(config: ServerConfig) -> list[Middleware]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -12,14 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from polarlm.engine.tiers.found import Budget
 from polarlm.engine.tiers.objects import DamagedObject, unpack
 from polarlm.engine.tiers.places import Place
-from polarlm.server.http.bodies import read_bytes
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
+from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.job import Job
 from polarlm.server.worker import Worker
 
-_MOST_BYTES = 256 << 20  # of a block
+_READING_BYTES = 256 << 20  # of blocks that are being sent here, all of them together, or one block if that is larger
 _MOST_WAITING = 64  # requests for blocks at the same time
 _SECONDS = 10.0  # for the disk
 _TYPE = "application/octet-stream"
@@ -30,8 +31,10 @@ T = TypeVar("T")
 class Blocks:
     """The endpoint over a place."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, place: Place, most: int) -> None:
+        """most: bytes of the largest block that there can be."""
+        self._place, self._most = place, most
+        self._room = Budget(max(_READING_BYTES, most))
         self._worker = Worker("blocks")  # a thread that does not keep a process with a hanging disk from ending
         self._waiting = 0
 
@@ -68,18 +71,27 @@ class Blocks:
     async def put(self, request: Request) -> Response:
         """Keep a block, whose own checksum and name have to be right. The same again changes nothing."""
         name = _read_name(request)
-        body = await read_bytes(request, _MOST_BYTES)
+        announced = announced_bytes(request)
+        if announced is not None and announced > self._most:
+            raise too_large(self._most)
+        size = self._most if announced is None else announced
+        if not self._room.take(size):
+            raise _busy(CLOSE)  # its body has not been read
         try:
-            unpack(name, body)
-        except DamagedObject as error:
-            raise ApiError(400, f"This is not the block of that name: {error}", "damaged_block") from None
-        await self._do(partial(self._place.write, name, body, memoryview(b"")))
+            body = await read_bytes(request, self._most)
+            try:
+                unpack(name, body)
+            except DamagedObject as error:
+                raise ApiError(400, f"This is not the block of that name: {error}", "damaged_block") from None
+            await self._do(partial(self._place.write, name, body, memoryview(b"")))
+        finally:
+            self._room.give_back(size)
         return Response(status_code=204)
 
     async def _do(self, work: Callable[[], T]) -> T:
         """The result of `work`, in the thread. Raises ApiError."""
         if self._waiting >= _MOST_WAITING:
-            raise ApiError(503, "Too many blocks are asked for at the same time", "busy", headers={"Retry-After": "1"})
+            raise _busy()
         job = Job(asyncio.get_running_loop())
         self._waiting += 1
         try:
@@ -101,6 +113,11 @@ def _read_name(request: Request) -> bytes:
     if re.fullmatch("[0-9a-f]{32}", name) is None:
         raise ApiError(400, "A block's name has 32 hexadecimal digits", param="name")
     return bytes.fromhex(name)
+
+
+def _busy(more: Mapping[str, str] | None = None) -> ApiError:
+    headers = {"Retry-After": "1", **(more or {})}
+    return ApiError(503, "Too many blocks are asked for or sent at the same time", "busy", headers=headers)
 
 
 def _missing() -> ApiError:

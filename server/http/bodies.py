@@ -29,16 +29,22 @@ async def read_bytes(request: Request, limit: int) -> bytes:
 
 
 async def _bytes(request: Request, limit: int) -> bytes:
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
-        raise _too_large(limit)
+    if (announced_bytes(request) or 0) > limit:
+        raise too_large(limit)
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
     return bytes(data)
 
 
-def _too_large(limit: int) -> ApiError:
+def announced_bytes(request: Request) -> int | None:
+    """The bytes of a body by its Content-Length; None without one."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else None
+
+
+def too_large(limit: int) -> ApiError:
+    """The error of a body of more than `limit` bytes."""
     return ApiError(413, f"The request is larger than {limit} bytes", "request_too_large", headers=CLOSE)
