@@ -138,6 +138,19 @@ class Threads:
 
 
 @dataclass(frozen=True)
+class TierStatus:
+    """What a tier's place holds, and what has been wrong with it since the engine was loaded."""
+
+    place: str  # "ram", "disk" or "remote"
+    bytes: int | None  # of its objects, after this process's last write; None where it has no limit
+    objects: int | None
+    damaged: int  # objects that were found and not used
+    timeouts: int  # requests that were computed without it since it took too long
+    read_errors: int
+    write_errors: int
+
+
+@dataclass(frozen=True)
 class Status:
     """Counts of requests and of quantized blocks, over all groups of layers. A block is used, kept or free."""
 
@@ -149,6 +162,8 @@ class Status:
     blocks_kept: int  # held by no request; the prefix cache can find them until they are allocated again
     blocks_free: int  # held by no request and not in the prefix cache
     threads: Threads | None  # None on a GPU
+    backend: str = ""  # "numpy", "native" or "cuda"
+    tiers: tuple[TierStatus, ...] = ()  # the fastest first
 
 
 @dataclass(frozen=True)

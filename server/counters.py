@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
 
 from polarlm.engine import Chunk
+
+# Seconds: from a token of a GPU to an answer of a thousand tokens on a laptop.
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
+_WHOLE = {"stop", "length"}  # outcomes of answers that came to their end
+
+
+@dataclass
+class Times:
+    """How often something took how long."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # up to each bound, and beyond the last
+    seconds: float = 0.0  # their sum
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add `count` times of so many seconds."""
+        self.counts[bisect_left(BOUNDS, seconds)] += count
+        self.seconds += count * seconds
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """(bound, times up to it) of a Prometheus histogram."""
+        return list(zip([*map(str, BOUNDS), "+Inf"], accumulate(self.counts), strict=True))
+
+
+class Timed(Protocol):
+    """The times of a request, on the clock of `time.monotonic`."""
+
+    started: float
+    appended: float  # when the engine's thread gave the newest chunk
+    token_came: float | None  # when the newest one with a token; None before the first
 
 
 @dataclass
@@ -26,19 +58,30 @@ class Totals:
     seconds: float = 0.0  # from arrival to the end, summed over requests
     answers: int = 0  # generation requests that have ended
     answer_seconds: float = 0.0  # their part of `seconds`
+    first_token: Times = field(default_factory=Times)  # from arrival to an answer's first token
+    gaps: Times = field(default_factory=Times)  # between the tokens of an answer
+    latency: Times = field(default_factory=Times)  # from arrival to the end of an answer
     active: int = 0  # in a snapshot: requests under way, which wait, are computed, or are being sent
 
     def ended(self, outcome: str, seconds: float, *, answer: bool) -> None:
         """Count a request that has ended; answer: whether it counts in the mean time of an answer."""
         self.requests[outcome] += 1
         self.seconds += seconds
+        if outcome in _WHOLE:
+            self.latency.add(seconds)
         if answer:
             self.answers += 1
             self.answer_seconds += seconds
 
-    def count(self, chunk: Chunk) -> None:
-        """Add a chunk's tokens and usage."""
-        self.completion_tokens += len(chunk.token_ids)
+    def count(self, chunk: Chunk, timed: Timed) -> None:
+        """Add a chunk's tokens, their times and its usage. timed: its request."""
+        if tokens := len(chunk.token_ids):
+            self.completion_tokens += tokens
+            if timed.token_came is None:
+                self.first_token.add(timed.appended - timed.started)
+            else:  # tokens that come together share the time
+                self.gaps.add((timed.appended - timed.token_came) / tokens, tokens)
+            timed.token_came = timed.appended
         if chunk.usage is not None:
             self.cached_tokens += chunk.usage.cached_tokens
             self.cached_from.update(chunk.usage.cached_from)

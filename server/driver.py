@@ -134,7 +134,7 @@ class Driver:
             try:
                 while not last:
                     item = await self._next(job)
-                    self._totals.count(item)
+                    self._totals.count(item, job)
                     entry.count(item)
                     last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
@@ -157,7 +157,7 @@ class Driver:
                 chunks: list[Chunk] = []
                 while not chunks or chunks[-1].finish_reason is None:
                     chunks.append(await self._next(job))
-                    self._totals.count(chunks[-1])
+                    self._totals.count(chunks[-1], job)
                 vector = embedding(chunks)
                 if vector is None:
                     raise refused.closing()

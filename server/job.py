@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,19 @@ class Job(Mailbox):
         super().__init__(loop)
         self.started = time.monotonic()
         self.outcome = "cancelled"
+        self.appended = self.started
+        self.token_came: float | None = None
+        self._times: deque[float] = deque()  # when each item was appended that has not been read yet
+
+    def append(self, item: Any, /) -> None:
+        self._times.append(time.monotonic())
+        super().append(item)
+
+    async def next(self) -> Any:
+        """The next item, which came at `appended`; raises it if it is an exception."""
+        item = await super().next()
+        self.appended = self._times.popleft()
+        return item
 
     def do(self, work: Callable[[], Any]) -> None:
         """Append the result or the error of `work`; nothing if the job is closed already."""

@@ -58,6 +58,9 @@ class Ops(Protocol):
 
     name: str
 
+    backend: str
+    """Which implementation this is: "numpy", "native" or "cuda"."""
+
     forkable: bool
     """Whether arrays on the device stay usable in a forked child process."""
 

@@ -101,6 +101,8 @@ class Runner:
             blocks_kept=kept,
             blocks_free=free - kept,
             threads=self._model.ops.threads(),
+            backend=self._model.ops.backend,
+            tiers=() if self._tiers is None else self._tiers.status(),
         )
 
     def cache_stats(self) -> CacheStats:

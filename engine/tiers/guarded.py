@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from polarlm.engine.outputs import TierStatus
 from polarlm.engine.tiers.places import Place
 
 _LOG = logging.getLogger(__name__)
@@ -22,7 +23,9 @@ class Guarded:
         self.label = place.label
         self._place = place
         self._rests = {"read": 0.0, "written": 0.0}  # until when
-        self._complained: set[str] = set()
+        self._errors = {"read": 0, "written": 0}
+        self._damaged = 0
+        self.timeouts = 0
 
     @property
     def takes_writes(self) -> bool:
@@ -51,11 +54,22 @@ class Guarded:
             return work()
         except OSError as error:
             self._rests[how] = time.monotonic() + _TROUBLED
-            self.complain(how, f"blocks on {self.label} cannot be {how} for now: {error}")
+            self._errors[how] += 1
+            if self._errors[how] == 1:
+                _LOG.warning("blocks on %s cannot be %s for now: %s", self.label, how, error)
             return otherwise
 
-    def complain(self, what: str, sentence: str) -> None:
-        """Log a sentence, once for each kind of trouble."""
-        if what not in self._complained:
-            self._complained.add(what)
-            _LOG.warning("%s", sentence)
+    def is_damaged(self, name: bytes, error: Exception) -> None:
+        """Count a damaged object, and remove it. The log has the first ten, then every tenth, hundredth and so on."""
+        self._damaged += 1
+        count = self._damaged
+        if count % 10 ** (len(str(count)) - 1) == 0:
+            sentence = "the object %s on %s is damaged and not used (%d of them so far): %s"
+            _LOG.warning(sentence, name.hex(), self.label, count, error)
+        self.remove(name)
+
+    def status(self) -> TierStatus:
+        """What it holds and what was wrong with it."""
+        held, errors = self._place.held, self._errors
+        size, objects = (None, None) if held is None else held
+        return TierStatus(self.label, size, objects, self._damaged, self.timeouts, errors["read"], errors["written"])

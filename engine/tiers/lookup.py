@@ -4,9 +4,11 @@ up again when the blocks are put there."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from threading import Thread, current_thread
 
 from polarlm.engine.kv.prefix import Blocks, PrefixCache
 from polarlm.engine.kv.store import KVStore
@@ -27,6 +29,24 @@ class Lookup:
     ):
         self.store, self.prefixes, self.payloads = store, prefixes, payloads
         self.places, self.budget = places, budget
+        self._asked: dict[Thread, Guarded] = {}  # by the thread that asks: the place that it asked last
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """For the time that this thread looks something up."""
+        try:
+            yield
+        finally:
+            self._asked.pop(current_thread(), None)
+
+    def asked_by(self, thread: Thread) -> Guarded:
+        """The place that a thread waits for."""
+        return self._asked.get(thread, self.places[0])
+
+    def _each(self) -> Iterator[Guarded]:
+        for place in self.places:
+            self._asked[current_thread()] = place
+            yield place
 
     def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> Found | None:
         """What places hold of the beginning of `ids` and the store lacks; None for nothing.
@@ -53,14 +73,14 @@ class Lookup:
 
     def has(self, name: bytes) -> bool:
         """Whether a place has an object of this name."""
-        return any(place.has(name) for place in self.places)
+        return any(place.has(name) for place in self._each())
 
     def read(self, name: bytes, check: Callable[[Object], object]) -> tuple[Object, str] | None:
         """The object of this name, and the label of the first place that has a right one; None if there is none.
 
         check: raises DamagedObject for a wrong one. Damaged ones are removed.
         """
-        for place in self.places:
+        for place in self._each():
             content = place.read(name)
             if content is None:
                 continue
@@ -69,8 +89,7 @@ class Lookup:
                 check(found)
                 return found, place.label
             except DamagedObject as error:
-                place.complain("damaged", f"a block on {place.label} is damaged and not used: {error}")
-                place.remove(name)
+                place.is_damaged(name, error)
         return None
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import KVStore
+from polarlm.engine.outputs import TierStatus
 from polarlm.engine.tiers.found import Budget, Found
 from polarlm.engine.tiers.guarded import Guarded
 from polarlm.engine.tiers.lookup import Lookup
@@ -85,6 +86,10 @@ class Tiers:
         self._named.wait(seconds)
         return self._names
 
+    def status(self) -> tuple[TierStatus, ...]:
+        """Of every place, the fastest first. Waits for none."""
+        return tuple(place.status() for place in self._lookup.places)
+
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int], salt: str) -> Found | None:
@@ -118,7 +123,8 @@ class Tiers:
         left = threading.Event()
 
         def run() -> None:
-            results.append(work(lambda: not left.is_set()))
+            with self._lookup.asking():
+                results.append(work(lambda: not left.is_set()))
 
         thread = threading.Thread(target=run, name="tiers reading", daemon=True)
         thread.start()
@@ -126,7 +132,10 @@ class Tiers:
         if thread.is_alive():
             left.set()
             self._late = thread
-            _LOG.warning("kept blocks were not read within %.1f s: the prompt is computed without them", seconds)
+            place = self._lookup.asked_by(thread)
+            place.timeouts += 1
+            sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
+            _LOG.warning(sentence, place.label, seconds)
         return results[0] if results and not thread.is_alive() else None
 
     # -- keeping -----------------------------------------------------------------------------------------------

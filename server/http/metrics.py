@@ -1,4 +1,4 @@
-"""/metrics: counters of the server and its load, in Prometheus' text format.
+"""/metrics: counters, times and the load of the server, in Prometheus' text format. docs/server.md lists them all.
 
 Beside our own names stand those of vLLM that routers read by default (the model server protocol of the Gateway API's
 inference extension): requests in the queue and under way, the used part of the KV store, and the size of its blocks.
@@ -6,14 +6,21 @@ inference extension): requests in the queue and under way, the used part of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.metadata
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from polarlm.engine import Engine
-from polarlm.engine.outputs import Status
+from polarlm.engine.kv.cache_types import chosen
+from polarlm.engine.outputs import Status, TierStatus
 from polarlm.server.counters import Totals
 
 
@@ -59,6 +66,62 @@ class _Numbers(Collector):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 
 
+class _Times(Collector):
+    def __init__(self, done: Totals) -> None:
+        self._done = done
+
+    def collect(self) -> Iterator[Metric]:
+        done = self._done
+        for name, meaning, times in (
+            ("time_to_first_token", "Time from a request's arrival to its first token", done.first_token),
+            ("inter_token_latency", "Time from a token of an answer to the next one", done.gaps),
+            ("request_latency", "Time from a request's arrival to the end of its answer", done.latency),
+        ):
+            yield HistogramMetricFamily(f"polarlm_{name}_seconds", meaning, times.buckets(), times.seconds)
+
+
+class _Tiers(Collector):
+    def __init__(self, tiers: Sequence[TierStatus]) -> None:
+        self._tiers = tiers
+
+    def collect(self) -> Iterator[Metric]:
+        size = GaugeMetricFamily("polarlm_tier_bytes", "Bytes of kept blocks and answers", labels=["place"])
+        objects = GaugeMetricFamily("polarlm_tier_objects", "Kept blocks and answers", labels=["place"])
+        damaged = CounterMetricFamily(
+            "polarlm_tier_damaged_objects", "Objects that were found damaged and not used", labels=["place"]
+        )
+        timeouts = CounterMetricFamily(
+            "polarlm_tier_timeouts", "Requests computed without a place that took too long", labels=["place"]
+        )
+        errors = CounterMetricFamily(
+            "polarlm_tier_errors", "Errors of reading and writing", labels=["place", "operation"]
+        )
+        for tier in self._tiers:
+            if tier.bytes is not None and tier.objects is not None:
+                size.add_metric([tier.place], tier.bytes)
+                objects.add_metric([tier.place], tier.objects)
+            damaged.add_metric([tier.place], tier.damaged)
+            timeouts.add_metric([tier.place], tier.timeouts)
+            errors.add_metric([tier.place, "read"], tier.read_errors)
+            errors.add_metric([tier.place, "write"], tier.write_errors)
+        yield from (size, objects, damaged, timeouts, errors)
+
+
+class _Build(Collector):
+    def __init__(self, engine: Engine, now: Status) -> None:
+        self._engine, self._now = engine, now
+
+    def collect(self) -> Iterator[Metric]:
+        (_, type_k), (_, type_v) = chosen(self._engine.config)
+        try:
+            version = importlib.metadata.version("polarlm")
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        about = {"version": version, "backend": self._now.backend, "model": self._engine.model.name}
+        about |= {"cache_type_k": type_k, "cache_type_v": type_v}
+        yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=about)
+
+
 class _ForRouters(Collector):
     def __init__(self, engine: Engine, now: Status) -> None:
         self._engine, self._now = engine, now
@@ -94,5 +157,8 @@ def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: boo
     """
     registry = CollectorRegistry()
     registry.register(_Numbers(done, now, without_cached))
+    registry.register(_Times(done))
+    registry.register(_Tiers(now.tiers))
+    registry.register(_Build(engine, now))
     registry.register(_ForRouters(engine, now))
     return generate_latest(registry)

@@ -236,7 +236,7 @@ def test_damaged_files_are_never_used(reader, written, data) -> None:
     assert_idle(engine)
 
 
-def test_a_damaged_file_is_removed_and_told_once(
+def test_a_damaged_file_is_removed_and_told_with_its_name(
     plain_model: Path, written, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "blocks"
@@ -250,7 +250,8 @@ def test_a_damaged_file_is_removed_and_told_once(
             assert answer.usage.cached_tokens == 0
             assert answer.logprobs == written[1].logprobs
     told = [record.message for record in caplog.records if "damaged" in record.message]
-    assert len(told) == 1
+    assert [first.name in line for line in told] == [True] * 3
+    assert "(3 of them so far)" in told[2]
     with load(plain_model, folder) as engine:  # what was written in its place is right
         assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT
 

@@ -35,6 +35,7 @@ _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # the share is of the free 
 class CudaOps:
     """The ops on one GPU, composed of the classes of this folder."""
 
+    backend = "cuda"
     forkable = False
     stored_as = transfer.RECORDS
     prefill_rows = 2048

@@ -34,6 +34,7 @@ class NativeOps:
     """The ops on a CPU, composed of the classes of this folder."""
 
     name = NumpyOps.name
+    backend = "native"
     forkable = NumpyOps.forkable
     stored_as = NumpyOps.stored_as
     prefill_rows = NumpyOps.prefill_rows

@@ -49,6 +49,7 @@ class NumpyOps:
     """See `engine.backends.ops.Ops`."""
 
     name = "cpu"
+    backend = "numpy"
     forkable = True
     stored_as = transfer.FIELDS
     prefill_rows = 512  # the feed-forward activations stay near the cache
