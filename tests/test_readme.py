@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 from starlette.routing import Route
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.plan import CacheShape, LayerShape
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
@@ -102,7 +103,8 @@ def test_every_endpoint_is_explained():
         return method, path.removeprefix("/v1")
 
     told = {shared(*pair) for row in rows(SERVER, "Endpoint") for pair in re.findall(r"`(\w+) (\S+)`", row[0])}
-    engine = SimpleNamespace(model=SimpleNamespace(tokenizer=None), context=0, kept_blocks=object())
+    shape = CacheShape(8, 1, 8, (LayerShape(codecs.get("f16"), codecs.get("f16")),))
+    engine = SimpleNamespace(model=SimpleNamespace(tokenizer=None), context=0, kept_blocks=object(), cache_shape=shape)
     config = ServerConfig(share_blocks=True)
     driver = cast(Any, SimpleNamespace(engine=engine, config=config))
     routes = cast(list[Route], create_app(driver, config).routes)
