@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +15,8 @@ from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from polarlm.model_loaders.user_dirs import belongs_to_user
 
 try:
     import fcntl
@@ -25,6 +29,7 @@ Progress = Callable[[int], None]  # called with the bytes done since its last ca
 
 _CHECKSUM = "seal"  # the header's entry for it
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
+_TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
 _PIECE = 16 << 20  # bytes after which the file is flushed to the disk
 
 
@@ -55,10 +60,15 @@ def write(path: Path, header: Header, arrays: Arrays, progress: Progress = lambd
 def remove_unfinished(folder: Path) -> None:
     """Remove the unfinished files of killed processes from `folder`.
 
-    Files that are still being written, or cannot be removed, stay.
+    Files that are still being written, or cannot be removed, stay, and so does whatever is no regular file of this user
+    with a temporary name.
     """
     with suppress(OSError):
-        for file in sorted(folder.glob(_UNFINISHED + "*")):
+        for file in sorted(folder.iterdir()):
+            with suppress(OSError):
+                status = file.lstat()
+                if not (_TEMPORARY.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status)):
+                    continue
             with suppress(OSError), file.open("r+b") as opened:
                 if fcntl is not None:
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the file is being written

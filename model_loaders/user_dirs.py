@@ -1,4 +1,4 @@
-"""The user's cache folder."""
+"""The user's cache folder, and which files are the user's."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def _default() -> Path:
             f"platformdirs), or set {CACHE_VARIABLE} to a folder."
         ) from error
     return user_cache_path("polarlm")
+
+
+def belongs_to_user(status: os.stat_result) -> bool:
+    """Whether a file or folder is this user's, so that this program may remove it; always so on Windows, whose folders
+    are the users' own."""
+    return not hasattr(os, "getuid") or status.st_uid == os.getuid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -27,3 +28,27 @@ def test_a_file_that_is_removed_before_it_is_locked_is_created_again(tmp_path: P
     header, arrays = checked_file.read(tmp_path / "file")
     assert header["a"] == "b"
     assert arrays["x"].tolist() == [0, 1, 2]
+
+
+def test_only_own_files_with_temporary_names_are_removed(tmp_path: Path) -> None:
+    """A server may be given any folder for its sessions."""
+    folder = tmp_path / "folder"
+    (folder / ".unfinished-folder12").mkdir(parents=True)
+    (folder / ".unfinished-novel.txt").write_text("of the user")
+    os.mkfifo(folder / ".unfinished-pipe1234")
+    (tmp_path / "target").write_text("of the user")
+    (folder / ".unfinished-link1234").symlink_to(tmp_path / "target")
+    before = sorted(folder.iterdir())
+    (folder / ".unfinished-ab12_xyz").write_text("left by a killed process")
+    checked_file.remove_unfinished(folder)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_unfinished_files_of_other_users_stay(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    theirs = tmp_path / ".unfinished-ab12_xyz"
+    theirs.write_text("")
+    os.chown(theirs, 1, -1)
+    checked_file.remove_unfinished(tmp_path)
+    assert theirs.exists()

@@ -2,16 +2,18 @@
 
 The files of one set were compiled from the same sources, by the same LLVM, for the same level of CPU features, and lie
 in a folder that is named after all of these. A file that cannot be read, is damaged or belongs to another user is as
-good as none. So is a folder that cannot be written.
+good as none. So is a folder that cannot be written. Sets that have not been used for long are removed; whatever else is in the
+folder stays.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
+import re
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,12 +22,16 @@ import numpy as np
 from polarlm.engine.backends.native.compiler import target_description
 from polarlm.engine.backends.native.target import Level
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.user_dirs import cache_folder
+from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
 
 _SETS = 8  # that stay: those used last, of all versions and levels
 _ENGINE = Path(__file__).resolve().parents[2]
 _SOURCES = ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")  # what kernels are made from
 _CHECKSUM = 32  # bytes
+_NAME = re.compile("[0-9a-f]{32}")  # of sets, and of the files in them
+_UNFINISHED = ".unfinished-"  # prefix of temporary names
+_TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
+_ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process
 
 
 class ObjectCache:
@@ -33,6 +39,7 @@ class ObjectCache:
 
     def __init__(self, folder: Path, key: str) -> None:
         self._folder, self._key = folder, key
+        self._is_tidy = False
         with suppress(OSError):
             os.utime(folder)  # the sets used last stay
 
@@ -41,11 +48,17 @@ class ObjectCache:
         try:
             if not _is_ours(os.stat(self._folder)):
                 return None
-            # Opened once: what is checked is what is read.
-            with self._file(name).open("rb") as file:
-                if not _is_ours(os.fstat(file.fileno())):
+            # Opened once: what is checked is what is read. Without waiting for a writer, should it be a pipe.
+            flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+            number = os.open(self._file(name), flags | getattr(os, "O_BINARY", 0))
+            try:
+                status = os.fstat(number)
+                if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
                     return None
-                content = file.read()
+                with open(number, "rb", closefd=False) as file:
+                    content = file.read()
+            finally:
+                os.close(number)
         except OSError:
             return None
         code = content[_CHECKSUM:]
@@ -59,7 +72,10 @@ class ObjectCache:
                 _remove_old(self._folder)
             if not _is_ours(os.stat(self._folder)):
                 return
-            number, temporary = tempfile.mkstemp(prefix=".unfinished-", dir=self._folder)
+            if not self._is_tidy:
+                self._is_tidy = True
+                _remove_files(self._folder, _TEMPORARY, older=_ABANDONED)
+            number, temporary = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._folder)
             try:
                 with os.fdopen(number, "wb") as file:
                     file.write(self._checksum(name, code) + code)
@@ -109,8 +125,26 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove all sets but `newest` and the others that were used last."""
-    others = [folder for folder in newest.parent.iterdir() if folder != newest]
-    others.sort(key=lambda folder: folder.lstat().st_mtime, reverse=True)
-    for folder in others[_SETS - 1 :]:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove all sets but `newest` and the others that were used last. Nothing else is removed, or counts."""
+    sets = []
+    for folder in newest.parent.iterdir():
+        with suppress(OSError):
+            status = folder.lstat()
+            is_set = _NAME.fullmatch(folder.name) and stat.S_ISDIR(status.st_mode) and belongs_to_user(status)
+            if is_set and folder != newest:
+                sets.append((status.st_mtime, folder))
+    for _, folder in sorted(sets, reverse=True)[_SETS - 1 :]:
+        with suppress(OSError):
+            _remove_files(folder, _NAME)
+            _remove_files(folder, _TEMPORARY)
+            folder.rmdir()  # fails if something else is in it
+
+
+def _remove_files(folder: Path, names: re.Pattern[str], older: float = 0) -> None:
+    """Remove this user's regular files of such names that are older than so many seconds."""
+    for file in folder.iterdir():
+        with suppress(OSError):
+            status = file.lstat()
+            is_kernel = names.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status)
+            if is_kernel and time.time() - status.st_mtime >= older:
+                file.unlink()

@@ -243,14 +243,94 @@ def test_without_sources_there_is_no_cache(folder: Path, tmp_path: Path, monkeyp
     assert object_cache(LEVEL) is None
 
 
+def make_set(folder: Path, number: int) -> Path:
+    """The folder of a set with one kernel, used last at second `number` of 1970."""
+    made = folder / f"{number:032x}"
+    ObjectCache(made, "").write("name", b"code")
+    os.utime(made, (number, number))
+    return made
+
+
 def test_the_sets_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(6):
-        ObjectCache(tmp_path / f"set{number}", "").write("name", b"code")
-        os.utime(tmp_path / f"set{number}", (number, number))
-    ObjectCache(tmp_path / "set2", "")  # it is used again
+    made = [make_set(tmp_path, number) for number in range(6)]
+    ObjectCache(made[2], "")  # it is used again
     monkeypatch.setattr(cache_module, "_SETS", 4)
-    ObjectCache(tmp_path / "new", "").write("name", b"code")
-    assert {path.name for path in tmp_path.iterdir()} == {"new", "set2", "set4", "set5"}
+    made.append(make_set(tmp_path, 6))
+    assert set(tmp_path.iterdir()) == {made[2], made[4], made[5], made[6]}
+
+
+@pytest.fixture
+def four_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only four sets are kept."""
+    monkeypatch.setattr(cache_module, "_SETS", 4)
+
+
+@needs_users
+def test_other_folders_and_files_are_neither_removed_nor_counted(tmp_path: Path, four_sets: None) -> None:
+    """The user may have named a folder whose `kernels` has something else."""
+    others = tmp_path / "project", tmp_path / ("A" * 32), tmp_path / ("c" * 33), tmp_path / ("a" * 32)
+    for other in others:
+        other.mkdir()
+        (other / "attention.cu").write_text("years of work")
+    (tmp_path / ("b" * 32)).write_text("a file with the name of a set")
+    (tmp_path / ("d" * 32)).symlink_to(others[0])
+    for entry in tmp_path.iterdir():
+        os.utime(entry, (1, 1), follow_symlinks=False)
+    before = set(tmp_path.iterdir())
+    made = [make_set(tmp_path, number) for number in range(2, 8)]
+    assert set(tmp_path.iterdir()) == {*before, *made[2:]}
+    assert all((other / "attention.cu").exists() for other in others)
+
+
+@needs_users
+def test_a_set_of_another_user_stays(tmp_path: Path, four_sets: None) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    theirs = make_set(tmp_path, 1)
+    os.chown(theirs, 1, -1)
+    os.utime(theirs, (1, 1))
+    made = [make_set(tmp_path, number) for number in range(2, 8)]
+    assert set(tmp_path.iterdir()) == {theirs, *made[2:]}
+
+
+def test_a_set_loses_its_own_files_only(tmp_path: Path, four_sets: None) -> None:
+    old = make_set(tmp_path, 1)
+    (old / "notes.txt").write_text("of the user")
+    (old / ".unfinished-abcd_123").write_bytes(b"half")
+    os.utime(old, (1, 1))
+    for number in range(2, 6):
+        make_set(tmp_path, number)
+    assert [path.name for path in old.iterdir()] == ["notes.txt"]
+
+
+def test_unfinished_files_of_killed_writers_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    old, new, other = ".unfinished-old_1234", ".unfinished-new_1234", ".unfinished-essay.txt"
+    for name in (old, new, other):
+        (tmp_path / name).write_bytes(b"half")
+    for name in (old, other):
+        os.utime(tmp_path / name, (1, 1))
+    cache = ObjectCache(tmp_path, "key")
+    cache.write("name", b"code")
+    assert {path.name for path in tmp_path.iterdir()} >= {new, other}
+    assert not (tmp_path / old).exists()
+    assert cache.read("name") == b"code"
+
+
+@needs_users
+def test_what_is_no_file_is_not_loaded_and_does_not_hang(folder: Path, compiled: list[str]) -> None:
+    loaded()
+    (file,) = files(folder)
+    right = file.read_bytes()
+    (folder / "target").write_bytes(right)
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink(folder / "target", path)):
+        file.unlink()
+        make(file)
+        compiled.clear()
+        loaded()
+        assert compiled == ["test_7"]
+        if file.is_dir():
+            file.rmdir()
+            file.write_bytes(right)
 
 
 def test_processes_may_write_at_the_same_time(tmp_path: Path) -> None:
