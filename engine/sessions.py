@@ -95,7 +95,8 @@ def check_types(shape: CacheShape) -> None:
 def write(
     path: Place, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
 ) -> None:
-    """Write a session to `path`, in place of any other file, which is unchanged after an EngineError.
+    """Write a session to `path`, in place of an earlier one, which is unchanged after an EngineError. Other files are
+    not replaced, but for empty ones.
 
     own: this engine's `settings`. session: of the tokens in `saved`. salt: that of the prompts that find them; "" for
     none.
@@ -122,8 +123,20 @@ def write(
         file = Path(os.path.realpath(path))  # replace the target of a link, not the link
         with suppress(FileNotFoundError):
             _check_file(file, path)
+            if file.stat().st_size and not is_session(file):
+                raise EngineError(
+                    f"{path} is there already and is no session, so it is not replaced: choose another name", "storage"
+                )
         total = sum(array.nbytes for array in arrays.values())
         checked_file.write(file, header, arrays, _counting(progress, total))
+
+
+def is_session(path: Place) -> bool:
+    """Whether `path` is a file that `write` has written, as its header says: a damaged one may be none."""
+    try:
+        return os.path.isfile(path) and checked_file.read_header(Path(path)).get("format") == _FORMAT
+    except (OSError, DamagedFile):
+        return False
 
 
 def read(

@@ -42,8 +42,13 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
     folder = cache_folder()
     file = folder / FILE_NAME
     try:
-        if file.is_file() and file.stat().st_size == FILE_BYTES:
-            return file
+        if file.exists():
+            if (size := file.stat().st_size) == FILE_BYTES:
+                return file
+            raise LoadError(
+                f"{file} is not the demonstration model: it has {size} bytes, and that one {FILE_BYTES}. Move it away, "
+                f"set {CACHE_VARIABLE} to another folder, {_INSTEAD}."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         if verbose is not None:
             verbose(f"Downloading the demonstration model SmolLM2-135M-Instruct (93 MB, once) to {folder}")

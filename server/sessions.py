@@ -11,6 +11,7 @@ from typing import Any
 
 from polarlm.engine import EngineError, checked_file
 from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.sessions import is_session
 from polarlm.server.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -72,7 +73,7 @@ class SessionFolder:
                 status = path.stat()
             except OSError:  # removed meanwhile, or a broken link
                 continue
-            if _NAME.fullmatch(name) and path.is_file():
+            if _NAME.fullmatch(name) and is_session(path):
                 found.append(Saved(name, status.st_size, int(status.st_mtime)))
         return found
 
@@ -94,9 +95,17 @@ class SessionFolder:
         return check
 
     def remove(self, name: str) -> bool:
-        """Remove a session; returns whether it existed. Raises EngineError where it cannot be removed."""
+        """Remove a session; returns whether it existed. Raises EngineError where it cannot be removed, and for another
+        file of the folder."""
+        file = self.file(name)
         try:
-            os.unlink(self.file(name))
+            if os.path.lexists(file) and not is_session(file):
+                raise EngineError(
+                    f"The session {name} cannot be removed: its file is none of a session, or damaged; it can be "
+                    "removed from the folder of the sessions",
+                    "storage",
+                )
+            os.unlink(file)
         except FileNotFoundError:
             return False
         except OSError as error:

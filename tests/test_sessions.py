@@ -236,6 +236,21 @@ def test_a_session_replaces_the_file_before_it(engine: Engine, file: Path) -> No
     assert os.listdir(file.parent) == [file.name]
 
 
+def test_a_file_that_is_no_session_is_not_replaced(engine: Engine, tmp_path: Path, tiny_path: Path) -> None:
+    talk(engine)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes((tiny_path / "model.safetensors").read_bytes())
+    (tmp_path / "letter.txt").write_text("Dear Ada,")
+    (tmp_path / "link").symlink_to(tmp_path / "letter.txt")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for path in before:
+        refused(lambda path=path: engine.save_session(path), str(path), "is no session", code="storage")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "empty").touch()
+    engine.save_session(tmp_path / "empty")
+    assert engine.load_session(tmp_path / "empty").token_ids
+
+
 def test_saving_to_a_link_replaces_its_target(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     link, there = tmp_path / "link", tmp_path / "there" / "talk"

@@ -7,7 +7,9 @@ another process removes, or writing one that it writes as well, does no harm: a 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import stat
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +27,9 @@ try:
 except ImportError:  # Windows, where processes that share a folder may exceed its size by an object each
     fcntl = None  # type: ignore[assignment]
 
+_NAME = re.compile("[0-9a-f]{32}")
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
+_TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[0-9a-f]{16}")
 _ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process, where there are no locks
 _COUNTS = ".held"  # the file that says how much a folder holds
 _HELD = struct.Struct("<QQ")  # its contents: bytes and objects
@@ -105,8 +109,12 @@ class Folder:
         self.label = label
         self._folder, self._size = folder, size
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # another process has made room
-            os.unlink(self._unfinished(b""))
+        while True:
+            probe = self._unfinished(b"")
+            with suppress(FileNotFoundError):  # another process has made room
+                self._owner = os.stat(probe).st_uid  # of what this process writes there
+                os.unlink(probe)
+                break
         self._memory = _Pieces()
         self._has_looked = False  # at all files
         self.held: Held | None = None
@@ -255,12 +263,14 @@ class Folder:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    if entry.name.startswith(_UNFINISHED):
+                    if not stat.S_ISREG(found.st_mode) or found.st_uid != self._owner:
+                        continue  # not an object: it stays, and does not count
+                    if _TEMPORARY.fullmatch(entry.name):
                         if is_locked or now - found.st_mtime > _ABANDONED:
                             os.unlink(entry.path)
                         else:
                             held += found.st_size
-                    elif _is_name(entry.name):
+                    elif _NAME.fullmatch(entry.name):
                         files.append((found.st_mtime_ns, found.st_size, entry.path))
                         held += found.st_size
         return files, held
@@ -297,8 +307,3 @@ def _unlock(file: BinaryIO) -> None:
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _is_name(text: str) -> bool:
-    """Whether a file of this name is an object: a user's own files, in a folder of theirs, stay."""
-    return len(text) == 32 and set(text) <= set("0123456789abcdef")

