@@ -98,6 +98,8 @@ def _check_values(config: EngineConfig) -> None:
     """Check everything that needs no model. Raises EngineError."""
     if config.ctx_size < 0:
         raise _wrong("ctx_size", config, "give a number of tokens, or 0 for the model's own")
+    if config.ctx_size == 1:
+        raise _wrong("ctx_size", config, "a prompt and its answer take two tokens at least; give more, or 0")
     if config.threads < 0:
         raise _wrong("threads", config, "give a number of threads, or 0 to follow OMP_NUM_THREADS")
     if config.block_size < 4 or config.block_size % 4:

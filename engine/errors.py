@@ -45,3 +45,8 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):  # more digits, or deeper, than Python writes
         text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1].rstrip() + "…"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count and its noun: "1 token", "2 tokens"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

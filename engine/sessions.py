@@ -24,7 +24,7 @@ import numpy as np
 from polarlm.engine import checked_file
 from polarlm.engine.backends import transfer
 from polarlm.engine.checked_file import DamagedFile
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.kv.blocks import OutOfBlocks
 from polarlm.engine.kv.plan import CacheShape
 from polarlm.engine.kv.prefix import PrefixCache
@@ -172,7 +172,7 @@ def read(
     _check_salt(path, header.get("salt", ""), salt, session)
     if saved.length > context:
         raise _error(
-            f"The session {path} has {saved.length} tokens, but this engine's context has {context}: "
+            f"The session {path} has {counted(saved.length, 'token')}, but this engine's context has {context}: "
             "raise ctx_size or kv_memory"
         )
     return session, saved
@@ -184,7 +184,7 @@ def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: st
     try:
         return export(store, kv)
     except MemoryError:
-        raise _no_memory(f"There is not enough memory to save {kv.length} tokens: free some") from None
+        raise _no_memory(f"There is not enough memory to save {counted(kv.length, 'token')}: free some") from None
     finally:
         prefixes.release(kv, ids)
 
@@ -195,7 +195,7 @@ def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
         return restore(store, saved)
     except OutOfBlocks:
         raise _no_memory(
-            f"There is no room for the {saved.length} tokens of {path}: other requests hold the blocks; load it later"
+            f"There is no room for the K/V of {path}: other requests hold the blocks; load it later"
         ) from None
     except MemoryError:
         raise _no_memory(f"There is not enough memory to load {path}: free some") from None

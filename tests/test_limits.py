@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
+from polarlm.engine.errors import counted
 from tests.tiny import CONTEXT, assert_idle, make_model
 
 
@@ -27,6 +28,7 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
         ({"cache_type_k": "f16@1-x"}, ["cache_type_k=f16@1-x"]),
         ({"cache_type_v": "polarpair-m4n4"}, ["cache_type_v=polarpair-m4n4: it stores keys only"]),
         ({"ctx_size": -1}, ["ctx_size=-1"]),
+        ({"ctx_size": 1}, ["ctx_size=1", "a prompt and its answer take two tokens at least"]),
         ({"ctx_size": "4096"}, ["ctx_size", "'4096'", "int"]),
         ({"ctx_size": 10.0}, ["ctx_size", "10.0", "int"]),
         ({"ctx_size": True}, ["ctx_size", "True", "int"]),
@@ -118,6 +120,19 @@ def test_errors_advise_a_larger_context_only_below_the_models_own(
         engine.generate([7] * 1000)
     assert caught.value.code == "context_length_exceeded"
     assert ("raise ctx_size or kv_memory" in str(caught.value)) == advised
+
+
+def test_errors_count_in_english(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", ctx_size=2) as engine:
+        with pytest.raises(EngineError) as caught:
+            engine.generate([7, 7])
+        assert str(caught.value) == (
+            "The prompt of 2 tokens exceeds the available context size of 2 tokens, of which the answer takes at least "
+            "1: shorten it, or raise ctx_size or kv_memory"
+        )
+        with pytest.raises(EngineError, match="of 3 tokens exceeds the available context size of 2 tokens: shorten"):
+            engine.score([7, 7, 7])
+    assert (counted(1, "token"), counted(0, "token"), counted(2, "token")) == ("1 token", "0 tokens", "2 tokens")
 
 
 @pytest.mark.parametrize("context", [2, 5, 8, 9, 17])

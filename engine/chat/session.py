@@ -15,7 +15,7 @@ from polarlm.engine.chat.console import Console, ctrl_c_asked
 from polarlm.engine.chat.line_editor import PROMPT, state_folder
 from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.engine import Engine
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.outputs import Usage
 from polarlm.engine.sampling.repeats import Repeats
 from polarlm.engine.sessions import Progress
@@ -93,7 +93,7 @@ class ChatSession:
         file = _session_file(path)
         with self._transfer("saving") as progress:
             count = self.engine.save_session(file, note={"messages": self.messages}, progress=progress)
-        return f"The conversation is saved in {file}: {count} tokens."
+        return f"The conversation is saved in {file}: {counted(count, 'token')}."
 
     def load(self, path: str) -> str:
         """Replaces this conversation with a saved one; returns a sentence and the saved one's last messages.
@@ -109,9 +109,8 @@ class ChatSession:
         self.messages, self.last = messages, None
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         question, answer = (shorten(message["content"], _BRIEF, placeholder=" …") for message in messages[-2:])
-        return (
-            f"The conversation saved in {file} goes on: {len(session.token_ids)} tokens.\n{PROMPT}{question}\n{answer}"
-        )
+        size = counted(len(session.token_ids), "token")
+        return f"The conversation saved in {file} goes on: {size}.\n{PROMPT}{question}\n{answer}"
 
     @contextmanager
     def _transfer(self, what: str) -> Iterator[Progress]:
@@ -213,19 +212,19 @@ def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
     if turn.finish_reason != "length":
         return None
     if 0 <= params.max_tokens <= len(turn.token_ids):
-        return f"The answer ends here: it has the {params.max_tokens} tokens that -n/--predict allows."
+        return f"The answer ends here: it has the {counted(params.max_tokens, 'token')} that -n/--predict allows."
     return "The answer ends here: the context is full; /clear starts anew, and -c/--ctx-size sets its size."
 
 
 def numbers(turn: Turn, engine: Engine) -> str:
     """Two lines: the speed of a turn, and the context and the cache of its sequence."""
     rate = f"{(len(turn.token_ids) - 1) / turn.seconds:.1f} tokens/s, " if turn.seconds else ""
-    speed = f"answer: {len(turn.token_ids)} tokens, {rate}stopped"
+    speed = f"answer: {counted(len(turn.token_ids), 'token')}, {rate}stopped"
     if (usage := turn.usage) is not None:
         speed = (
-            f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached{_places(usage)}, "
+            f"prompt: {counted(usage.prompt_tokens, 'token')}, {usage.cached_tokens} of them cached{_places(usage)}, "
             f"{usage.prompt_rate:.1f} tokens/s | "
-            f"answer: {usage.completion_tokens} tokens, {usage.generation_rate:.1f} tokens/s"
+            f"answer: {counted(usage.completion_tokens, 'token')}, {usage.generation_rate:.1f} tokens/s"
         )
         if usage.drafted_tokens:
             speed += f", {usage.accepted_tokens} of {usage.drafted_tokens} drafted ones right"

@@ -10,7 +10,7 @@ import numpy as np
 
 from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions
-from polarlm.engine.errors import EngineError, shown
+from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.limits import check_roles
 from polarlm.engine.requests.answers import Answers
 from polarlm.model_loaders.prompt import chat_ids
@@ -141,7 +141,8 @@ def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, ro
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
             raise EngineError(f"The prompt holds {shown(i)}, which is not a token id below {known.stop}")
     if len(ids) > context - room:
-        problem = f"The prompt of {len(ids)} tokens exceeds the available context size of {context} tokens"
-        problem += f", {room} of them for the answer" if room else ""
+        size = f"the available context size of {counted(context, 'token')}"
+        problem = f"The prompt of {counted(len(ids), 'token')} exceeds {size}"
+        problem += f", of which the answer takes at least {room}" if room else ""
         raise _too_long(problem, len(ids), model, context)
     return [int(i) for i in ids]
