@@ -28,7 +28,7 @@ from polarlm.engine.limits import DRAFT_ROWS, DRAFTS, MOST_DRAFTED
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.magnitudes import Variances, variances
 from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_drafts, rehearse_rows
-from polarlm.engine.model.weights import left_out, load_weights, weight_bytes, weight_count
+from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.progress import progress_bar
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
@@ -172,7 +172,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 say(note)
         with progress_bar(
             verbose is not None,
-            total=4 * weight_count(source.weights),
+            total=file_bytes(source.weights),
             desc=f"Loading {source.name}",
             unit="B",
             unit_scale=True,
@@ -318,17 +318,13 @@ def _warn(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Say) -
 
 
 def fit_line(parts: Parts) -> str:
-    """One line for users: the model, its dtype, memory of weights and KV store, and how many tokens fit."""
+    """One line for users: the model, how its weights are kept, memory of weights and KV store, how many tokens fit."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
-    weight_type = weight_format(parts.config)
-    converted = f" converted to {weight_type.name}" if weight_type else ""
-    loaded = weight_type.name if weight_type else model.dtype
-    on_device = ops.weight_type(loaded)
-    how = "" if on_device == loaded and weight_type else f" as {'stored' if on_device == loaded else on_device}"
-    weights = f"{model.dtype} weights{converted}{how}, {format_bytes(parts.model.weights.bytes)}"
+    weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
     line = (
-        f"{model.name}: {weights} on the {ops.name}; KV store {format_bytes(plan.bytes)}, "
+        f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}; "
+        f"KV store {format_bytes(plan.bytes)}, "
         f"{sum(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_per_value:.2f} bits/value): {plan.tokens:,} tokens fit"
     )

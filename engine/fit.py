@@ -17,7 +17,7 @@ from polarlm.engine.encoding import WHOLE
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.kv.plan import CacheShape, StorePlan, format_bytes, plan_for_tokens
-from polarlm.engine.model.weights import weight_bytes
+from polarlm.engine.model.weights import Kept, kept, weight_bytes
 from polarlm.engine.sizes import cache_shape, loaded_bytes, store_plan, weight_format, work_bytes
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.weights import WeightSource
@@ -56,6 +56,7 @@ class WeightFit:
     room: int  # bytes for the KV store and for activations
     lacking: int  # bytes by which the weights alone are too large; 0 if they fit
     caches: tuple[CacheFit, ...]
+    kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty for files of which only the size is known
 
     def cache(self, cache_type: str) -> CacheFit:
         return next(one for one in self.caches if one.cache_type == cache_type)
@@ -104,9 +105,10 @@ def fit_device(
     found = []
     for weight_type in dict.fromkeys((config.weight_type, *others)):
         settings = replace(config, weight_type=weight_type)
-        size = weight_bytes(ops, source, weight_format(settings))
+        format = weight_format(settings)
         asked = contexts if weight_type == config.weight_type else ()
-        found.append(fit_weights(settings, ops, model, size, cache_types, asked))
+        weights = fit_weights(settings, ops, model, weight_bytes(ops, source, format), cache_types, asked)
+        found.append(replace(weights, kept=kept(ops, source, format)))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
 

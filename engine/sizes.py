@@ -62,7 +62,7 @@ def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[
 def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
     """Bytes of the weights of a file of `size` bytes, once they are loaded."""
     format = weight_format(config)
-    if format is None and ops.weight_type("Q8_0") == "Q8_0":
+    if format is None and ops.kept_as(q8 := weight_formats.get("q8_0")) is q8:
         return size
     count = sum(math.prod(spec.shape) for spec in families.tensors(model).specs())
     return 4 * count if format is None else count * format.nbytes // format.values

@@ -53,3 +53,9 @@ TYPES = {
     41: GgmlType("Q1_0", 128, 18),
 }
 BY_NAME = {type.name: type for type in TYPES.values()}
+
+
+def size_of(name: str, count: int) -> int:
+    """The bytes of `count` values, whole blocks of the type of this name."""
+    _, values, nbytes = BY_NAME[name]
+    return count // values * nbytes

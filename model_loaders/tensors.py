@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.model_loaders.file_bytes import FileBytes
-from polarlm.model_loaders.ggml_types import BY_NAME
+from polarlm.model_loaders.ggml_types import BY_NAME, size_of
 
 PLAIN = ("F32", "F16", "BF16")
 _LATTICE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
@@ -40,8 +40,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        _, values, nbytes = BY_NAME[self.dtype]
-        return self.columns // values * nbytes
+        return size_of(self.dtype, self.columns)
 
     @cached_property
     def file_rows(self) -> np.ndarray | None:

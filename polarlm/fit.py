@@ -15,9 +15,20 @@ from polarlm.engine import weight_formats
 from polarlm.engine.assembly import settle
 from polarlm.engine.commands import note, run
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
-from polarlm.engine.fit import Advice, DeviceFit, advise, devices, fit_device, fit_files, fit_weights, steps_to
+from polarlm.engine.fit import (
+    Advice,
+    DeviceFit,
+    WeightFit,
+    advise,
+    devices,
+    fit_device,
+    fit_files,
+    fit_weights,
+    steps_to,
+)
 from polarlm.engine.flags import parse, that, use_utf8
 from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.model.weights import in_words
 from polarlm.engine.sizes import loaded_bytes
 from polarlm.model_loaders import ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
@@ -141,6 +152,9 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     """Two tables: cache types beside the weights that were asked for, and all weights."""
     chosen = device.weights[0]
     what = "The weights" if chosen.weight_type == AS_STORED else f"The weights as {chosen.weight_type}"
+    if chosen.kept:
+        words = in_words(chosen.kept)
+        what = words[0].upper() + words[1:]
     room = f", {format_bytes(chosen.lacking)} too much." if chosen.lacking else ""
     room = room or f"; up to {format_bytes(chosen.room)} is for the KV cache."
     lines = [
@@ -182,7 +196,7 @@ def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
     shown = () if same else types
     rows = [
         [
-            one.weight_type,
+            _label(one),
             format_bytes(one.bytes),
             *(f"lacks {format_bytes(one.lacking)}" if one.lacking else f"{one.cache(name).tokens:,}" for name in shown),
         ]
@@ -193,6 +207,12 @@ def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
         return [f"Beside any of these weights, {tokens:,} tokens fit:", *_columns([["weights", "memory"], *rows])]
     title = "The longest context beside the weights, with each cache type:"
     return [title, *_columns([["weights", "memory", *shown], *rows])]
+
+
+def _label(weights: WeightFit) -> str:
+    """The type of weights, and what of "as-stored" is kept otherwise."""
+    changed = [str(one) for one in weights.kept if one.how != "as stored"]
+    return f"{AS_STORED}: {', '.join(changed)}" if changed and weights.weight_type == AS_STORED else weights.weight_type
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from polarlm.engine.fit import (
 )
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.sizes import weight_format
+from polarlm.fit import main as command
 from tests.cuda.emulated import EmulatedDevice
+from tests.model_loaders.checkpoints import quantized_model
 
 MIB = 1 << 20
 
@@ -90,6 +93,17 @@ def test_weights_take_what_loading_takes(demo_path: Path, weight_type: str) -> N
     assert found.bytes == loaded.bytes
 
 
+def test_a_row_says_what_is_not_kept_as_it_is_stored(tmp_path: Path, memory, capsys) -> None:
+    pytest.importorskip("llvmlite")
+    memory(1024 * MIB)
+    quantized_model(tmp_path / "small.gguf", "IQ2_XXS")
+    assert command(["--device", "cpu", str(tmp_path / "small.gguf")]) == 0
+    page = capsys.readouterr().out
+    assert "IQ2_XXS weights kept as q8_0 take " in page
+    assert re.search("^as-stored: IQ2_XXS kept as q8_0  ", page, re.MULTILINE)
+    assert re.search("^q4_0  ", page, re.MULTILINE)
+
+
 def test_as_many_sequences_fit_as_can_be_loaded(tiny_path: Path, memory) -> None:
     """One more has no blocks of its own."""
     memory(24 * MIB)
@@ -140,7 +154,7 @@ def test_a_size_in_bytes_is_enough_for_the_weights(tiny_path: Path, memory) -> N
     config, source, _ = model_loaders.load_weights(tiny_path)
     size = weight_bytes(cpu(), source)
     source.close()
-    assert fit_weights(EngineConfig(), cpu(), config, size) == fits(tiny_path, cpu()).weights[0]
+    assert fit_weights(EngineConfig(), cpu(), config, size) == replace(fits(tiny_path, cpu()).weights[0], kept=())
     assert fit_weights(EngineConfig(), cpu(), config, 65 * MIB).lacking == MIB
 
 

@@ -113,8 +113,8 @@ class Ops(Protocol):
     def set_aside(self, load: Load) -> None:
         """Allocate the memory of steps now, before other allocations can take it. Raises MemoryError."""
 
-    def weight_type(self, stored: str) -> str:
-        """Name, for messages, of the type on the device of weights that the file stores as `stored`."""
+    def kept_as(self, format: WeightFormat) -> WeightFormat:
+        """The format in which the device keeps matrices that come to it in `format`."""
 
     def rehearsal(self) -> Rehearsal | None:
         """Ops for a rehearsal, and a wait for what they cannot do without; None if nothing is compiled."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.weight_formats import WeightFormat, find, get, stored_as
+from polarlm.model_loaders.ggml_types import size_of
 from polarlm.model_loaders.weights import WeightSource
 
 _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
@@ -17,7 +18,7 @@ _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 @dataclass(frozen=True)
 class FileMatrix:
     """See `StoredMatrix`. format: the file's own, whose bytes are not changed, or another one, to which the values are
-    rounded. progress: called with 4 bytes a value."""
+    rounded. progress: called with bytes of the file."""
 
     source: WeightSource
     name: str
@@ -47,7 +48,7 @@ class FileMatrix:
                 raw = converted[: rows.stop - first]
                 self._convert(rows, raw)
                 yield rows, raw
-            self.progress(4 * (rows.stop - first) * columns)
+            self.progress(size_of(self.source.stored_dtype(self.name), (rows.stop - first) * columns))
 
     def _convert(self, rows: slice, raw: np.ndarray) -> None:
         """Write these rows to `raw` (rows, bytes of a row) in the format."""

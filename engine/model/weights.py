@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import LayerWeights, ModelWeights
-from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat
+from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
+from polarlm.model_loaders.ggml_types import size_of
 from polarlm.model_loaders.tensor_table import Slots
 from polarlm.model_loaders.weights import WeightSource
 
@@ -42,7 +45,7 @@ class _Reader:
         for name, size in zip(names, sizes, strict=True):
             self._source.read_into(name, whole[end : end + size])
             end += size
-        self._progress(whole.nbytes)
+            self._progress(size_of(self._source.stored_dtype(name), size))
         self.bytes += whole.nbytes
         return self._ops.to_device(whole)
 
@@ -70,7 +73,7 @@ def load_weights(
 ) -> ModelWeights:
     """All weights on the device; matrices are converted to `weight_type`, or stay in the file's format.
 
-    `progress` is called with the values read since its last call, in bytes as float32.
+    `progress` is called with the bytes of the file that were read since its last call.
     """
     read = _Reader(ops, source, progress, weight_type)
     table = tensors(config)
@@ -82,9 +85,9 @@ def load_weights(
     return ModelWeights(embedding, layers, norm, head, read.bytes)
 
 
-def weight_count(source: WeightSource) -> int:
-    """The number of values in all tensors."""
-    return sum(int(np.prod(source.shape(name))) for name in source.names())
+def file_bytes(source: WeightSource) -> int:
+    """The bytes of all tensors in their files."""
+    return sum(size_of(source.stored_dtype(name), math.prod(source.shape(name))) for name in source.names())
 
 
 def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> int:
@@ -94,6 +97,44 @@ def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | Non
         ops.matrix_bytes(_format(ops, source, name, weight_type), count) if len(source.shape(name)) > 1 else 4 * count
         for name, count in counts.items()
     )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Matrices of which the device keeps the values in the same way. stored: their types in the file, by their bytes;
+    how: "as stored", "kept as q8_0" or "converted to q4_0"; bytes: on the device."""
+
+    stored: tuple[str, ...]
+    how: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.stored)} {self.how}"
+
+
+def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> tuple[Kept, ...]:
+    """How the device keeps all matrices, for the `weight_type` of `load_weights`, by their bytes."""
+    sizes: dict[str, Counter[str]] = {}  # how → type in the file → bytes
+    for name in sorted(source.names()):
+        shape, stored = source.shape(name), source.stored_dtype(name)
+        if len(shape) > 1:
+            format = _format(ops, source, name, weight_type)
+            how, device = "as stored", ops.kept_as(format)
+            if device is not find(stored):
+                how = f"converted to {format.name}" if format is weight_type else f"kept as {device.name}"
+            sizes.setdefault(how, Counter())[stored] += ops.matrix_bytes(format, math.prod(shape))
+    found = (
+        Kept(tuple(name for name, _ in types.most_common()), how, types.total()) for how, types in sizes.items()
+    )
+    return tuple(sorted(found, key=lambda one: -one.bytes))
+
+
+def in_words(kept: Sequence[Kept]) -> str:
+    """Weights for users: "Q4_K, Q6_K weights as stored", or in several ways "weights of IQ2_XXS kept as q8_0 (947 MiB),
+    of Q5_K, Q4_K as stored (50 MiB)"."""
+    if len(kept) == 1:
+        return f"{', '.join(kept[0].stored)} weights {kept[0].how}"
+    return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in kept)
 
 
 def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:

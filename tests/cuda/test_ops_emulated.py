@@ -78,17 +78,16 @@ def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
     assert held.format.name == stored
     np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
     np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
-    assert ops.weight_type(stored.upper()) == {"f16": "float16", "bf16": "bfloat16"}[stored]
+    assert ops.kept_as(get(stored)) is get(stored)
 
 
-def test_messages_name_the_format_of_packed_weights(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.weight_type("IQ2_XS") == "q8_0"  # there is no format of that name
-    assert ops.weight_type("Q4_K") == "Q4_K"
+def test_matrices_that_kernels_can_read_keep_their_format(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.kept_as(get("q4_k")) is get("q4_k")
+    assert ops.kept_as(get("f32")) is get("f16")
     packed = WeightFormat("q9_9", 32, 34, lambda raw, out: None)
-    monkeypatch.setattr("polarlm.engine.backends.cuda.linear.find", lambda stored: packed)
-    assert ops.weight_type("Q9_9") == "float16"  # no kernel reads it
+    assert ops.kept_as(packed) is get("f16")
     monkeypatch.setattr("polarlm.engine.backends.cuda.kernel_source.can_read", lambda name: True)
-    assert ops.weight_type("Q9_9") == "Q9_9"
+    assert ops.kept_as(packed) is packed
 
 
 def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:

@@ -195,7 +195,7 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     assert plan.tokens == 32768
     assert not said
     # Of the parts, the line takes no arrays.
-    source: Any = SimpleNamespace(name="llama-8b", dtype="Q4_K", config=LLAMA_8B)
+    source: Any = SimpleNamespace(name="llama-8b", weights=Shapes(), config=LLAMA_8B)
     model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
     line = assembly.fit_line(assembly.Parts(config, source, plan, model))
     assert line.startswith("llama-8b: Q4_K weights as stored, 4.7 GiB on the emulated GPU; KV store ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -16,14 +17,16 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.flags import describe
+from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.model.file_matrix import FileMatrix, format_for
-from polarlm.engine.model.weights import fingerprint, left_out, load_weights, weight_bytes
+from polarlm.engine.model.weights import fingerprint, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.weight_formats import WeightFormat, find, get, writable
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.weights import WeightSource
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model, read
+from tests.random_weights import RandomWeights
 from tests.weights import random_blocks
 
 FIXTURE = FIXTURES / "llama_gqa_linear"  # rows of 48 values in most matrices, of 64 in `down`
@@ -35,6 +38,9 @@ class InPlace(NumpyOps):
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         return format.size(count)
+
+    def kept_as(self, format: WeightFormat) -> WeightFormat:
+        return format
 
 
 def converted(source: WeightSource, name: str, to: str) -> np.ndarray:
@@ -123,6 +129,40 @@ def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str 
     source.close()
 
 
+def test_messages_say_how_the_matrices_of_a_file_are_kept(tmp_path: Path) -> None:
+    """The bytes are those of the loaded matrices."""
+    pytest.importorskip("llvmlite")
+    from polarlm.engine.backends.native.ops import NativeOps
+
+    quantized_model(tmp_path / "model.gguf", "IQ2_XS")
+    config, source, _ = open_weights(tmp_path / "model.gguf")
+    native = NativeOps(1)
+    assert in_words(kept(native, source)) == "IQ2_XS weights kept as q8_0"
+    assert in_words(kept(native, source, get("q4_0"))) == "IQ2_XS weights converted to q4_0"
+    assert in_words(kept(NumpyOps(), source)) == "IQ2_XS weights kept as f32"
+    (q8_0,) = kept(native, source)
+    vectors = sum(4 * source.shape(name)[0] for name in source.names() if len(source.shape(name)) == 1)
+    assert q8_0.bytes == load_weights(native, config, source).bytes - vectors
+    source.close()
+
+
+def test_several_ways_are_named_with_their_bytes() -> None:
+    """The one with the most bytes comes first, and so does a type."""
+    types = {"lm_head.weight": "q6_k", "model.embed_tokens.weight": "f32"}
+    config, file, _ = open_weights(FIXTURE)
+    file.close()
+    source = RandomWeights(
+        replace(config, hidden_size=256, ffn_size=256, head_dim=256 // config.heads, vocab_size=3072),
+        lambda name: types.get(name, "q4_k"),
+    )
+    assert in_words(kept(InPlace(), source)) == "F32, Q6_K, Q4_K weights as stored"
+    f16, packed = kept(CudaOps(open_device(checked=False)), source)
+    assert (f16.stored, f16.how, packed.stored, packed.how) == (("F32",), "kept as f16", ("Q6_K", "Q4_K"), "as stored")
+    sizes = format_bytes(f16.bytes), format_bytes(packed.bytes)
+    words = "weights of F32 kept as f16 ({}), of Q6_K, Q4_K as stored ({})".format(*sizes)
+    assert in_words([f16, packed]) == words
+
+
 def test_the_type_that_the_file_has_changes_no_byte(tmp_path: Path) -> None:
     raw = random_blocks(np.random.default_rng(0), "q8_0", 5, 96)
     source = one_gguf_tensor(tmp_path / "x", "Q8_0", raw, True)
@@ -169,7 +209,7 @@ def test_an_engine_with_converted_weights_says_so(tiny_path: Path) -> None:
     said: list[str] = []
     parts = assemble(settle(tiny_path, None, {"device": "cpu", "weight_type": "q8_0"}), said.append)
     with Engine(parts) as engine, Engine.load(tiny_path, device="cpu") as plain:
-        assert "F16 weights converted to q8_0" in engine.fit_line()
+        assert "F16 converted to q8_0 (" in engine.fit_line()
         assert "converted" not in plain.fit_line()
         changed = engine.score([5, 6, 7, 8]).logprobs - plain.score([5, 6, 7, 8]).logprobs
         assert 0 < np.abs(changed).max() < 0.1

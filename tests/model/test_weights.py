@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.file_matrix import FileMatrix
-from polarlm.engine.model.weights import load_weights, weight_bytes
+from polarlm.engine.model.weights import file_bytes, load_weights, weight_bytes
 from polarlm.engine.weight_formats import Linear, find, get
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.tensors import StoredWeights
@@ -170,9 +171,17 @@ def test_the_cpu_concatenates_the_parts_of_a_projection() -> None:
     source.close()
 
 
-def test_progress_counts_every_value_once() -> None:
-    config, source, _ = open_weights(FIXTURES / "llama_wide_heads_biases")
-    read: list[int] = []
-    load_weights(NumpyOps(), config, source, read.append)
-    assert sum(read) == 4 * sum(int(np.prod(source.shape(name))) for name in source.names())
-    source.close()
+@pytest.mark.parametrize("weight_type", [None, "q4_0"])
+def test_progress_counts_the_bytes_of_the_file(tmp_path: Path, weight_type: str | None) -> None:
+    """And not those of what they become."""
+    quantized_model(tmp_path / "model.gguf", "Q4_K")
+    with_biases = FIXTURES / "llama_wide_heads_biases"
+    for path, size in ((tmp_path / "model.gguf", 144 / 256), (with_biases, 2)):
+        config, source, _ = open_weights(path)
+        read: list[int] = []
+        load_weights(NumpyOps(), config, source, read.append, weight_type and get(weight_type))
+        counts = {name: math.prod(source.shape(name)) for name in source.names()}
+        vectors = {name for name in counts if len(source.shape(name)) == 1}
+        in_vectors = sum((4 if size < 1 else 2) * counts[name] for name in vectors)
+        assert sum(read) == file_bytes(source) == in_vectors + size * sum(counts[n] for n in counts.keys() - vectors)
+        source.close()

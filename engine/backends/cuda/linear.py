@@ -24,7 +24,7 @@ from polarlm.engine.backends.cuda.launch_configs import (
     SMALL_ROWS,
 )
 from polarlm.engine.errors import EngineError
-from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get, stored_as
+from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
 # Of a file at a time. Norm weights come to lie in the memory of earlier uploads, so that those of larger parts would
 # leave more memory unused.
@@ -61,10 +61,8 @@ class LinearOps:
         format = _on_device(format)
         return count // format.values * packed.block_bytes(format) if packed.is_packed(format) else format.size(count)
 
-    def weight_type(self, stored: str) -> str:
-        own = find(stored)
-        format = _on_device(own or stored_as(stored))
-        return {"f16": "float16", "bf16": "bfloat16"}.get(format.name, stored if format is own else format.name)
+    def kept_as(self, format: WeightFormat) -> WeightFormat:
+        return _on_device(format)
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         together = itertools.groupby(matrices, key=lambda matrix: _on_device(matrix.format))

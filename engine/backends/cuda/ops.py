@@ -46,7 +46,7 @@ class CudaOps:
 
         matrices = LinearOps(device, launch)
         self.matrix_bytes = matrices.matrix_bytes
-        self.weight_type = matrices.weight_type
+        self.kept_as = matrices.kept_as
         self.load = matrices.load
         self.rows = matrices.rows
         self.embed = matrices.embed

@@ -26,6 +26,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Rehearsal, Result
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Draw, Sampled, sample_all
+from polarlm.engine.weight_formats import WeightFormat
 
 _PART_ROWS = 256  # of a prompt: as fast as 512, whose arrays take 5 MiB more
 
@@ -140,8 +141,8 @@ class NativeOps:
         slow = [what for what in self._in_numpy() if what.startswith("attention")]
         return [f"NumPy computes the {what}, more slowly: no compiled kernel can for this model." for what in slow]
 
-    def weight_type(self, stored: str) -> str:
-        return stored
+    def kept_as(self, format: WeightFormat) -> WeightFormat:
+        return format
 
     def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> np.ndarray:
         """The ids of the largest logits (B,) int32: `fetch_tokens` samples, on the logits of a step that has run."""

@@ -103,8 +103,8 @@ class NumpyOps:
     def rehearsal(self) -> None:
         """Nothing is compiled."""
 
-    def weight_type(self, stored: str) -> str:
-        return "float32"
+    def kept_as(self, format: WeightFormat) -> WeightFormat:
+        return get("f32")
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """All matrices converted to float32 and joined into one, for BLAS."""
