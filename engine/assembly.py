@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 Say = Callable[[str], None]
+_SHARE = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
 
 
 @dataclass
@@ -181,7 +182,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         ) as bar:
             weights = load_weights(ops, source.config, source.weights, bar and bar.update, weight_type)
         ops.set_aside(Load(source.config, shape.format(0), plan.tokens, config.parallel))
-        store = _store(config, encoding, ops, source, weights, plan, say)
+        store = _store(config, encoding, ops, source, weights, plan, verbose)
         if rehearsal is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
             with progress_bar(verbose is not None, desc=what, delay=1) as bar:
@@ -228,7 +229,7 @@ def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     shape = cache_shape(config, WHOLE, ops, source.config)
     plan = store_plan(config, ops, source.config, shape, ops.room_beside(0))
-    store = _store(config, WHOLE, ops, source, weights, plan, verbose or (lambda sentence: None))
+    store = _store(config, WHOLE, ops, source, weights, plan, verbose)
     return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
 
 
@@ -279,13 +280,17 @@ def _store(
     source: model_loaders.Model,
     weights: ModelWeights,
     plan: StorePlan,
-    say: Say,
+    verbose: Say | None,
 ) -> KVStore:
     """The KV store, with scales from the weights, and smoothing and error metrics from the calibration, if any."""
     shape = plan.shape
     statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
     if _is_calibrated(config, shape):
-        statistics = load_or_calibrate(ops, source.config, weights, source.tokenizer, shape.block_size, say)
+        say = verbose or (lambda sentence: None)
+        with progress_bar(verbose is not None, desc="Fitting the KV cache", bar_format=_SHARE, delay=0.3) as bar:
+            statistics = load_or_calibrate(
+                ops, source.config, weights, source.tokenizer, shape.block_size, say, partial(_show, bar)
+            )
     sizes = variances(
         ops, source.config, weights, [shape.block_size if layer.mean_bits else None for layer in shape.layers]
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -27,12 +26,14 @@ from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.model_loaders.user_dirs import cache_folder
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
 __all__ = ["LayerStatistics", "calibrate", "load_or_calibrate", "smoothing"]
 
 TOKENS = 512  # four times as many give the same quality
 TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
+
+Progress = Callable[[int, int], None]
 
 _FORMAT = 1  # version of the file, and of the meaning of its numbers
 
@@ -44,6 +45,7 @@ def load_or_calibrate(
     tokenizer: Tokenizer,
     block_size: int,
     say: Callable[[str], None],
+    progress: Progress = lambda done, total: None,
 ) -> list[LayerStatistics]:
     """Statistics of every layer: from the file in the user's cache folder, else measured now and written there.
 
@@ -61,9 +63,9 @@ def load_or_calibrate(
     statistics = _read(file, key) if file else None
     if statistics is None:
         say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
-        statistics = calibrate(ops, config, weights, ids, block_size)
+        statistics = calibrate(ops, config, weights, ids, block_size, progress)
         if file:
-            _write(file, key, statistics)
+            _write(file, key, statistics, say)
     return statistics
 
 
@@ -88,18 +90,22 @@ def calibrate(
     weights: ModelWeights,
     ids: Sequence[int],
     block_size: int,
+    progress: Progress = lambda done, total: None,
 ) -> list[LayerStatistics]:
     """Statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
 
-    Raises ValueError for less than two blocks of ids, EngineError ("model_damaged") if queries or keys are not finite.
+    progress(rows of layers done, all) is called on the way. Raises ValueError for less than two blocks of ids,
+    EngineError ("model_damaged") if queries, keys or the logits of the first id are not finite.
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
+    _check_finite(model, ids[:1])
     seen = model.taps = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: list[LayerStatistics] = []
     rows = 0
-    for unit in model.forward_units([span], ids, by_layer=True):
+    for unit in model.forward_units([span], ids, outputs=0, by_layer=True):  # keys and queries are all that is wanted
         rows += unit
+        progress(rows, config.layers * len(ids))
         if rows % len(ids) == 0:  # a layer is complete
             if not (np.isfinite(seen.queries).all() and np.isfinite(seen.keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
@@ -110,6 +116,17 @@ def calibrate(
                 raise EngineError(NOT_FINITE, "model_damaged")
             statistics.append(layer)
     return statistics
+
+
+def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
+    """Raises EngineError for logits that are not finite. Of one id they take little time, and read nearly all weights."""
+    sequence = model.store.new_sequence()
+    span = model.store.open(sequence, len(ids))
+    try:
+        model.logits(model.forward([span], ids))
+    finally:
+        model.store.abort(span)
+        model.store.release(sequence)
 
 
 class _QueriesAndKeys:
@@ -166,10 +183,15 @@ def _read(file: Path, key: str) -> list[LayerStatistics] | None:
     return [LayerStatistics(*layer) for layer in zip(*columns, strict=True)]
 
 
-def _write(file: Path, key: str, statistics: Sequence[LayerStatistics]) -> None:
-    """Write the statistics to `file`, if that is possible."""
+def _write(file: Path, key: str, statistics: Sequence[LayerStatistics], say: Callable[[str], None]) -> None:
+    """Write the statistics to `file`, or say why that is not possible."""
     names = [field.name for field in fields(LayerStatistics)]
     arrays = {name: np.stack([getattr(layer, name) for layer in statistics]) for name in names}
-    with suppress(OSError):
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         checked_file.write(file, {"key": key}, arrays)
+    except OSError as error:
+        say(
+            f"What was measured cannot be kept in {file.parent} ({error.strerror or error}), and is measured again at "
+            f"the next start: set {CACHE_VARIABLE} to a folder that can be written."
+        )

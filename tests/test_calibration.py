@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from polarlm import model_loaders
-from polarlm.engine import calibration
+from polarlm.engine import Engine, calibration
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
 from polarlm.engine.model.forward import ModelWeights
@@ -72,6 +77,36 @@ def test_chunks_and_their_split_do_not_change_statistics(fixture, monkeypatch: p
     monkeypatch.setattr(ops, "split_rows", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
     for one, expected in zip(calibrate(ops, config, weights, ids, N), whole, strict=True):
         assert_close(one, expected, rtol=1e-3)
+
+
+def test_progress_grows_to_the_rows_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = read_model(FIXTURES / "llama_mha")
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    seen: list[tuple[int, int]] = []
+    calibrate(NumpyOps(), config, weights, list(range(5, 45)), N, lambda done, total: seen.append((done, total)))
+    total = 40 * config.layers
+    assert seen == sorted(set(seen))
+    assert len(seen) == 3 * config.layers
+    assert seen[-1] == (total, total)
+
+
+def test_bars_show_the_bytes_of_the_file_and_the_share_of_the_fit(
+    tiny_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[Any] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Engine.load(tiny_path, device="cpu", block_size=N, verbose=print) as engine:
+        source = engine._parts.source.weights
+    loading, fitting = bars[0], next(bar for bar in bars if bar.desc.startswith("Fitting the KV cache"))
+    assert loading.n == loading.total == sum(2 * math.prod(source.shape(name)) for name in source.names())
+    assert fitting.n == fitting.total > 0
 
 
 # -- the text --------------------------------------------------------------------------------------------------------
@@ -261,8 +296,12 @@ def test_a_file_with_the_key_of_another_model_is_not_used(setting: Setting, cach
 
 def test_without_a_writable_folder_it_is_measured_every_time(setting: Setting, cache: Path, runs: list[int]) -> None:
     cache.write_text("a file is in the way")
-    assert_same(setting.load(), setting.load())
+    said: list[str] = []
+    assert_same(setting.load(said.append), setting.load())
     assert len(runs) == 2
+    (kept,) = [sentence for sentence in said if "cannot be kept" in sentence]
+    assert str(cache) in kept
+    assert f"set {CACHE_VARIABLE} to a folder that can be written" in kept
 
 
 def test_a_context_of_less_than_two_blocks_gives_a_warning_and_neutral_statistics(

@@ -198,6 +198,6 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     source: Any = SimpleNamespace(name="llama-8b", weights=Shapes(), config=LLAMA_8B)
     model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
     line = assembly.fit_line(assembly.Parts(config, source, plan, model))
-    assert line.startswith("llama-8b: Q4_K weights as stored, 4.7 GiB on the emulated GPU; KV store ")
+    assert line.startswith("llama-8b: Q4_K, Q6_K weights as stored, 4.7 GiB on the emulated GPU; KV store ")
     assert "as ring4/ring3.5" in line
     assert "32,768 tokens fit" in line

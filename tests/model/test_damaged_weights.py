@@ -62,6 +62,19 @@ def test_load(damaged: Damage, place: str, value: float, monkeypatch: pytest.Mon
     assert caught.value.code == "model_damaged"
 
 
+@pytest.mark.parametrize("place", ["queries", "layer 0", "last layer"])
+def test_damage_is_found_before_the_cache_is_fitted(
+    damaged: Damage, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever layer it is in: fitting takes long."""
+    measured: list[object] = []
+    monkeypatch.setattr("polarlm.engine.calibration.measure", lambda *arguments: measured.append(arguments))
+    with pytest.raises(EngineError, match="not finite") as caught:
+        load(damaged(place, math.nan), calibration=True)
+    assert caught.value.code == "model_damaged"
+    assert not measured
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30, 3e38])
 @pytest.mark.parametrize(
     ("fixture", "name"),
