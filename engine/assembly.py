@@ -33,7 +33,15 @@ from polarlm.engine.progress import progress_bar
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
-from polarlm.engine.sizes import cache_shape, draft_bytes, draft_config, fits_beside, store_plan, weight_format
+from polarlm.engine.sizes import (
+    cache_shape,
+    draft_bytes,
+    draft_config,
+    fits_beside,
+    no_memory,
+    store_plan,
+    weight_format,
+)
 from polarlm.engine.tiers.opening import check_settings, open_places
 from polarlm.engine.tiers.places import Place
 from polarlm.model_loaders.config import ModelConfig
@@ -157,11 +165,13 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     fits = fits_beside(config, encoding, ops)
     source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
     source = replace(source, config=source.config.for_context(config.ctx_size))
+    plan: StorePlan | None = None
     try:
         shape = cache_shape(config, encoding, ops, source.config)
         places = open_places(config, shape, ops.name)
         weight_type = weight_format(config)
-        room = ops.room_beside(weight_bytes(ops, source.weights, weight_type))
+        size = weight_bytes(ops, source.weights, weight_type)
+        room = ops.room_beside(size)
         plan = store_plan(config, ops, source.config, shape, room, draft_bytes(config, ops))
         _warn(config, source.config, plan, say)
         if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
@@ -191,7 +201,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 rehearse_more()
     except MemoryError:
         source.weights.close()
-        raise EngineError(f"There is not enough memory for {source.name}", "out_of_memory") from None
+        raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
     except np.linalg.LinAlgError:  # squares of damaged weights, or of what they make, overflow
         source.weights.close()
         raise EngineError(NOT_FINITE, "model_damaged") from None

@@ -13,7 +13,15 @@ from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.encoding import WHOLE, Encoding
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv import cache_types
-from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, parse_size, plan_for_memory, plan_for_tokens
+from polarlm.engine.kv.plan import (
+    CacheShape,
+    LayerShape,
+    StorePlan,
+    format_bytes,
+    parse_size,
+    plan_for_memory,
+    plan_for_tokens,
+)
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
@@ -150,3 +158,15 @@ def store_plan(
     if plan.bytes + beside(tokens) > room:
         plan = plan_for_memory(shape, room, tokens, sequences, beside)
     return plan
+
+
+def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:
+    """The error for memory that ran out while a model was loaded. sizes: bytes of its weights and of its KV store, if
+    they are known."""
+    needed = ": its weights take {}, its KV store {}".format(*map(format_bytes, sizes)) if sizes else ""
+    return EngineError(
+        f"There is not enough memory for {model}{needed}. End other programs, raise the limit of this process's memory "
+        "(ulimit -v), give a smaller ctx_size or kv_memory, or choose a smaller model",
+        "out_of_memory",
+        ("ctx_size", "kv_memory"),
+    )

@@ -24,7 +24,10 @@ class FileBytes:
         try:
             self._file = path.open("rb", buffering=0)
             self.size = path.stat().st_size
-            if mmap and self.size:
+            if not self.size:
+                self._file.close()
+                raise LoadError(f"{path} is empty; download it again.")
+            if mmap:
                 self._map = _mmap.mmap(self._file.fileno(), 0, access=_mmap.ACCESS_READ)
         except OSError as error:
             raise LoadError(f"{path} cannot be opened: {error.strerror or error}.") from error

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine import Engine, EngineError
+from polarlm.engine import Engine, EngineError, assembly
+from polarlm.engine.kv.plan import format_bytes
 
 
 def refusal(path: Path | str) -> EngineError:
@@ -25,6 +26,22 @@ def test_a_missing_model(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"no model")
     assert refusal(tmp_path / "model.gguf").code == "model_unavailable"
+
+
+def test_memory_that_runs_out_is_named_with_what_is_needed(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.load(tiny_path, device="cpu", calibration=False) as engine:
+        weights, store = engine._model.weights.bytes, engine._store.plan.bytes
+
+    def lacking(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(assembly, "load_weights", lacking)
+    monkeypatch.setattr(assembly, "_rehearse", lambda *arguments: [])
+    error = refusal(tiny_path)
+    assert error.code == "out_of_memory"
+    assert f"its weights take {format_bytes(weights)}, its KV store {format_bytes(store)}." in str(error)
+    for advice in ("ulimit -v", "ctx_size", "kv_memory"):
+        assert advice in str(error)
 
 
 @pytest.mark.parametrize("path", [123, ["model.gguf"], b"model.gguf"])

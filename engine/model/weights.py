@@ -123,9 +123,7 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
             if device is not find(stored):
                 how = f"converted to {format.name}" if format is weight_type else f"kept as {device.name}"
             sizes.setdefault(how, Counter())[stored] += ops.matrix_bytes(format, math.prod(shape))
-    found = (
-        Kept(tuple(name for name, _ in types.most_common()), how, types.total()) for how, types in sizes.items()
-    )
+    found = (Kept(tuple(name for name, _ in types.most_common()), how, types.total()) for how, types in sizes.items())
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 

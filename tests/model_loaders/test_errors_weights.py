@@ -335,7 +335,7 @@ def test_a_file_that_is_not_gguf(tmp_path: Path) -> None:
     assert "not a GGUF file" in gguf_error(path, b"mine=1\n")
     assert "version field 0x1" in gguf_error(path, b"GGUF" + struct.pack("<I", 1) + bytes(100))
     assert "little-endian" in gguf_error(path, b"GGUF" + struct.pack(">I", 3) + bytes(100))
-    assert "truncated" in gguf_error(path, b"")
+    assert "is empty; download it again" in gguf_error(path, b"")
     assert "truncated" in gguf_error(path, b"GGUF\3")
 
 
