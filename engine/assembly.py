@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.magnitudes import Variances, variances
 from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_drafts, rehearse_rows
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
-from polarlm.engine.progress import progress_bar
+from polarlm.engine.progress import amounts, progress_bar
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
@@ -46,9 +46,6 @@ from polarlm.engine.tiers.opening import check_settings, open_places
 from polarlm.engine.tiers.places import Place
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 Say = Callable[[str], None]
 _SHARE = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
@@ -196,7 +193,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         if rehearsal is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
             with progress_bar(verbose is not None, desc=what, delay=1) as bar:
-                rehearsal.wait(partial(_show, bar))
+                rehearsal.wait(amounts(bar))
             for rehearse_more in later:
                 rehearse_more()
     except MemoryError:
@@ -249,12 +246,6 @@ def _give_back_freed_memory() -> None:
         trim(0)
 
 
-def _show(bar: tqdm[Any] | None, done: int, total: int) -> None:
-    if bar is not None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-
 def _rehearse(
     config: EngineConfig, encoding: Encoding, rehearsal: Rehearsal, source: model_loaders.Model, shape: CacheShape
 ) -> list[Callable[[], None]]:
@@ -299,7 +290,7 @@ def _store(
         say = verbose or (lambda sentence: None)
         with progress_bar(verbose is not None, desc="Fitting the KV cache", bar_format=_SHARE, delay=0.3) as bar:
             statistics = load_or_calibrate(
-                ops, source.config, weights, source.tokenizer, shape.block_size, say, partial(_show, bar)
+                ops, source.config, weights, source.tokenizer, shape.block_size, say, amounts(bar)
             )
     sizes = variances(
         ops, source.config, weights, [shape.block_size if layer.mean_bits else None for layer in shape.layers]

@@ -119,7 +119,7 @@ def calibrate(
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
-    """Raises EngineError for logits that are not finite. Of one id they take little time, and read nearly all weights."""
+    """Raises EngineError for logits that are not finite. Those of one id take little time, and nearly all weights."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     try:

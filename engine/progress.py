@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,3 +24,14 @@ def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
 
     with tqdm(leave=False, **settings) as bar:
         yield bar
+
+
+def amounts(bar: tqdm[Any] | None) -> Callable[[int, int], None]:
+    """A function that is called with what is done and the total, and shows both on the bar, if there is one."""
+
+    def show(done: int, total: int) -> None:
+        if bar is not None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+    return show

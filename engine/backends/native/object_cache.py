@@ -2,8 +2,8 @@
 
 The files of one set were compiled from the same sources, by the same LLVM, for the same level of CPU features, and lie
 in a folder that is named after all of these. A file that cannot be read, is damaged or belongs to another user is as
-good as none. So is a folder that cannot be written. Sets that have not been used for long are removed; whatever else is in the
-folder stays.
+good as none. So is a folder that cannot be written. Sets that have not been used for long are removed; whatever else is
+in the folder stays.
 """
 
 from __future__ import annotations
