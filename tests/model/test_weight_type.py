@@ -61,7 +61,7 @@ def test_all_matrices_are_converted(name: str) -> None:
     for ops in (NumpyOps(), device):
         seen: list[int] = []
         weights = load_weights(ops, config, source, seen.append, get(name))
-        assert sum(seen) == 4 * sum(int(np.prod(source.shape(one))) for one in source.names())
+        assert sum(seen) == 2 * sum(int(np.prod(source.shape(one))) for one in source.names())
         assert weights.bytes == weight_bytes(ops, source, get(name))
         np.testing.assert_array_equal(ops.to_host(weights.norm), read(source, "model.norm.weight"))
         for one, matrix in ((DOWN, weights.layers[1].down), (EMBEDDING, weights.embedding), (HEAD, weights.head)):
