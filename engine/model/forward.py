@@ -139,7 +139,7 @@ class Transformer:
     def logits(self, hidden: Array) -> np.ndarray:
         """Hidden states (T, E) → logits (T, V) float32 on the host. Raises EngineError if they are not finite."""
         logits = self.ops.to_host(self._head(hidden))
-        if not np.isfinite(logits.max(axis=1)).all():  # the maximum of a row with NaN is NaN
+        if not np.isfinite([logits.max(axis=1), logits.min(axis=1)]).all():  # both of a row with NaN are NaN
             raise EngineError(NOT_FINITE, "model_damaged")
         return logits
 

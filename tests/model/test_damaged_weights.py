@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from polarlm.engine import Engine, EngineError, SamplingParams
-from tests.tiny import assert_idle, make_model
+from polarlm.engine.backends.native.target import VARIABLE, levels
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from tests.random_model import random_model
+from tests.tiny import assert_idle, load_tiny, make_model
 
 BLOCK = 8
 BAD = 40  # the token whose row of the embedding is damaged
@@ -157,3 +163,87 @@ def test_damage_read_in_a_step_fails_only_its_own_request(damaged: Damage, tiny_
         assert [token for chunk in good for token in chunk.token_ids] == list(expected)
         assert_idle(engine)
         assert engine.generate(GOOD[:length], GREEDY).token_ids
+
+
+# -- packed weights ----------------------------------------------------------------------------------------------------
+
+PACKED = (
+    "blk.0.ffn_down",
+    *(f"blk.1.{name}" for name in ("attn_v", "attn_output", "ffn_gate", "ffn_down", "ffn_norm")),
+    "output_norm",
+    "output",
+)
+TEXT = np.random.default_rng(0).integers(5, 255, 200).tolist()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """packed(name, value, row): a model in Q8_0, one of whose scales is replaced, or one value of a norm."""
+    folder = tmp_path_factory.mktemp("packed")
+    whole = random_model(folder)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(whole).tensors}
+
+    def write(name: str, value: float, row: int = 0) -> Path:
+        tensor, content = tensors[f"{name}.weight"], bytearray(whole.read_bytes())
+        number = np.array(value, np.float32 if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else np.float16)
+        start = tensor.data_offset + row * tensor.data.strides[0]
+        content[start : start + number.nbytes] = number.tobytes()
+        (path := folder / "damaged.gguf").write_bytes(content)
+        return path
+
+    return write
+
+
+@pytest.fixture(params=["NumPy", *(level.name for level in levels())])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Ops]:
+    """NumPy's ops, or those of compiled kernels of every level of this CPU."""
+    if request.param == "NumPy":
+        return lambda: NumpyOps(1)
+    pytest.importorskip("llvmlite")
+    from polarlm.engine.backends.native.ops import NativeOps
+
+    monkeypatch.setenv(VARIABLE, request.param)
+    return lambda: NativeOps(1)
+
+
+def code_of(ask: Callable[..., object], *given: object) -> str | None:
+    """The code of the error that asking gives, if it gives one."""
+    try:
+        ask(*given)
+    except EngineError as error:
+        return error.code
+    return None
+
+
+def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backend: Callable[[], Ops]) -> None:
+    """From long and short prompts, and from scores; or when the model is loaded, if its codes are fitted to them."""
+    cache_types = itertools.cycle(("f16", "balanced", "balanced", "f16"))  # each file has both
+    for (name, value), cache_type in zip(itertools.product(PACKED, (math.nan, math.inf)), cache_types, strict=False):
+        try:
+            engine = load_tiny(packed(name, value), ops=backend(), cache_type=cache_type, ctx_size=512)
+        except EngineError as error:
+            codes = [error.code]
+        else:
+            with engine:
+                codes = [code_of(engine.generate, ids, GREEDY) for ids in (TEXT, TEXT[:3])]
+                codes += [code_of(engine.score, ids) for ids in (TEXT, TEXT[:3])]
+                assert_idle(engine)
+        assert set(codes) == {"model_damaged"}, (name, value, cache_type)
+
+
+def test_a_step_that_reads_a_damaged_row_gives_an_error(
+    packed: Callable[..., Path], backend: Callable[[], Ops]
+) -> None:
+    """The first drawn token has the damaged row of the embedding; the blocks before it are codes."""
+    draw_bad = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={BAD: 1000.0})
+    ids = [token for token in TEXT if token != BAD]
+    for value, cache_type in itertools.product((math.nan, math.inf), ("f16", "balanced")):
+        path = packed("token_embd", value, BAD)
+        with load_tiny(path, ops=backend(), cache_type=cache_type, ctx_size=512, calibration=False) as engine:
+            expected = engine.generate(ids, GREEDY).token_ids
+            for length in (1, len(ids)):
+                with pytest.raises(EngineError, match="not finite") as caught:
+                    engine.generate(ids[:length], draw_bad)
+                assert caught.value.code == "model_damaged"
+            assert_idle(engine)
+            assert engine.generate(ids, GREEDY).token_ids == expected

@@ -1,11 +1,16 @@
-"""Lookups of floats in memory, and their conversion to half precision: the same results at every level."""
+"""Lookups of floats in memory, and their conversion to halves and to integers: the same results at every level."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
 
 from llvmlite import ir
 
 from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.values import F16, F32, F64, I16, I32, I64, Type, Value, vector
+
+_LEAST = 1e-34  # 32767 divided by less is infinite
 
 
 def gather(e: Emitter, pointer: Value, index: Value, element: Type) -> Value:
@@ -35,3 +40,16 @@ def float_to_half(e: Emitter, x: Value) -> Value:
     small = (magnitude.bits(x.type) + 0.5).bits(bits.type) - 0x3F000000  # multiples of 2⁻²⁴
     half = e.select(magnitude < 113 << 23, small, normal)
     return (half | ((bits >> 16) & 0x8000)).trunc(I16)
+
+
+def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Value], Value]:
+    """Vectors of float32, scaled so that the largest magnitude becomes `limit` ≤ 32767, as int32; and that magnitude.
+
+    All are 0 if it is at most 1e-34. It is NaN if one of them is, so that products with it are.
+    """
+    bits = vector(I32, parts[0].lanes)
+    # Magnitudes are in the order of their bits, with NaN above infinity. A maximum of floats would pass over NaN.
+    magnitudes = [e.absolute(part).bits(bits) for part in parts]
+    top = e.most_lanes(reduce(e.most, magnitudes)).bits(F32)
+    inverse = e.select(top > _LEAST, e.like(limit, top) / top, e.zero(F32))
+    return [e.round(part * inverse) for part in parts], top

@@ -197,11 +197,13 @@ def test_round_takes_ties_to_even(level: Level) -> None:
 
 
 @every_level
-def test_half_to_float_of_all_finite_halves(level: Level) -> None:
+def test_half_to_float_of_all_halves(level: Level) -> None:
     bits = np.arange(65536).astype(np.uint16)
-    bits = bits[np.isfinite(bits.view(np.float16))]
     found = over_vectors(level, "half", lambda e, x: e.half_to_float(x), bits.view(np.int16))
-    np.testing.assert_array_equal(found.view(np.uint32), bits.view(np.float16).astype(np.float32).view(np.uint32))
+    wanted = bits.view(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(found, wanted)  # NaN where it is
+    is_number = ~np.isnan(wanted)
+    np.testing.assert_array_equal(found.view(np.uint32)[is_number], wanted.view(np.uint32)[is_number])
 
 
 # -- the exponential function --------------------------------------------------------------------------------------

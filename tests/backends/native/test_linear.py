@@ -19,6 +19,7 @@ from polarlm.engine.backends.native.target import Level, best
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
 from polarlm.engine.weight_formats import Linear
 from tests import weights
+from tests.backends.native.levels import every_level, launcher
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
@@ -34,6 +35,39 @@ def test_rounding_the_inputs_to_words_costs_a_ten_thousandth_at_most(formats: tu
     ops = LinearOps(Launcher(1))
     got = ops.linear(x, Linear(ops.load(stored)), norm=norm)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+
+
+@every_level
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(level: Level, has_norm: bool) -> None:
+    """And no other row is touched."""
+    rng = np.random.default_rng(4)
+    ops, x = LinearOps(launcher(level)), rng.standard_normal((3, 256)).astype(np.float32)
+    w = Linear(ops.load([weights.StoredBytes(weights.random_blocks(rng, "q4_k", 32, 256), "q4_k")]))
+    norm = (np.ones(256, np.float32), 1e-5) if has_norm else None
+    sound = ops.linear(x, w, norm=norm).copy()
+    for value in (np.nan, -np.nan, np.inf, -np.inf):
+        damaged = x.copy()
+        damaged[1, 77] = value
+        found = ops.linear(damaged, w, norm=norm)
+        assert not np.isfinite(found[1]).any()
+        np.testing.assert_array_equal(found[[0, 2]], sound[[0, 2]])
+
+
+@every_level
+def test_inputs_of_any_size_are_multiplied_rightly(level: Level) -> None:
+    """Those of a group whose largest is at most 1e-34 count as 0: words for them would take an infinite factor."""
+    rng = np.random.default_rng(5)
+    stored = weights.StoredBytes(weights.random_blocks(rng, "q4_k", 48, 256), "q4_k")
+    ops, values = LinearOps(launcher(level)), stored.values.astype(np.float64)
+    w, x = Linear(ops.load([stored])), rng.uniform(-1, 1, (7, 256))
+    x[:, ::32] = 1  # the largest of each group
+    x = (x * np.float64([[1e30], [1e-30], [1.1e-34], [1e-40], [0.9e-34], [1e-37], [0]])).astype(np.float32)
+    x[3, 32:] = rng.uniform(-1, 1, 224)  # beside groups of usual size
+    found, wanted = ops.linear(x, w).astype(np.float64), x.astype(np.float64) @ values.T
+    error, size = (np.linalg.norm(rows, axis=1) for rows in (found - wanted, wanted))
+    assert (error[:4] < 1e-4 * size[:4]).all()
+    assert not found[4:].any()
 
 
 def test_a_row_gives_the_same_alone_as_among_others() -> None:

@@ -9,6 +9,7 @@ from polarlm.engine.backends.native.byte_ops import dot4
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.backends.native.codecs._packing import Packing
 from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.float_ops import round_to
 from polarlm.engine.backends.native.values import F32, I8, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
@@ -81,16 +82,6 @@ def emit_products(
             e.prefetch(after + part * nbytes, nbytes)
             add(block + part * nbytes, own, at_once)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
-
-
-def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Value], Value]:
-    """Vectors of float32, scaled so that the largest magnitude becomes `limit`, as int32; and that magnitude."""
-    top = e.absolute(parts[0])
-    for part in parts[1:]:
-        top = e.maximum(top, e.absolute(part))
-    top = e.maximum_lanes(top)
-    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
-    return [e.round(part * inverse) for part in parts], top
 
 
 def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:

@@ -23,9 +23,9 @@ from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._norms import emit_pack_norms
 from polarlm.engine.backends.native.codecs._packing import Packing, side_by_side
-from polarlm.engine.backends.native.codecs._products import round_to
 from polarlm.engine.backends.native.codecs.f16 import sums_at_once
 from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.float_ops import round_to
 from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from polarlm.engine.codecs.ggml import Q4, Q8
 

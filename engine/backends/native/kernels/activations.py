@@ -16,6 +16,7 @@ from functools import cache
 
 from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.float_ops import round_to
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
 from polarlm.engine.backends.native.values import F32, I16, Type, Value, vector
 
@@ -48,9 +49,7 @@ def quantize_rows(normed: bool, at_once: int) -> Kernel:
                 if normed:
                     norms = [e.load(weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
-                top = e.maximum_lanes(e.maximum(e.absolute(halves[0]), e.absolute(halves[1])))
-                inverse = e.select(top > 0.0, e.like(32767.0, top) / top, e.zero(F32))
-                integers = [e.round(half * inverse) for half in halves]
+                integers, top = round_to(e, halves, 32767.0)
                 totals = [e.sum_lanes(half) for half in integers]
                 target = start + group * (ROW_BYTES * at_once)
                 words, numbers = target + place * (2 * GROUP), target + place * 16 + 2 * GROUP * at_once
