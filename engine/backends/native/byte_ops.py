@@ -15,10 +15,10 @@ from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.values import I1, I8, I16, I32, I64, Type, Value, expect, vector
 
 
-def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
+def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value, *, fits: bool = False) -> Value:
     """total + the products of 4 bytes each: int32 lanes of unsigned and of signed bytes, exact.
 
-    Without VNNI on x86, pairs of products must fit an int16: unsigned bytes up to 128.
+    fits: pairs of products fit an int16, as with unsigned bytes up to 128. Without VNNI on x86 that is faster.
     """
     _expect_bytes(total, unsigned, signed)
     lanes = total.lanes
@@ -26,11 +26,13 @@ def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
         return e.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, unsigned, signed)
     if e.level.has("avxvnni") or e.level.has("avx512vnni"):
         return e.by_parts(8, partial(_dot4_vnni256, e), total, unsigned, signed)
+    if e.level.has("avx2") and not fits:
+        return _dot4_words(e, total, unsigned, signed)
     if lanes == 16 and e.level.has("avx512bw"):
         return _dot4_pairs(e, "avx512.pmaddubs.w.512", "avx512.pmaddw.d.512", total, unsigned, signed)
     if e.level.has("avx2"):
         return e.by_parts(8, partial(_dot4_avx2, e), total, unsigned, signed)
-    return _dot4_generic(e, total, unsigned, signed)
+    return _dot4_generic(total, unsigned, signed)
 
 
 def _expect_bytes(total: Value, a: Value, b: Value) -> None:
@@ -49,6 +51,14 @@ def _dot4_avx2(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Valu
     return _dot4_pairs(e, "avx2.pmadd.ub.sw", "avx2.pmadd.wd", total, unsigned, signed)
 
 
+def _dot4_words(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
+    """By bytes as words: those of even numbers, and those of odd ones."""
+    words = vector(I16, 2 * total.lanes)
+    a, b = unsigned.bits(words), signed.bits(words)
+    total = dot2(e, total, (a & 255).bits(total.type), (b << 8).ashr(8).bits(total.type))
+    return dot2(e, total, (a >> 8).bits(total.type), b.ashr(8).bits(total.type))
+
+
 def _dot4_pairs(e: Emitter, pairs: str, quads: str, total: Value, unsigned: Value, signed: Value) -> Value:
     lanes = total.lanes
     bytes_, words = vector(I8, 4 * lanes), vector(I16, 2 * lanes)
@@ -56,22 +66,9 @@ def _dot4_pairs(e: Emitter, pairs: str, quads: str, total: Value, unsigned: Valu
     return total + e.intrinsic(f"llvm.x86.{quads}", total.type, products, e.constant(words, 1))
 
 
-def dot4_signed(e: Emitter, total: Value, a: Value, b: Value) -> Value:
-    """total + the products of 4 bytes each: int32 lanes of signed bytes above -128, exact."""
-    _expect_bytes(total, a, b)
-    if not e.level.has("avx2"):
-        return _dot4_generic(e, total, a, b, is_signed=True)
-    bytes_ = vector(I8, 4 * total.lanes)
-    signs, b = a.bits(bytes_) < 0, b.bits(bytes_)
-    magnitude = e.same("abs", a.bits(bytes_), Value(e, ir.Constant(I1, 0)))
-    return dot4(e, total, magnitude.bits(total.type), e.select(signs, -b, b).bits(total.type))
-
-
-def _dot4_generic(e: Emitter, total: Value, a: Value, signed: Value, is_signed: bool = False) -> Value:
+def _dot4_generic(total: Value, unsigned: Value, signed: Value) -> Value:
     for shift in (0, 8, 16, 24):
-        low = (a << (24 - shift)).ashr(24) if is_signed else (a >> shift) & 255
-        high = (signed << (24 - shift)).ashr(24)
-        total = total + low * high
+        total = total + ((unsigned >> shift) & 255) * (signed << (24 - shift)).ashr(24)
     return total
 
 

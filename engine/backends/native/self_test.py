@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import Table, dot4, dot4_signed
+from polarlm.engine.backends.native.byte_ops import Table, dot4
 from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.launch import Launcher
@@ -51,12 +51,12 @@ def check(level: Level) -> None:
     """Compute some numbers with kernels of this level. Raises KernelError if they fail, or give wrong results."""
     launch, rng = Launcher(1, level), np.random.default_rng(0)
     bytes_ = rng.integers(-127, 128, (3, 64), np.int8)
-    unsigned = bytes_[0].view(np.uint8) & 127
+    unsigned = bytes_[0].view(np.uint8) & 127, bytes_[1].view(np.uint8)
     dots = np.zeros((2, 16), np.int32)
     found = np.zeros(64, np.uint8)
     table = rng.permutation(256).astype(np.uint8)
-    launch(_BYTES, 1, (unsigned, bytes_[1], bytes_[2], table, dots, found))
-    wanted = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in (unsigned, bytes_[1])]
+    launch(_BYTES, 1, (*unsigned, bytes_[2], table, dots, found))
+    wanted = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in unsigned]
     is_right = np.array_equal(dots, wanted) and np.array_equal(found, table[bytes_[2].view(np.uint8)])
 
     ops, x, weights = LinearOps(launch), rng.standard_normal((1, 96)).astype(np.float32), np.empty((20, 96), np.float32)
@@ -95,12 +95,12 @@ class _Matrix:
 
 
 def _emit_bytes(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-    unsigned, a, b, table, dots, found = args
+    small, any_, b, table, dots, found = args
     lanes, bytes_ = vector(I32, 16), vector(I8, 64)
     zero, right = e.zero(lanes), e.load(b, lanes)
-    e.store(dot4(e, zero, e.load(unsigned, lanes), right), dots)
-    e.store(dot4_signed(e, zero, e.load(a, lanes), right), dots, 64)
+    e.store(dot4(e, zero, e.load(small, lanes), right, fits=True), dots)
+    e.store(dot4(e, zero, e.load(any_, lanes), right), dots, 64)
     e.store(Table(e, table, 256)[e.load(b, bytes_)], found)
 
 
-_BYTES = Kernel("self_test", _emit_bytes, ("unsigned", "a", "b", "table", "dots", "found"))
+_BYTES = Kernel("self_test", _emit_bytes, ("small", "any", "b", "table", "dots", "found"))

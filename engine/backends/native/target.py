@@ -39,11 +39,6 @@ class Level:
     def has(self, feature: str) -> bool:
         return feature in self.needs
 
-    @property
-    def has_wide_products(self) -> bool:
-        """Whether `byte_ops.dot4` takes unsigned bytes above 128."""
-        return self.has("avxvnni") or self.has("avx512vnni") or not self.has("avx2")
-
 
 # In ascending order. A level is a subset of every later one, except for avx2-vnni.
 LEVELS = (

@@ -13,8 +13,10 @@ import llvmlite.binding as llvm
 from polarlm.engine.backends.native.compiler import Kernel, assembly
 from polarlm.engine.backends.native.target import LEVELS, Level
 
-# Dot products of 4 bytes and of 2 words: the instructions that `byte_ops.dot4` and `dot2` exist for.
-OF_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddubsw" for level in LEVELS}
+# Dot products of 4 bytes and of 2 words: the instructions that `byte_ops.dot4` and `dot2` exist for. Without VNNI bytes
+# are multiplied as such where pairs of products fit 16 bits.
+OF_SMALL_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddubsw" for level in LEVELS}
+OF_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddwd" for level in LEVELS}
 OF_WORDS = {level.name: "vpdpwssd" if "vnni" in level.features else "vpmaddwd" for level in LEVELS}
 
 _VECTOR = re.compile("%[xyz]mm")

@@ -172,8 +172,8 @@ def check_over_codes(case: Step, level: Level, window: int | None) -> None:
     a table's points. Keys have channels of about unit variance around their mean, so a score is off by √2 times that,
     times √D and the scale of scores: for 64 normal channels, of which the largest is near 2.6, by .02. A weight is off
     by that factor, by its own for each token, and so is what the weights sum up to. The bytes of weights and of the
-    values' points add less than .01. CPUs that add two products in 16 bits take queries up to 64 in place of 127."""
-    largest = np.abs(case.q).max(-1) / (127 if level.has_wide_products else 64)
+    values' points add less than .01."""
+    largest = np.abs(case.q).max(-1) / 127
     most = 0.01 + SCALE * np.sqrt(2 * case.q.shape[-1] / 12) * np.sqrt((largest**2).mean())
     wanted = exact(case, window)
     error = attended(case, level, window) - wanted

@@ -13,7 +13,7 @@ from llvmlite import ir
 from scripts import fit_exp
 from tests.backends.native.levels import every_level, loaded, run
 
-from polarlm.engine.backends.native.byte_ops import Table, dot4, dot4_signed  # isort: skip
+from polarlm.engine.backends.native.byte_ops import Table, dot4  # isort: skip
 from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.emit import EXP_COEFFICIENTS, Emitter
 from polarlm.engine.backends.native.target import LEVELS, Level
@@ -366,25 +366,16 @@ def byte_products(unsigned_most: int) -> tuple[np.ndarray, np.ndarray]:
 
 @every_level
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_dot4_is_exact(level: Level, lanes: int) -> None:
-    a, b = byte_products(255 if level.has_wide_products else 128)
+@pytest.mark.parametrize("fits", [False, True])
+def test_dot4_is_exact(level: Level, lanes: int, fits: bool) -> None:
+    a, b = byte_products(128 if fits else 255)
     totals = np.random.default_rng(10).integers(-(2**30), 2**30, len(a) // 4, np.int32)
-    found = over_vectors(
-        level, f"dot4_{lanes}", dot4, totals, a.view(np.int32), b.view(np.int32), result="i4", lanes=lanes
-    )
-    want = totals + (a.astype(np.int32) * b).reshape(-1, 4).sum(1)
-    np.testing.assert_array_equal(found, want)
 
+    def dot(e: Emitter, *given: Value) -> Value:
+        return dot4(e, *given, fits=fits)
 
-@every_level
-@pytest.mark.parametrize("lanes", [8, 16])
-def test_dot4_signed_is_exact(level: Level, lanes: int) -> None:
-    a = np.maximum(byte_products(255)[0].view(np.int8), -127)
-    b = np.maximum(byte_products(255)[1], -127)
-    a[:64], a[64:128], a[128:192] = 127, -127, -127
-    totals = np.random.default_rng(11).integers(-(2**30), 2**30, len(a) // 4, np.int32)
-    inputs = totals, a.view(np.int32), b.view(np.int32)
-    found = over_vectors(level, f"dot4_signed_{lanes}", dot4_signed, *inputs, result="i4", lanes=lanes)
+    name, inputs = f"dot4_{lanes}{'_fits' * fits}", (totals, a.view(np.int32), b.view(np.int32))
+    found = over_vectors(level, name, dot, *inputs, result="i4", lanes=lanes)
     np.testing.assert_array_equal(found, totals + (a.astype(np.int32) * b).reshape(-1, 4).sum(1))
 
 
@@ -454,7 +445,7 @@ MISTAKES: dict[str, Callable[[Emitter, Value, Value, Value, Value], Any]] = {
     "half of words": lambda e, f, i, n, p: e.half_to_float(i),
     "variable of another type": lambda e, f, i, n, p: e.variable(f).set(i),
     "dot4 of floats": lambda e, f, i, n, p: dot4(e, i, f, i),
-    "dot4 of 4 lanes": lambda e, f, i, n, p: dot4_signed(e, *[e.part(i, 0, 4)] * 3),
+    "dot4 of 4 lanes": lambda e, f, i, n, p: dot4(e, *[e.part(i, 0, 4)] * 3),
     "index of words": lambda e, f, i, n, p: Table(e, p, 16)[i],
 }
 

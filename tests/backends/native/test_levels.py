@@ -159,8 +159,8 @@ print(type(select("cpu", 1, compiled=True)[0]).__name__)
 def test_a_level_that_gives_wrong_results_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     right = self_test.dot4
 
-    def wrong(e, total, unsigned, signed):
-        result = right(e, total, unsigned, signed)
+    def wrong(e, total, unsigned, signed, **options):
+        result = right(e, total, unsigned, signed, **options)
         return result + 1 if e.level == levels()[-1] else result
 
     monkeypatch.setattr(self_test, "dot4", wrong)

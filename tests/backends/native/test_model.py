@@ -12,16 +12,17 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
-from polarlm.engine import Engine
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.assembly import assemble, settle
 from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.native.target import VARIABLE, Level, levels
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from scripts.make_golden import answer
 from scripts.make_random_model import write
 from tests.bare import kl
 from tests.conftest import FIXTURES
-from tests.random_model import TINY, tokenizer_file
+from tests.random_model import TINY, random_model, tokenizer_file
 from tests.shared_data import shared
 from tests.tiny import VOCABULARY, load_tiny, make_model
 
@@ -66,6 +67,37 @@ def all_scored(
     logits = np.concatenate([score(parts.model, ids, prompt) for ids, prompt in texts])
     parts.close()
     return logits
+
+
+@pytest.mark.parametrize("cache_type", ["balanced", "polarquant"])
+def test_steps_over_codes_are_the_same_at_every_level(
+    cache_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids and log-probabilities of a greedy answer. Levels that fuse multiply-adds compute in one order, so they agree
+    in every bit; `generic` does not, and a rounding changes some codes. `polarquant` multiplies other factors with
+    VBMI."""
+    path, prompt = random_model(tmp_path), np.random.default_rng(1).integers(5, 255, 200).tolist()
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
+    settings = {"cache_type": cache_type, "ctx_size": 512, "calibration": False}
+
+    def answered(level: Level) -> tuple[list[int], list[float]]:
+        monkeypatch.setenv(VARIABLE, level.name)
+        with load_tiny(path, ops=NativeOps(1), **settings) as engine:
+            answer = engine.generate(prompt, params)
+        assert answer.logprobs is not None
+        return list(answer.token_ids), [token.logprob for token in answer.logprobs]
+
+    answers = {level: answered(level) for level in levels()}
+    fused = {level: answer for level, answer in answers.items() if level.has("fma")}
+    vbmi = [level for level in fused if cache_type == "polarquant" and level.has("avx512vbmi")]
+    others = {level: answer for level, answer in fused.items() if level not in vbmi}
+    for level, answer in others.items():
+        assert answer == next(iter(others.values())), level.name
+    for level, (ids, logprobs) in answers.items():
+        wanted_ids, wanted = answers[levels()[-1]]
+        first = next((i for i, (a, b) in enumerate(zip(ids, wanted_ids, strict=True)) if a != b), len(ids))
+        assert first >= 8, level.name
+        np.testing.assert_allclose(logprobs[:first], wanted[:first], atol=MARGIN, err_msg=level.name)
 
 
 @pytest.mark.parametrize(

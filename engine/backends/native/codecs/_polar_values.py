@@ -106,7 +106,7 @@ class PolarValues(PolarTiles):
                             products = [scaled_product(e, own[i % len(own)], word) for i, word in enumerate(words)]
                             bytes_ = join_words(e, products[0], products[1]).bits(kind)
                             for channel, value in zip(total, values, strict=True):
-                                channel.set(dot4(e, channel.get(), bytes_, value))
+                                channel.set(dot4(e, channel.get(), bytes_, value, fits=True))
                 found.append([[channel.get() for channel in total] for total in totals])
             for number, (top, target) in enumerate(zip(tops, sums, strict=True)):
                 cosines, sines = (e.join([part[number][axis] for part in found]) for axis in (0, 1))

@@ -30,13 +30,12 @@ def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[
 
 def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
     """A query, 16 channels to a vector, in the order of its prepared form → the prepared form, see `TableKeys`."""
-    limit = 127.0 if e.level.has_wide_products else 64.0
-    integers, top = round_to(e, parts, limit)
+    integers, top = round_to(e, parts, 127.0)
     total = e.zero(_I16)
     for number, part in enumerate(integers):
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
-    e.store(top * (table.scale / limit), out, 16 * len(parts))
+    e.store(top * (table.scale / 127), out, 16 * len(parts))
     e.store(e.sum_lanes(total) * -_BIAS, out, 16 * len(parts) + 4)
 
 
@@ -86,8 +85,7 @@ def emit_products(
 
 def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
     """Replace the float32 weights, each times its factor ≥ 0 (16 to a vector), by bytes → the value of a step."""
-    limit = 255.0 if e.level.has_wide_products else 128.0
-    integers, top = round_to(e, [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)], limit)
+    integers, top = round_to(e, [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)], 255.0)
     for number, part in enumerate(integers):
         e.store(part.trunc(I8), weights, 16 * number)
-    return top * (1 / limit)
+    return top * (1 / 255)

@@ -5,8 +5,8 @@ coordinates in 127ths of the largest. Products are sums of bytes times bytes in 
 arithmetic in between, and the only errors beside float32's are those of three roundings:
 
     the table      half a step, 1/254 of the largest coordinate
-    a query        half a step, 1/254 of its largest channel; 1/128 on CPUs that add two products in 16 bits
-    a weight       times its token's norm: half a step, 1/510 of the largest of the block; 1/256 on such CPUs
+    a query        half a step, 1/254 of its largest channel
+    a weight       times its token's norm: half a step, 1/510 of the largest of the block
 
 Tiles. V vectors of 64 codes, packed by `_packing`, then the norms as the codec has them.
 

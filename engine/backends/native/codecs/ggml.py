@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import dot4, dot4_signed
+from polarlm.engine.backends.native.byte_ops import dot4
 from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._norms import emit_pack_norms
@@ -106,23 +106,17 @@ class _GroupedTiles(ABC):
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         scales_at = block + self._scales_at
         scales = [self._scales(e, scales_at + 2 * self._tokens * group) for group in range(self._groups)]
-        points = np.arange(1 << self._packing.bits)[:, None] - (1 << (self._packing.bits - 1))
+        points = np.arange(1 << self._packing.bits)[:, None] - self._zero
         own = self._arrangement.places(self._tokens)
         emit_points(e, block, self._packing, own, points, scales, out, scratch)
 
-    def _is_signed(self, e: Emitter) -> bool:
-        """Whether codes are multiplied as signed bytes."""
-        return self._packing.bits == 8 and not e.level.has_wide_products
-
-    def _zero(self, e: Emitter) -> int:
-        """The code of the value 0, as it is multiplied."""
-        return 0 if self._is_signed(e) else 1 << (self._packing.bits - 1)
+    @property
+    def _zero(self) -> int:
+        """The code of the value 0."""
+        return 1 << (self._packing.bits - 1)
 
     def _dot(self, e: Emitter, total: Value, code: list[Value], signed: Value) -> Value:
-        codes = code[0].bits(_I16)
-        if self._is_signed(e):
-            return dot4_signed(e, total, codes ^ -0x7F7F7F80, signed)  # 128 less in each byte
-        return dot4(e, total, codes, signed)
+        return dot4(e, total, code[0].bits(_I16), signed, fits=self._packing.bits == 4)
 
     def _scales(self, e: Emitter, at: Value) -> list[Value]:
         """The scales of a group, float32, 16 tokens to a vector."""
@@ -160,7 +154,7 @@ class GroupedKeys(_GroupedTiles):
             for half, integer in enumerate(integers):
                 e.store(integer.trunc(I8), out, _GROUP * group + 16 * half)
             e.store(top * (1 / _LIMIT), out, self._head_dim + 4 * group)
-            start = e.sum_lanes(integers[0] + integers[1]) * -self._zero(e)
+            start = e.sum_lanes(integers[0] + integers[1]) * -self._zero
             e.store(start, out, self._head_dim + 4 * self._groups + 4 * group)
 
     def emit_scores(
@@ -168,7 +162,7 @@ class GroupedKeys(_GroupedTiles):
     ) -> None:
         parts, run = self._tokens // 16, self._packing.run
         # With the sums of 16 tokens at a time, LLVM would keep the queries' factors for the next 16, on the stack.
-        together = sums_at_once(e, len(queries), parts) if e.level.has_wide_products else 1
+        together = sums_at_once(e, len(queries), parts)
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
         e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
@@ -232,7 +226,7 @@ class GroupedValues(_GroupedTiles):
                 for i, integer in enumerate(integers):
                     e.store(integer.trunc(I8), target, 16 * i)
                 steps.append(top * (1 / _LIMIT))
-                starts.append(e.splat(e.sum_lanes(total) * -self._zero(e), 16))
+                starts.append(e.splat(e.sum_lanes(total) * -self._zero, 16))
             at = block + group * (2 * half_bytes)
             for together in halves:
                 totals = {(half, head): e.variable(start) for half in together for head, start in enumerate(starts)}

@@ -23,23 +23,28 @@ def scores(
     after: what is read next, whose first tokens are prefetched while the last ones of this block are read. stride:
     bytes from one query to the next, and from one's scores to the next one's.
     """
-    lanes = _lanes(e, dim)
+    lanes, sums = _lanes(e, dim), min(16, dim & -dim)
     kind = vector(F32, lanes)
     lines = -(-4 * lanes * dim // (64 * queries))  # to be prefetched with each query: many at once stall the core
     with e.loop(0, count, lanes) as token:
         following = token + lanes
         ahead = e.variable(e.select(following < count, keys + following * (4 * dim), after))
         with e.loop(0, queries * stride, stride) as own:
-            dots = []
-            for number in range(lanes):
-                for line in range(number * lines // lanes, (number + 1) * lines // lanes):
-                    e.prefetch(ahead.get() + 64 * line, 64)
-                row, dot = keys + (token + number) * (4 * dim), e.zero(kind)
-                for offset in range(0, 4 * dim, 4 * lanes):
-                    dot = e.fma(e.load(row, kind, offset), e.load(query + own, kind, offset), dot)
-                dots.append(dot)
+            parts = []  # of the sums of a dot product: as many at every level, so that all levels add in one order
+            for part in range(0, sums, lanes):
+                dots = []
+                for number in range(lanes):
+                    for line in range(number * lines // lanes, (number + 1) * lines // lanes) if not part else ():
+                        e.prefetch(ahead.get() + 64 * line, 64)
+                    row, dot = keys + (token + number) * (4 * dim), e.zero(kind)
+                    for offset in range(4 * part, 4 * dim, 4 * sums):
+                        dot = e.fma(e.load(row, kind, offset), e.load(query + own, kind, offset), dot)
+                    dots.append(dot)
+                parts.append(_sums(e, dots))
             ahead.set(ahead.get() + 64 * lines)
-            e.store(_sums(e, dots), out + own + token * 4)
+            while len(parts) > 1:
+                parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            e.store(parts[0], out + own + token * 4)
 
 
 def mix(

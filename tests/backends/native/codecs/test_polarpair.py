@@ -57,7 +57,7 @@ def test_scores(name: str, level: Level) -> None:
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     got = attend.scores(own, level, own.pack(fields), queries, n)
 
-    scale, limit = own._table.scale, np.float32(127 if level.has_wide_products else 64)  # type: ignore[attr-defined]
+    scale, limit = own._table.scale, np.float32(127)  # type: ignore[attr-defined]
     spans = fields["radius_step"].shape[-2]
     steps = np.repeat(fields["radius_step"].astype(np.float32), 2, axis=-1)  # (blocks, spans, D)
     products = queries[:, None, None] * steps  # (H, blocks, spans, D)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from polarlm.engine.codecs.polarquant import CENTRES, level_count, unpack, upper_codes, upper_table
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
+from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
 from tests.backends.native.levels import every_level
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -211,7 +211,7 @@ def test_instructions(level: Level, side: str) -> None:
     own = getattr(tiles, side)(CODEC, 64, 64)
     loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
     if side == "values":
-        wanted = {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_BYTES[level.name]: 12}
+        wanted = {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_SMALL_BYTES[level.name]: 12}
     elif level.has("avx512vbmi"):
         wanted = {"vpermb": 6, "vpdpbusd": 6}
     else:

@@ -76,7 +76,7 @@ def test_scores(name: str, level: Level) -> None:
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     got = attend.scores(own, level, own.pack(fields), queries, n)
 
-    table, limit = table_of(codec), np.float32(127 if level.has_wide_products else 64)
+    table, limit = table_of(codec), np.float32(127)
     bytes_, norms = bytes_and_norms(codec, fields)
     top = np.abs(queries).max(-1, keepdims=True)
     rounded = np.rint(queries * (limit / top)).astype(np.float64)
@@ -115,7 +115,7 @@ def test_mix(name: str, level: Level) -> None:
     weights[1, 0] = 0
     got = attend.mixed(own, level, own.pack(fields), weights, d)
 
-    table, limit = table_of(codec), 255 if level.has_wide_products else 128
+    table, limit = table_of(codec), 255
     bytes_, norms = bytes_and_norms(codec, fields)
     scaled = weights * norms[:, None]
     top = scaled.max(-1, keepdims=True)
