@@ -88,11 +88,11 @@ def test_steps_over_codes_are_the_same_at_every_level(
         return list(answer.token_ids), [token.logprob for token in answer.logprobs]
 
     answers = {level: answered(level) for level in levels()}
-    fused = {level: answer for level, answer in answers.items() if level.has("fma")}
+    fused = {level: found for level, found in answers.items() if level.has("fma")}
     vbmi = [level for level in fused if cache_type == "polarquant" and level.has("avx512vbmi")]
-    others = {level: answer for level, answer in fused.items() if level not in vbmi}
-    for level, answer in others.items():
-        assert answer == next(iter(others.values())), level.name
+    others = {level: found for level, found in fused.items() if level not in vbmi}
+    for level, found in others.items():
+        assert found == next(iter(others.values())), level.name
     for level, (ids, logprobs) in answers.items():
         wanted_ids, wanted = answers[levels()[-1]]
         first = next((i for i, (a, b) in enumerate(zip(ids, wanted_ids, strict=True)) if a != b), len(ids))
