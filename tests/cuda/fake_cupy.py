@@ -26,7 +26,7 @@ from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pool
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
-SHARED_WITHOUT_ASKING = 48 << 10
+SHARED_WITHOUT_ASKING = 48 << 10  # static and dynamic together
 _KINDS = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
 
 
@@ -81,6 +81,7 @@ class Machine:
     devices: int = 1
     status: int = 0  # of getDeviceCount
     capability: tuple[int, int] = (9, 0)
+    shared_memory: int = 228 << 10  # of a multiprocessor
     stream: Any = None
     malloc: Any = None  # of the pool in use; None: the common one
     recorded: list[Callable[[], None]] | None = None
@@ -238,7 +239,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         setDevice=lambda number: None,
         getDeviceCount=count,
         getDeviceProperties=lambda device: properties,
-        deviceGetAttribute=lambda of, device: 228 << 10 if of == 81 else machine.capability[of - 75],
+        deviceGetAttribute=lambda of, device: machine.shared_memory if of == 81 else machine.capability[of - 75],
         memGetInfo=lambda: (machine.room - machine.allocated, 2 << 30),
         memcpyAsync=copy,
         memsetAsync=clear,
@@ -333,7 +334,7 @@ class _Kernel:
     machine: Machine
     text: str
     name: str
-    max_dynamic_shared_size_bytes: int = SHARED_WITHOUT_ASKING
+    max_dynamic_shared_size_bytes: int | None = None  # of a launch, if it has been set
 
     @property
     def kernel(self) -> Any:
@@ -343,7 +344,11 @@ class _Kernel:
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int) -> None:
         assert all(type(sizes) is tuple and all(type(size) is int for size in sizes) for sizes in (grid, block))
-        assert shared_mem <= self.max_dynamic_shared_size_bytes
+        allowed, without_asking = (
+            self.max_dynamic_shared_size_bytes,
+            SHARED_WITHOUT_ASKING - _program(self.text).static_shared,
+        )
+        assert shared_mem <= (without_asking if allowed is None else allowed), "more shared memory than is allowed"
         assert not any(arg is None for arg in args), "CuPy passes None as no argument"
         values = [None if isinstance(arg, np.uintp) else arg for arg in args]
         assert all(value is None or isinstance(value, Array | np.generic) for value in values)

@@ -19,7 +19,9 @@ from polarlm.engine.backends.ops import Load
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import GenerationDefaults
+from tests import weights
 from tests.cuda import fake_cupy
 from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
@@ -131,6 +133,28 @@ def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     for size in (1 << 10, 96 << 10, 64 << 10):
         device.launch("f", prelude() + text, (1,), (1,), (y,), size)
     assert machine.largest_shared == 96 << 10
+
+
+def test_the_limit_of_shared_memory_counts_what_the_kernel_has_by_itself(
+    fake: tuple[Machine, ModuleType], rng: np.random.Generator
+) -> None:
+    """Two rows times Q5_0 where a multiprocessor has 100 KB: 48 KB, beside 256 bytes of static shared memory."""
+    machine, module = fake
+    machine.shared_memory = 100 << 10
+    ops = CudaOps(module.CupyDevice())
+    stored = weights.StoredBytes(weights.random_blocks(rng, "q5_0", 288, 256), "q5_0")
+    x = rng.standard_normal((2, 256)).astype(np.float32)
+    found = ops.to_host(ops.linear(ops.to_device(x), Linear(ops.load([stored]))))
+    assert machine.largest_shared == 48 << 10
+    wanted = x.astype(np.float64) @ stored.values.T
+    np.testing.assert_allclose(found, wanted, atol=1e-2 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("grid", [(0,), (0, 3), (2, 0)])
+def test_an_empty_grid_is_refused(device, machine: Machine, grid: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="an empty grid"):
+        device.launch("activate_mul_kernel", SILU, grid, (32,), (None, None, np.int32(8)))
+    assert not machine.compiled
 
 
 @pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])

@@ -40,6 +40,12 @@ class Program:
         self._machine = _open_machine()
         self._waits = {name: waits(text, name) for name in kernel_names(text)}
 
+    @property
+    def static_shared(self) -> int:
+        """Bytes of static shared memory of the text."""
+        start, stop = (ctypes.c_void_p * 4).in_dll(self._library, "emulator_library")[2:]
+        return (stop or 0) - (start or 0)
+
     def signature(self, name: str) -> list[str]:
         """The types of a kernel's parameters, as `signature.h` writes them."""
         signature = getattr(self._library, f"emulator_signature_{name}")

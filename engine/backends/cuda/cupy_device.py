@@ -25,7 +25,6 @@ from polarlm.engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
 
-_DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that a launch gets without raising the kernel's limit
 _STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy to pinned memory
 
 # Attributes of a device: its compute capability, and the shared memory of a multiprocessor.
@@ -177,6 +176,7 @@ class CupyDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
+        assert all(size > 0 for size in grid), "an empty grid"  # CuPy launches a block then, and the driver refuses it
         self._stream.use()
         compiled = self._kernels.get((kernel, text))
         if compiled is None:
@@ -239,7 +239,7 @@ class _Kernel:
 
     def __init__(self, function: cupy.RawKernel, waits: bool):
         self.function, self.waits = function, waits
-        self._allowed = _DEFAULT_SHARED
+        self._allowed = 0  # by us. CUDA's own limit, 48 KB without the kernel's static shared memory, is not relied on
 
     def allow(self, shared: int) -> None:
         if shared > self._allowed:
