@@ -176,6 +176,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy, cuda, libs = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.libs")
     cuda.runtime = _runtime(machine)
     cuda.driver = SimpleNamespace(CUDADriverError=CUDADriverError)
+    cuda.nvrtc = SimpleNamespace(getVersion=lambda: (12, 4), getSupportedArchs=lambda: (80, 86, 89, 90))
     cuda.Stream = lambda non_blocking: _Stream(machine)
     cuda.Event, cuda.get_elapsed_time, cuda.get_current_stream = _Event, _elapsed, lambda: machine.stream
     cuda.MemoryPool = lambda allocator=None: Pool(machine, allocator)

@@ -15,6 +15,7 @@ import pytest
 from polarlm.engine.backends.cuda.device import Addresses, Carried
 from polarlm.engine.backends.cuda.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import rms_norm
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
@@ -144,9 +145,10 @@ def test_the_limit_of_shared_memory_counts_what_the_kernel_has_by_itself(
     ops = CudaOps(module.CupyDevice())
     stored = weights.StoredBytes(weights.random_blocks(rng, "q5_0", 288, 256), "q5_0")
     x = rng.standard_normal((2, 256)).astype(np.float32)
-    found = ops.to_host(ops.linear(ops.to_device(x), Linear(ops.load([stored]))))
+    norm = rng.standard_normal(256).astype(np.float32)
+    found = ops.to_host(ops.linear(ops.to_device(x), Linear(ops.load([stored])), norm=(ops.to_device(norm), 1e-5)))
     assert machine.largest_shared == 48 << 10
-    wanted = x.astype(np.float64) @ stored.values.T
+    wanted = rms_norm(x, norm, 1e-5).astype(np.float64) @ stored.values.T
     np.testing.assert_allclose(found, wanted, atol=1e-2 * np.abs(wanted).max())
 
 
@@ -462,12 +464,18 @@ def broken(machine: Machine) -> None:
     machine.do = fail  # type: ignore[method-assign]
 
 
+def too_new(machine: Machine) -> None:
+    machine.capability = 12, 0
+    broken(machine)
+
+
 NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
     (lambda machine: setattr(machine, "status", 35), "driver is older than the CUDA of the installed CuPy"),
     (lambda machine: setattr(machine, "status", 100), "shows no GPU: look at CUDA_VISIBLE_DEVICES"),
     (lambda machine: setattr(machine, "devices", 0), "shows no GPU: look at CUDA_VISIBLE_DEVICES"),
     (lambda machine: setattr(machine, "status", 999), r"CUDA does not start \(status 999\)"),
     (lambda machine: setattr(machine, "capability", (7, 5)), "Fake GPU, has compute capability 7.5, and 8.0 is"),
+    (too_new, r"NVRTC 12\.4, is too old for the GPU, Fake GPU, which has compute capability 12\.0: update it"),
     (broken, r"do not work \(CuPy failed to load libnvrtc.so.13\)$"),
 ]
 

@@ -64,6 +64,11 @@ def open_device() -> CupyDevice:
         device.gemm(device.empty((8, 8), np.float32), half, half, add=False)
         device.to_host(gate_up)
     except Exception as error:
+        if version := _too_old_for(capability):
+            raise _unavailable(
+                f"CUDA's compiler, NVRTC {version}, is too old for the GPU, {device.name}, which has compute capability"
+                f" {capability[0]}.{capability[1]}: update it ({_first_line(error)})"
+            ) from error
         raise _unavailable(f"CUDA's compiler or libraries do not work ({_first_line(error)})") from error
     return device
 
@@ -77,6 +82,16 @@ def _capability() -> tuple[int, int]:
     """The compute capability of the current GPU."""
     major, minor = (int(_runtime.deviceGetAttribute(code, _runtime.getDevice())) for code in (_MAJOR, _MINOR))
     return major, minor
+
+
+def _too_old_for(capability: tuple[int, int]) -> str:
+    """The version of CUDA's compiler, if it compiles for older GPUs alone; else, or if it cannot be asked, nothing."""
+    nvrtc = cupy.cuda.nvrtc
+    try:
+        version, newest = nvrtc.getVersion(), max(nvrtc.getSupportedArchs())
+    except Exception:
+        return ""
+    return ".".join(map(str, version)) if capability[0] > newest // 10 else ""
 
 
 def _unavailable(reason: str) -> EngineError:
