@@ -35,6 +35,7 @@ NEVER = (
 # Whole models and engines: they run once more with overlapped launches, where the GPU has them.
 AGAIN = (*_MODELS, "test_gpu", "test_schedules")
 _MOST_WORKERS = 12
+_WORKER_BYTES = 3 << 30  # of the GPU's memory, for each process
 _BUDGET = 340  # seconds
 _OVERLAPPED = 60  # seconds of them that are left to tests with overlapped launches
 _SANITIZED = 60  # seconds of each tool of compute-sanitizer
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{ops.name}: results go to {results} as they come; no test begins after {options.budget} s")
     end, again = time.time() + options.budget, _can_overlap()
     first_end = end - min(_OVERLAPPED, options.budget / 2) if again else end
-    given = ["-p", "tests.written_results", *_workers(options.workers), *for_pytest]
+    given = ["-p", "tests.written_results", *_workers(options.workers or workers_for(ops.free_memory())), *for_pytest]
     limits = ["--results", str(results), "--until", str(first_end)]
     if options.resume is not None:
         limits += ["--but-not", str(options.resume)]
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--workers", type=int, default=min(_MOST_WORKERS, os.cpu_count() or 1), help="processes")
+    parser.add_argument("--workers", type=int, help="processes; as many as the GPU's free memory is enough for")
     parser.add_argument("--budget", type=int, default=_BUDGET, help="seconds after which no test begins")
     parser.add_argument(
         "--sanitize", type=int, default=_SANITIZED, metavar="SECONDS", help="most for each tool of compute-sanitizer"
@@ -106,6 +107,11 @@ def files() -> list[Path]:
     there = {file.stem: file for file in sorted(FOLDER.glob("test_*.py"))}
     left_out = {name for name in there if name in NEVER or name.startswith("test_emulator_")}
     return [there[name] for name in dict.fromkeys((*FIRST, *there)) if name not in left_out]
+
+
+def workers_for(free: int) -> int:
+    """The number of processes for so many free bytes on the GPU."""
+    return max(1, min(_MOST_WORKERS, os.cpu_count() or 1, free // _WORKER_BYTES))
 
 
 def _workers(count: int) -> list[str]:

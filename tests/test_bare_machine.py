@@ -76,6 +76,14 @@ def test_every_test_that_can_run_on_a_gpu_does() -> None:
     assert {*names} == expected - others
 
 
+def test_processes_share_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    found = [gpu_test.workers_for(free << 30) for free in (1, 5, 12, 23, 79)]
+    assert found == [1, 1, 4, 7, 12]
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert gpu_test.workers_for(79 << 30) == 4
+
+
 # Runs the program under test with memcheck, and finds a race in it with racecheck.
 SANITIZER = """#!/bin/sh
 test "$2" = memcheck || { echo "a race in a kernel"; exit 9; }

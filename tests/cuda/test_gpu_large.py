@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of all processes, since each test may take gigabytes, which it gives back for the tests of the others."""
+    fcntl = pytest.importorskip("fcntl", reason="processes take turns by locks of Linux")
+    import cupy
+
+    with (tmp_path_factory.getbasetemp().parent / "large.lock").open("w") as lock:  # that folder is for all of them
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 def sizes() -> Sizes:
