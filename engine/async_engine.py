@@ -157,7 +157,7 @@ class AsyncEngine:
 
     def _submit(self, mailbox: Mailbox, *request: Any, **more: Any) -> None:
         """Queue a request, in a thread: its prompt is tokenized here, and the engine takes it between two units."""
-        ticket = self.engine.submit(*request, into=mailbox, **more)
+        ticket = self.engine.submit(*request, into=mailbox, gone=lambda: mailbox.closed, **more)
         with self._lock:
             if not self._closed:  # otherwise the engine ends the request as it closes
                 self._thread = self._thread or EngineThread(self.engine, self._fail_all)

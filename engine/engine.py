@@ -56,7 +56,7 @@ class Engine:
         self.kept_blocks = next((place for place in parts.places if place.label == "disk"), None)  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.keep_answer = self._answers.keep_message  # for servers, which parse answers
-        self._grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
+        self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
 
     @classmethod
@@ -122,10 +122,9 @@ class Engine:
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2), with the cache read as steps read it.
 
-        Waits until the requests that came before are finished. With `every_token_coded`, attention reads all tokens
-        after the first block as codes, those of the current block as well: the figure to compare with engines that
-        keep no recent tokens in full precision. With `logits`, the score has the logits of every position: 4·T·V bytes
-        beside the memory of a prompt of T tokens.
+        Waits for the requests that came before. With `every_token_coded`, attention reads all tokens after the first
+        block as codes, those of the current block as well: the figure to compare with engines that keep no recent
+        tokens in full precision. With `logits`, the score has those of every position: 4·T·V bytes, and a prompt's.
         """
         ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
@@ -217,16 +216,16 @@ class Engine:
         into: Outbox,
         progress: bool = False,
         constraint: Constraint | None = None,
+        gone: Callable[[], bool] | None = None,
     ) -> Ticket:
         """Queue a request. Threads that call `work` append its chunks to `into`, or an exception if it fails.
 
-        The server calls `work` in a thread of its own. Raises EngineError as `stream` does.
+        gone: says whether nobody waits for it any more. Raises EngineError as `stream` does, and "busy".
         """
-        request = self._request(prompt, params, options, outbox=into, wants_progress=progress, constraint=constraint)
+        new = self._request(prompt, params, options, gone, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
-            self._runner.submit(request)
-        tokens = len(request.sequence.prompt)
-        return Ticket(tokens, lambda: self._cancel(request.sequence), lambda: request.cached or 0)
+            self._runner.submit(new)
+        return Ticket(len(new.sequence.prompt), lambda: self._cancel(new.sequence), lambda: new.cached or 0)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -243,14 +242,14 @@ class Engine:
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, params: Params, options: Options, **more: Any) -> Request:
+    def _request(self, prompt: Prompt, params: Params, options: Options, gone: Any = None, **more: Any) -> Request:
         """A request that is not queued yet. more: the other keyword arguments of `Request.create`."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         more |= {"answers": self._answers, "drafting": self._drafting}
-        more |= {"constraint": self._grammars.constraint(params, more.pop("constraint"))}
+        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone)}
         request = Request.create(prompt, params, options, self.model, self.context, **more)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.found = self._tiers.find(request.sequence.prompt[:-1], options.cache_salt)
@@ -321,7 +320,7 @@ class Engine:
 
     def close(self) -> None:
         """Free weights and KV store; requests under way and later calls raise EngineError. Closing twice is fine."""
-        self._grammars.close()
+        self.grammars.close()
         with self._lock.hold():
             if self._closed or self._lock.lost:
                 return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+
+COMPILATION_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -175,3 +178,24 @@ class CacheStats:
     bits_per_value: float  # of a complete encoded block
     f16_bytes: int  # the same tokens in half precision
     context: int  # tokens that fit
+
+
+@dataclass
+class CompilationCounts:
+    """How many constraints were compiled since the engine was loaded, and how long requests waited for each."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Of those that ended: "compiled", "refused", "abandoned" (no request wanted it any more), "too_many" (waited)."""
+    waiting: int = 0  # that wait or are being compiled
+    within: list[int] = field(default_factory=lambda: [0 for _ in COMPILATION_SECONDS])
+    """Of those compiled or refused: how many took at most each of COMPILATION_SECONDS."""
+    seconds: float = 0.0  # that these took together
+
+    def took(self, seconds: float) -> None:
+        """Count one that was compiled or refused."""
+        self.seconds += seconds
+        self.within = [count + (seconds <= most) for count, most in zip(self.within, COMPILATION_SECONDS, strict=True)]
+
+    def copy(self, waiting: int) -> CompilationCounts:
+        """A copy with the number of those that wait."""
+        return CompilationCounts(self.outcomes.copy(), waiting, list(self.within), self.seconds)

@@ -12,14 +12,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from polarlm.model_loaders.forks import renew_in_children
 
 OUT_OF_MEMORY = 3  # exit code of a worker
+TOO_LONG = -getattr(signal, "SIGPROF", 0)  # exit code of a process at the end of its processor time
 # The worker has this process's path, without the folder of its own script.
 _START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(worker, run_name='__main__')"
 
@@ -28,6 +30,7 @@ _START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(wo
 _START_SECONDS = 60.0
 _ANSWER_SECONDS = 10.0
 _EXIT_SECONDS = 5.0  # until a worker that has closed its pipe is gone
+_LOOK_SECONDS = 0.05  # until it is looked again whether the answer is still wanted
 
 
 class ProcessFailed(Exception):
@@ -44,15 +47,18 @@ class LimitedProcess:
         self._worker: subprocess.Popen[bytes] | None = None
         renew_in_children(self)
 
-    def ask(self, request: object) -> Any:
-        """The answer to a request, which must be JSON. Raises ProcessFailed where a limit ends the process."""
+    def ask(self, request: object, gone: Callable[[], bool] = lambda: False) -> Any:
+        """The answer to a request, which must be JSON. Raises ProcessFailed where a limit ends the process.
+
+        gone: says whether nobody wants the answer any more; then the process is ended as well.
+        """
         with self._lock:
             if self._worker is not None and self._worker.poll() is not None:  # it was killed while idle
                 self._stop()
             if self._worker is None:
                 self._start()
-                return self._ask([self._first, request], _START_SECONDS)
-            return self._ask([request], _ANSWER_SECONDS)
+                return self._ask([self._first, request], _START_SECONDS, gone)
+            return self._ask([request], _ANSWER_SECONDS, gone)
 
     def close(self) -> None:
         """End the worker, once it has answered the request under way; a later request starts another."""
@@ -93,20 +99,23 @@ class LimitedProcess:
         self._end()
         self._worker = None
 
-    def _ask(self, requests: Sequence[object], seconds: float) -> Any:
+    def _ask(self, requests: Sequence[object], seconds: float, gone: Callable[[], bool]) -> Any:
         """The answer to the last of `requests`; a worker that sends none is ended."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
         assert worker.stdout is not None
-        late = threading.Event()
+        answered, late, deadline = threading.Event(), threading.Event(), time.monotonic() + seconds
 
-        def end() -> None:
-            late.set()
-            worker.kill()
+        def watch() -> None:
+            while not answered.wait(_LOOK_SECONDS):
+                if gone() or time.monotonic() > deadline:
+                    late.set()
+                    _kill(worker)
+                    return
 
-        deadline = threading.Timer(seconds, end)
-        deadline.start()
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
         try:
             worker.stdin.write(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
             worker.stdin.flush()
@@ -117,32 +126,52 @@ class LimitedProcess:
             self._stop()
             raise
         finally:
-            deadline.cancel()
+            answered.set()
+            watching.join()
         if not line.endswith(b"\n"):
             reason = "it needs too much time" if late.is_set() else _reason(worker)
             self._stop()
             raise ProcessFailed(reason)
+        if late.is_set():
+            self._stop()
         return json.loads(line)
 
 
 def _reason(worker: subprocess.Popen[bytes]) -> str:
     """The reason why a worker that this process did not kill has closed its pipe."""
     try:
-        code = worker.wait(_EXIT_SECONDS)
+        return why_ended(worker.wait(_EXIT_SECONDS))
     except subprocess.TimeoutExpired:
         return "its process does not answer"
+
+
+def why_ended(code: int) -> str:
+    """The reason why a process with limits ended with an exit code other than 0; those below are signals."""
     if code in (OUT_OF_MEMORY, -getattr(signal, "SIGABRT", 0)):  # as Rust ends where it gets no memory
         return "it needs too much memory"
     if code in (-getattr(signal, "SIGSEGV", 0), -getattr(signal, "SIGBUS", 0)):  # the end of the stack
         return "it is nested too deeply"
-    if code == -getattr(signal, "SIGPROF", 0):
+    if code == TOO_LONG:
         return "it needs too much time"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
     return f"its process ended without an answer ({name})"
 
 
+def _kill(worker: subprocess.Popen[bytes]) -> None:
+    """End a worker, and the processes that it has started: it is the first one of its group."""
+    if worker.returncode is not None:
+        return
+    if sys.platform == "win32":
+        worker.kill()
+        return
+    try:
+        os.killpg(worker.pid, signal.SIGKILL)
+    except OSError:  # it has ended, or has not begun its group yet
+        worker.kill()
+
+
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    worker.kill()
+    _kill(worker)
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
             try:

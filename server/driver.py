@@ -58,8 +58,7 @@ class Driver:
         self._closing = False
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # delays no prompt
-        # One is compiled at a time. The others wait in threads, as do requests whose constraint is known: these do not
-        # stay there.
+        # Those whose constraint is compiled wait in threads, as do those whose constraint is known: these do not stay.
         self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
 
@@ -237,13 +236,18 @@ class Driver:
         """Submit a request, in a thread of a pool: the engine takes it between two units of work."""
 
         def submit() -> Ticket:
-            ticket = self.engine.submit(prompt, params, options, into=job, progress=progress)
+            ticket = self.engine.submit(prompt, params, options, into=job, progress=progress, gone=lambda: job.closed)
             job.queued(ticket)
             self._thread.wake()
             return ticket
 
         entry.prompt = prompt if self.config.log_prompts else None
-        ticket = await self._aside(submit, self._grammar_pool if params.is_constrained else self._pool)
+        try:
+            ticket = await self._aside(submit, self._grammar_pool if params.is_constrained else self._pool)
+        except EngineError:
+            if job.closed:  # while its constraint was compiled: the reason is that of its end
+                await self._next(job)
+            raise
         self._totals.prompt_tokens += ticket.prompt_tokens
         entry.prompt_tokens += ticket.prompt_tokens
         return ticket
@@ -331,7 +335,5 @@ class Driver:
         """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
         try:
             return await self._loop.run_in_executor(pool, function)
-        except EngineError:
-            raise
         except Exception as error:
             raise for_clients(error) from None

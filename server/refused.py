@@ -8,6 +8,7 @@ import random
 from polarlm.engine import EngineError
 
 _LOG = logging.getLogger(__name__)
+_COMPILED_SECONDS = 2  # that constraints which wait take to be compiled, at the least
 
 
 class Refused(Exception):
@@ -42,6 +43,8 @@ def busy(message: str, seconds: int) -> Refused:
 
 def for_clients(error: Exception) -> Exception:
     """`error` if clients may see it, else a generic Refused; then the log has it."""
+    if isinstance(error, EngineError) and error.code == "busy":
+        return busy(str(error), _COMPILED_SECONDS)
     if isinstance(error, (Refused, EngineError)):
         return error
     _LOG.error("a request ended with an unexpected error", exc_info=error)

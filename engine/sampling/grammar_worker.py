@@ -5,8 +5,9 @@ its stack, and `{"multipleOf": 999983}` takes seconds and half a gigabyte. So gr
 the parent's vocabulary, a smaller stack, and limits of time and memory. This file is run by itself and imports nothing
 of the package.
 
-The first line has the vocabulary; each further one is a grammar as llguidance compiles it and is answered by the reason
-why it cannot be used, or by "". Where a limit ends the process, the pipe closes instead.
+The first line has the vocabulary; each further one is {"grammar": as llguidance compiles it, "seconds": of processor
+time} and is answered by the reason why it cannot be used, or by "". A process of its own, which has the vocabulary from
+this one, compiles each: where a limit ends it, the answer is its exit code. On Windows the limit ends this process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 import llguidance
 
 MEMORY_BYTES = 1 << 30  # address space of this process
-CPU_SECONDS = 1.5  # of one line
 STACK_BYTES = 1 << 20  # the parent's threads have more
 OUT_OF_MEMORY = 3  # exit code
 FUEL = 500_000  # of the compiler of regular expressions, some 50,000 a millisecond by its documentation
@@ -68,6 +68,37 @@ def _limit_time(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
+def _answer(tokenizer: Any, grammar: str) -> None:
+    found = matcher(tokenizer, grammar)
+    reason = found.get_error() if found.is_error() else ""
+    _limit_time(0)
+    _write(reason)
+
+
+def _write(answer: str | int) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _answer_apart(tokenizer: Any, grammar: str, seconds: float) -> None:
+    """Answer in a child, within the limits."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        if status:
+            _write(os.waitstatus_to_exitcode(status))
+        return
+    code = 1
+    try:
+        _limit_time(seconds)
+        _answer(tokenizer, grammar)
+        code = 0
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    finally:
+        os._exit(code)
+
+
 def main() -> None:
     """Serves until the parent closes the pipe."""
     _limit_memory()
@@ -78,12 +109,11 @@ def main() -> None:
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=given["ends"])
     vocabulary.library = tokenizer
     for line in sys.stdin.buffer:
-        _limit_time(CPU_SECONDS)
-        found = matcher(tokenizer, json.loads(line))
-        reason = found.get_error() if found.is_error() else ""
-        sys.stdout.buffer.write(json.dumps(reason).encode() + b"\n")
-        sys.stdout.buffer.flush()
-        _limit_time(0)
+        request = json.loads(line)
+        if hasattr(os, "fork"):
+            _answer_apart(tokenizer, request["grammar"], request["seconds"])
+        else:
+            _answer(tokenizer, request["grammar"])
 
 
 def _serve() -> None:

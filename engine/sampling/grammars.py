@@ -5,10 +5,12 @@ llguidance: https://github.com/guidance-ai/llguidance. Its masks are those of `e
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -19,13 +21,17 @@ import numpy as np
 
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError, shown
+from polarlm.engine.outputs import CompilationCounts
 from polarlm.engine.sampling import gbnf
+from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.model_loaders.forks import renew_in_children
-from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
+from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, why_ended
 
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _KEPT = 32  # compiled grammars
+_KEPT_REFUSED = 512  # reasons
+_MOST_REASON = 300  # characters
 _SPACE = r"[ \t\r\n]{1,40}"  # between the parts of JSON: without an end to it, some models write nothing else
 _KEPT_SECONDS = 2.0  # that all of these took to compile, for the memory that they take
 _WORKER = Path(__file__).with_name("grammar_worker.py")
@@ -48,80 +54,104 @@ class Grammars:
     def __init__(self, tokenizer: Vocabulary, size: int) -> None:
         """size: of the vocabulary, with the rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
-        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()  # least recently used first
-        self._closed = False
+        self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by a hash of the key, likewise: the reason
+        self._compilations: Compilations[_Compiled] = Compilations(self._compile)
         self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Replace the locks in a forked child: a thread of the parent may hold them."""
-        self._lock = threading.Lock()  # of what is compiled
-        self._compiling = threading.Lock()
+        """Replace the lock in a forked child: a thread of the parent may hold it."""
+        self._lock = threading.Lock()  # of what is compiled and refused
 
     def close(self) -> None:
-        """End the worker, and threads that wait to compile a constraint, these with an EngineError."""
-        self._closed = True
-        with self._compiling:
-            if "_worker" in vars(self):
-                self._worker.close()
+        """End the workers, and requests that wait for a constraint, these with an EngineError."""
+        self._compilations.close()
+        for worker in vars(self).get("_workers", {}).values():
+            worker.close()
 
-    def constraint(self, params: SamplingParams, own: Constraint | None = None) -> Constraint | None:
-        """The constraint of one request: a new one, or its own; None if it asks for none. Raises EngineError."""
+    def counts(self) -> CompilationCounts:
+        """How many constraints were compiled."""
+        return self._compilations.counts()
+
+    def constraint(
+        self, params: SamplingParams, own: Constraint | None = None, gone: Callable[[], bool] | None = None
+    ) -> Constraint | None:
+        """The constraint of one request: a new one, or its own; None if it asks for none. Raises EngineError.
+
+        gone: says whether nobody waits for the request any more; then nothing is compiled for it.
+        """
         given = _given(params)
         if given is None:
             return own
         if own is not None:
             raise EngineError(f"constraint and {given[0]} both constrain the answer; leave one of them out")
-        if (known := self._known(given)) is None:
-            with self._compiling:
-                if self._closed:
-                    raise EngineError("The engine is closed", "closed")
-                if (known := self._known(given)) is None:  # another thread may have compiled it
-                    known = self._compile(*given)
-                    self._keep(given, known)
+        known = self._known(given) or self._compilations.result(given, gone or (lambda: False))
         return _Matched(known.matcher.deep_copy())
 
-    def _known(self, given: tuple[str, str]) -> _Compiled | None:
+    def _known(self, given: Key) -> _Compiled | None:
+        """What was compiled from a key lately. Raises EngineError if it was refused lately."""
         with self._lock:
             if (found := self._compiled.get(given)) is not None:
                 self._compiled.move_to_end(given)
+            reason = self._refused.get(name := _hash(given))
+            if reason is not None:
+                self._refused.move_to_end(name)
+                raise _unusable(given[0], reason)
             return found
 
-    def _keep(self, given: tuple[str, str], compiled: _Compiled) -> None:
+    def _keep(self, given: Key, compiled: _Compiled) -> None:
         with self._lock:
             self._compiled[given] = compiled
             while len(self._compiled) > _KEPT or sum(one.seconds for one in self._compiled.values()) > _KEPT_SECONDS:
                 self._compiled.popitem(last=False)
 
-    def _compile(self, field: str, text: str) -> _Compiled:
-        """The constraint that the text of a field of SamplingParams asks for, which the worker has compiled before."""
-        if len(text) > MOST_TEXT:
-            raise EngineError(f"{field} has {len(text):,} characters, but at most {MOST_TEXT:,} are taken")
-        _library()
+    def _refuse(self, given: Key, reason: str) -> EngineError:
+        with self._lock:
+            self._refused[_hash(given)] = reason = _in_words(reason)
+            while len(self._refused) > _KEPT_REFUSED:
+                self._refused.popitem(last=False)
+        return _unusable(given[0], reason)
+
+    def _compile(self, given: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
+        """The constraint that the text of a field of SamplingParams asks for, which a worker has compiled before.
+
+        Raises NeedsLonger where the seconds end in a turn before the last one, or EngineError.
+        """
+        if (known := self._known(given)) is not None:  # compiled since the request has looked
+            return known
         from polarlm.engine.sampling.grammar_worker import matcher
 
         try:
-            source = _source(field, text)
-            reason = self._worker.ask(source)
-        except (ValueError, ProcessFailed) as error:
-            raise _unusable(field, str(error)) from None
-        if reason:
-            raise _unusable(field, reason)
+            source = _source(*given)
+            answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds}, gone)
+        except ValueError as error:
+            raise self._refuse(given, str(error)) from None
+        except ProcessFailed as error:  # the same may succeed another time
+            raise _unusable(given[0], str(error)) from None
+        if answer == TOO_LONG and seconds != TURNS[-1]:
+            raise NeedsLonger
+        if answer:
+            raise self._refuse(given, why_ended(answer) if isinstance(answer, int) else answer)
         began = time.perf_counter()
-        compiled = matcher(self._library_tokenizer, source)
-        if compiled.is_error():
-            raise _unusable(field, compiled.get_error())
-        return _Compiled(compiled, time.perf_counter() - began)
+        matched = matcher(self._library_tokenizer, source)
+        if matched.is_error():
+            raise self._refuse(given, matched.get_error())
+        compiled = _Compiled(matched, time.perf_counter() - began)
+        self._keep(given, compiled)
+        return compiled
 
     @cached_property
     def _adapter(self) -> _Adapter:
         return _Adapter(self._tokenizer, max(self._size, self._tokenizer.vocab_size))
 
     @cached_property
-    def _worker(self) -> LimitedProcess:
+    def _workers(self) -> dict[float, LimitedProcess]:
+        """One for the turns of each length."""
         tokens = [token.decode("latin-1") for token in self._adapter.tokens]
         special, ends = self._adapter.special_token_ids, self._adapter.ends
-        return LimitedProcess(_WORKER, {"tokens": tokens, "special": special, "ends": ends})
+        first = {"tokens": tokens, "special": special, "ends": ends}
+        return {seconds: LimitedProcess(_WORKER, first) for seconds in TURNS}
 
     @cached_property
     def _library_tokenizer(self) -> Any:
@@ -184,12 +214,28 @@ class _Matched:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            reason = _first_line(self.matcher.get_error())
+            reason = _in_words(self.matcher.get_error())
             raise EngineError(f"The answer cannot be constrained any further: {reason}")
 
 
-def _given(params: SamplingParams) -> tuple[str, str] | None:
-    """The field of `params` that asks for a constraint, and its text. Raises EngineError if a schema is not JSON."""
+def _hash(given: Key) -> bytes:
+    return hashlib.sha256("\0".join(given).encode("utf-8", "surrogatepass")).digest()
+
+
+def _given(params: SamplingParams) -> Key | None:
+    """The field of `params` that asks for a constraint, and its text.
+
+    Raises EngineError if a schema is not JSON, or the text is too long.
+    """
+    given = _field_and_text(params)
+    if given is not None and len(given[1]) > MOST_TEXT:
+        raise EngineError(f"{given[0]} has {len(given[1]):,} characters, but at most {MOST_TEXT:,} are taken")
+    if given is not None:
+        _library()
+    return given
+
+
+def _field_and_text(params: SamplingParams) -> Key | None:
     schema = params.schema
     if schema is None:
         given = {"grammar": params.grammar, "regex": params.regex}
@@ -224,10 +270,11 @@ def _library() -> Any:
 
 def _unusable(field: str, reason: str) -> EngineError:
     names = {"schema": "JSON schema", "grammar": "grammar", "regex": "regular expression"}
-    return EngineError(f"The {names[field]} cannot be used: {_first_line(reason)}")
+    return EngineError(f"The {names[field]} cannot be used: {_in_words(reason)}")
 
 
-def _first_line(reason: str) -> str:
+def _in_words(reason: str) -> str:
     """The first line of llguidance's reason; for regular expressions, the line that says what is wrong."""
     lines = reason.strip().splitlines() or ["no reason is given"]
-    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return line if len(line) <= _MOST_REASON else line[: _MOST_REASON - 1] + "…"

@@ -10,17 +10,13 @@ import importlib.metadata
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from polarlm.engine import Engine
 from polarlm.engine.kv.cache_types import chosen
-from polarlm.engine.outputs import Status, TierStatus
+from polarlm.engine.outputs import COMPILATION_SECONDS, CompilationCounts, Status, TierStatus
 from polarlm.server.counters import Totals
 
 
@@ -122,6 +118,27 @@ class _Build(Collector):
         yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=about)
 
 
+class _Constraints(Collector):
+    def __init__(self, counts: CompilationCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts
+        ended = CounterMetricFamily(
+            "polarlm_constraints", "New constraints, by what became of them", labels=["outcome"]
+        )
+        for outcome in ("compiled", "refused", "abandoned", "too_many"):
+            ended.add_metric([outcome], counts.outcomes[outcome])
+        yield ended
+        meaning = "New constraints that are compiled or wait for it"
+        yield GaugeMetricFamily("polarlm_constraints_waiting", meaning, value=counts.waiting)
+        within = [
+            (floatToGoString(most), count) for most, count in zip(COMPILATION_SECONDS, counts.within, strict=True)
+        ]
+        meaning = "Time until a new constraint was compiled or refused, waiting included"
+        yield HistogramMetricFamily("polarlm_constraints_seconds", meaning, buckets=within, sum_value=counts.seconds)
+
+
 class _ForRouters(Collector):
     def __init__(self, engine: Engine, now: Status) -> None:
         self._engine, self._now = engine, now
@@ -160,5 +177,6 @@ def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: boo
     registry.register(_Times(done))
     registry.register(_Tiers(now.tiers))
     registry.register(_Build(engine, now))
+    registry.register(_Constraints(engine.grammars.counts()))
     registry.register(_ForRouters(engine, now))
     return generate_latest(registry)

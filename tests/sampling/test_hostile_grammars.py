@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import EngineError, SamplingParams
+from polarlm.engine.sampling.compilations import TURNS
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.model_loaders.tokenizers import load_for_gguf
 from tests.model_loaders import vocabularies as vocab
@@ -41,6 +42,7 @@ def rules(count: int, rule: str, last: str, start: str) -> str:
 
 DEEP = "it is nested too deeply"
 SLOW = "it needs too much (time|memory)"
+PRIME: dict[str, Any] = {"type": "integer", "multipleOf": 9999991}
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "chain of references": ({"schema": chain(2500)}, DEEP),
     "chain of rules": ({"grammar": rules(9000, "r{}: r{}", 'r{}: "a"', "start: r0")}, DEEP),
@@ -51,7 +53,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "nested brackets in GBNF": ({"grammar": "root ::= " + "(" * 60_000}, "nested deeper than"),
     "nested expression": ({"regex": "(" * 60_000 + "a" + ")" * 60_000}, "nested parentheses"),
     "nested schema": ({"schema": '{"items":' * 9000 + "{}" + "}" * 9000}, "recursion"),
-    "multiples of a prime": ({"schema": {"type": "integer", "multipleOf": 9999991}}, SLOW),
+    "multiples of a prime": ({"schema": PRIME}, SLOW),
     "many conditions": (
         {"grammar": "start: R\nR: " + " & ".join(f"/(.*{c}){{20}}/" for c in "abc")},
         "fuel|complex|too",
@@ -77,14 +79,15 @@ def test_what_is_known_does_not_wait_for_what_is_compiled(grammars: Grammars) ->
     known = SamplingParams(regex="known")
     grammars.constraint(known)
     begins, goes_on = threading.Event(), threading.Event()
-    ask = grammars._worker.ask
+    worker = grammars._workers[TURNS[0]]
+    ask = worker.ask
 
-    def slow(source: str) -> Any:
+    def slow(*request: Any) -> Any:
         begins.set()
         assert goes_on.wait(60)
-        return ask(source)
+        return ask(*request)
 
-    grammars._worker.ask = slow  # type: ignore[method-assign]
+    worker.ask = slow  # type: ignore[method-assign]
     thread = threading.Thread(target=grammars.constraint, args=[SamplingParams(regex="new")])
     thread.start()
     try:
@@ -94,7 +97,7 @@ def test_what_is_known_does_not_wait_for_what_is_compiled(grammars: Grammars) ->
     finally:
         goes_on.set()
         thread.join()
-        del grammars._worker.ask
+        del worker.ask
 
 
 def test_a_constraint_that_took_long_to_compile_is_not_kept_for_ever(grammars: Grammars) -> None:
@@ -107,11 +110,60 @@ def test_a_constraint_that_took_long_to_compile_is_not_kept_for_ever(grammars: G
     assert len(grammars._compiled) <= 2
 
 
+def test_a_limit_ends_the_compilation_and_not_the_worker_which_has_the_vocabulary(grammars: Grammars) -> None:
+    grammars.constraint(SamplingParams(regex="first"))
+    workers = {seconds: worker._worker for seconds, worker in grammars._workers.items()}
+    for number in range(2):
+        with pytest.raises(EngineError, match=SLOW):
+            grammars.constraint(SamplingParams(schema=PRIME | {"title": str(number)}))
+    now = {seconds: worker._worker for seconds, worker in grammars._workers.items()}
+    assert now[TURNS[0]] is workers[TURNS[0]]
+    workers = now
+    with pytest.raises(EngineError, match=DEEP):
+        grammars.constraint(SamplingParams(schema=chain(2501)))
+    assert {seconds: worker._worker for seconds, worker in grammars._workers.items()} == workers
+
+
+def test_what_was_refused_is_refused_again_without_being_compiled(grammars: Grammars) -> None:
+    params = SamplingParams(schema=PRIME | {"title": "again"})
+    messages = []
+    for _ in range(2):
+        with pytest.raises(EngineError, match=SLOW) as caught:
+            grammars.constraint(params)
+        messages.append(str(caught.value))
+        counts = grammars.counts()
+    assert messages[0] == messages[1]
+    with pytest.raises(EngineError):
+        grammars.constraint(params)
+    assert grammars.counts() == counts
+
+
+def test_a_compilation_ends_when_its_client_goes(grammars: Grammars) -> None:
+    """Its process is ended, not waited for: what it would have said is not remembered."""
+    long = TURNS[-1]
+    begun = threading.Event()
+    worker = grammars._workers[long]
+    with pytest.raises(EngineError, match=SLOW):
+        grammars.constraint(SamplingParams(schema=PRIME | {"title": "the worker starts"}))
+    process, ask = worker._worker, worker.ask
+    worker.ask = lambda request, gone: (begun.set(), ask({**request, "seconds": 1000}, gone))[1]  # type: ignore
+    before = grammars.counts().outcomes["abandoned"]
+    try:
+        with pytest.raises(EngineError) as caught:
+            grammars.constraint(SamplingParams(schema=PRIME | {"title": "gone"}), gone=begun.is_set)
+        assert caught.value.code == "cancelled"
+        assert process is not None
+        assert process.wait(60) != 0
+    finally:
+        del worker.ask
+    assert grammars.counts().outcomes["abandoned"] == before + 1
+
+
 def test_nothing_is_compiled_and_no_worker_is_left_when_the_engine_has_closed() -> None:
     tokenizer = load_for_gguf(vocab.tiny_bpe())
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     grammars.constraint(SamplingParams(regex="a"))
-    worker = grammars._worker._worker
+    worker = grammars._workers[TURNS[0]]._worker
     assert worker is not None
     assert worker.poll() is None
     grammars.close()

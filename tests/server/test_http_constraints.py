@@ -6,12 +6,14 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Engine
+from polarlm.engine.sampling.compilations import MOST_WAITING, TURNS
 from tests.sampling.test_hostile_grammars import HOSTILE
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import assert_idle
@@ -84,6 +86,87 @@ def test_an_impossible_constraint_is_refused_with_the_reason(
     assert reason in response.json()["error"]["message"]
 
 
+@contextmanager
+def held(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it holds, the first constraint that has begun to be compiled does not end; the event tells that it has."""
+    worker = server.engine.grammars._workers[TURNS[0]]
+    ask, begun, goes_on = worker.ask, threading.Event(), threading.Event()
+
+    def late(*request: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(60)
+        return ask(*request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "ask", late)
+        try:
+            yield begun
+        finally:
+            goes_on.set()
+
+
+def compilations(server: Serving) -> dict[str, float]:
+    """What /metrics tells of constraints, by outcome, and of those that wait."""
+    found = re.findall(
+        r'(?m)^polarlm_constraints(?:_total{outcome="|_)(\w+)(?:"})? (\S+)$', server.http.get("/metrics").text
+    )
+    return {name: float(count) for name, count in found}
+
+
+def test_what_clients_that_hung_up_asked_for_is_not_compiled(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as client, held(server, monkeypatch) as begun:
+        first = client.submit(complete, server, guided_regex="a{5}first")
+        assert begun.wait(60)
+        before = compilations(server)
+        bodies = [{"prompt": "a", "guided_regex": f"[a-f]{{3}}{number}"} for number in range(12)]
+        connections = [server.send("/v1/completions", body) for body in bodies]
+        eventually(lambda: compilations(server)["waiting"] == 13)
+        for connection in connections:
+            connection.close()
+        eventually(lambda: compilations(server)["waiting"] == 1)
+    assert first.result().status_code == 200
+    assert complete(server, guided_regex="a{5}second").status_code == 200
+    after = compilations(server)
+    gained = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
+    assert gained == {"abandoned": 12, "compiled": 2, "waiting": -1, "seconds_count": 2} | {
+        name: count for name, count in gained.items() if name == "seconds_sum"
+    }
+
+
+def test_of_too_many_new_constraints_the_last_ones_are_to_come_again(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(1 + MOST_WAITING) as clients, held(server, monkeypatch) as begun:
+        answers = [clients.submit(complete, server, guided_regex="[a-f]{3}, first")]
+        assert begun.wait(60)
+        patterns = [f"[a-f]{{3}}, {number}" for number in range(MOST_WAITING)]
+        answers += [clients.submit(complete, server, guided_regex=pattern) for pattern in patterns]
+        eventually(lambda: compilations(server)["waiting"] == 1 + MOST_WAITING)
+        refused = complete(server, guided_regex="[a-f]{3}, one more")
+        assert complete(server, max_tokens=2).status_code == 200
+    assert refused.status_code == 429
+    assert int(refused.headers["Retry-After"]) > 0
+    assert (
+        refused.json()["error"]["message"] == "Too many new constraints wait to be compiled: try again a little later"
+    )
+    assert refused.json()["error"]["code"] == "busy"
+    assert [answer.result().status_code for answer in answers] == [200] * (1 + MOST_WAITING)
+    assert compilations(server)["too_many"] >= 1
+
+
+def test_a_request_whose_time_ends_while_its_constraint_is_compiled_is_told_so(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Engine.load(tiny_path, device="cpu", cache_type="f16", calibration=False, block_size=8) as engine,
+        serving(engine, request_seconds=1) as server,
+    ):
+        assert complete(server, guided_regex="known").status_code == 200
+        with held(server, monkeypatch):
+            response = complete(server, guided_regex="[a-f]{3}, late")
+    assert response.status_code == 504
+
+
 def test_hostile_constraints_at_once_hold_up_nobody_else(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a 400. A request without a constraint, and one whose constraint is known, are answered meanwhile."""
     known = {"guided_regex": "[a-f]{5}", "max_tokens": 8}
@@ -92,24 +175,13 @@ def test_hostile_constraints_at_once_hold_up_nobody_else(server: Serving, monkey
     bodies = [{names[field]: value for field, value in params.items()} for params, _ in list(HOSTILE.values())[:5]]
     prime = HOSTILE["multiples of a prime"][0]["schema"]
     bodies += [{"json_schema": prime | {"minimum": number}} for number in range(3)]  # 1.5 seconds of a core each
-    worker = server.engine._grammars._worker
-    ask, begun, goes_on = worker.ask, threading.Event(), threading.Event()
-
-    def late(source: str) -> Any:
-        begun.set()
-        assert goes_on.wait(60)
-        return ask(source)
-
-    monkeypatch.setattr(worker, "ask", late)
     with ThreadPoolExecutor(len(bodies)) as clients:
-        attacks = [clients.submit(complete, server, **body) for body in bodies]
-        try:
+        with held(server, monkeypatch) as begun:
+            attacks = [clients.submit(complete, server, **body) for body in bodies]
             assert begun.wait(60)
             eventually(lambda: server.driver.snapshot().active == len(bodies))
             for _ in range(3):
                 assert complete(server, max_tokens=2).status_code == 200
                 assert complete(server, **known).status_code == 200
-        finally:
-            goes_on.set()
         refused = [attack.result() for attack in attacks]
     assert [answer.status_code for answer in refused] == [400] * len(bodies), [answer.text for answer in refused]
