@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
+from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.call_format import CallFormat
 from polarlm.model_loaders.reasoning import Tags
 
@@ -141,7 +141,7 @@ class _Grammar:
     def _schema(self, function: Function) -> dict[str, Any]:
         item, key = self.format.separators
         options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-        return {**function.schema, "x-guidance": {**options, "lenient": not function.strict}}
+        return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
 
     def _literal(self, text: str) -> str:
         """`text` in a rule: strings, and control tokens by their ids."""
@@ -168,7 +168,6 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
 def _function(given: Mapping[str, Any]) -> Function:
     schema = dict(given.get("parameters") or {})
     schema.setdefault("type", "object")
-    combined = any(name in schema for name in chain(("$ref", "anyOf", "oneOf", "allOf"), ("patternProperties",)))
-    if not combined:  # names that the schema does not list are no use to the function
-        schema.setdefault("additionalProperties", False)
+    if not any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf", "additionalProperties")):
+        schema.setdefault("properties", {})  # names that the schema does not list are no use to the function
     return Function(given["name"], schema, bool(given.get("strict")))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polarlm.server.values import BadRequest, text, wrong
+from polarlm.engine.sampling.schemas import STRICT
+from polarlm.server.values import BadRequest, flag, text, wrong
 
 MAX_CHOICES = 1024
 
@@ -42,7 +44,19 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
         return _schema(f"{field}.schema", value["schema"])
     if not isinstance(wrapped, dict):
         raise wrong(inside, "an object with a schema", wrapped)
-    return _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
+    found = _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
+    strict = wrapped.get("strict")
+    return _strict(found) if strict is not None and flag(f"{inside}.strict", strict) else found
+
+
+def _strict(constraint: dict[str, Any]) -> dict[str, Any]:
+    """The constraint of a schema whose keywords must all be supported."""
+    schema = constraint["schema"]
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):  # refused with the reason, where it is compiled
+        return constraint
+    return {"schema": {**schema, **STRICT}} if isinstance(schema, dict) else constraint
 
 
 def _schema(field: str, value: Any) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
         "guided_whitespace_pattern",
         "V",
         None,
-        "the white space of JSON is of at most 40 characters here; leave it out",
+        "the white space of JSON is a space, or a line end and what indents the next line; leave it out",
     )
     sampler = "this server has no such sampler; leave it out"
     yield "mirostat", "L", _is(0), sampler

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -22,17 +24,28 @@ import numpy as np
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError, shown
 from polarlm.engine.outputs import CompilationCounts
-from polarlm.engine.sampling import gbnf
+from polarlm.engine.sampling import gbnf, schemas
 from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.model_loaders.forks import renew_in_children
 from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, why_ended
 
+_LOG = logging.getLogger(__name__)
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _KEPT = 32  # compiled grammars
 _KEPT_REFUSED = 512  # reasons
 _MOST_REASON = 300  # characters
-_SPACE = r"[ \t\r\n]{1,40}"  # between the parts of JSON: without an end to it, some models write nothing else
+# What llguidance says of its own settings and parts, and what there is to say of them here.
+_WORDS = {
+    r"^Unimplemented keys: \[(.*)\]": r"these keywords are not supported: \1",
+    "^oneOf constraints are not supported.*": "oneOf is supported only where its alternatives cannot overlap",
+    "^oneOf not fully supported.*": "oneOf is taken as anyOf, since its alternatives may overlap",
+    "^NoExtension.*": "nothing fulfils it",
+    "Regex is empty:.*": "no string fulfils it",
+    "^lexer precomputation failed.*": "it is too complex",
+    "; try avoiding .*": "",
+}
+_SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON, as it is printed; some models would write nothing else
 _KEPT_SECONDS = 2.0  # that all of these took to compile, for the memory that they take
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
@@ -137,6 +150,8 @@ class Grammars:
         matched = matcher(self._library_tokenizer, source)
         if matched.is_error():
             raise self._refuse(given, matched.get_error())
+        for warning in matched.get_grammar_warnings():
+            _LOG.warning("a constraint holds in part: %r", _in_words(warning))
         compiled = _Compiled(matched, time.perf_counter() - began)
         self._keep(given, compiled)
         return compiled
@@ -254,7 +269,8 @@ def _source(field: str, text: str) -> str:
     """The grammar as llguidance compiles it. Raises ValueError."""
     library = _library()
     if field == "schema":
-        return str(library.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _SPACE}))
+        schema = schemas.prepared(json.loads(text), {"whitespace_pattern": _SPACE})
+        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
     return str(library.LLMatcher.grammar_from_lark(gbnf.to_lark(text) if gbnf.is_gbnf(text) else text))
@@ -274,7 +290,10 @@ def _unusable(field: str, reason: str) -> EngineError:
 
 
 def _in_words(reason: str) -> str:
-    """The first line of llguidance's reason; for regular expressions, the line that says what is wrong."""
+    """llguidance's reason in a line of ours; for regular expressions, its line that says what is wrong."""
     lines = reason.strip().splitlines() or ["no reason is given"]
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    for theirs, ours in _WORDS.items():
+        line = re.sub(theirs, ours, line)
+    line = re.sub(r"\d{20,}", lambda digits: f"{float(digits[0]):g}", line)
     return line if len(line) <= _MOST_REASON else line[: _MOST_REASON - 1] + "…"

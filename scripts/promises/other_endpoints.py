@@ -77,6 +77,15 @@ STANDARD: dict[str, list[Promise]] = {
         ),
         held("`response_format` json_object and json_schema", f"{_OPENAI}::test_answers_are_of_the_schema"),
         held(
+            "objects of a schema are closed unless it has `additionalProperties`",
+            "test_http_tools.py::test_objects_of_a_schema_have_no_other_properties",
+        ),
+        different(
+            "keywords of a schema that are not supported are passed over silently",
+            "a line in the log names them, and with `strict: true` they are a 400",
+            "test_http_tools.py::test_keywords_that_are_not_supported_are_refused_where_a_schema_is_strict",
+        ),
+        held(
             "a last message of the assistant's is continued",
             f"{_CHATS}::test_a_last_message_of_the_assistant_is_continued",
         ),

@@ -70,7 +70,7 @@ def test_a_conversation_and_a_stream_of_one_form(server: Serving) -> None:
     ("more", "reason"),
     [
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema: minimum (3)"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}}, '"not"'),
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= <think>"}, "tokens in angle brackets are not taken"),
         ({"grammar": "root ::= word"}, "the rule root refers to word, which there is not"),

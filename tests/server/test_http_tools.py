@@ -269,3 +269,26 @@ def test_recursive_schemas_end(hermes: Serving) -> None:
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
     answer = ask(hermes, **schema(tree), tool_choice="required", max_tokens=60, seed=3)
     assert answer.choices[0].finish_reason in ("length", "tool_calls")
+
+
+def answers_with(server: Serving, **wrapped: Any) -> Any:
+    format = {"type": "json_schema", "json_schema": wrapped}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": format, "max_tokens": 60, "n": 3}
+    return server.post("/v1/chat/completions", {**body, "temperature": 1, "seed": 5})
+
+
+def test_objects_of_a_schema_have_no_other_properties(hermes: Serving) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    for choice in answers_with(hermes, schema=schema).json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert list(json.loads(choice["message"]["content"])) == ["a"]
+
+
+def test_keywords_that_are_not_supported_are_refused_where_a_schema_is_strict(hermes: Serving) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
+    for choice in answers_with(hermes, schema=schema, strict=False).json()["choices"]:
+        assert len(json.loads(choice["message"]["content"])) <= 2
+    for given in (schema, json.dumps(schema)):
+        refused = answers_with(hermes, schema=given, strict=True)
+        assert refused.status_code == 400
+        assert "uniqueItems" in refused.json()["error"]["message"]

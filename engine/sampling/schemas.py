@@ -1,0 +1,126 @@
+"""JSON schemas as llguidance is given them, for answers and for calls of tools: closed, and lenient unless strict.
+
+An object with properties has no others unless its schema says `additionalProperties`: where they may go on without
+end, small models do so. llguidance ignores keywords that it does not know where it is told to be lenient.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from polarlm.engine.errors import shown
+
+_LOG = logging.getLogger(__name__)
+OPTIONS = "x-guidance"  # llguidance's options, at the top of a schema
+STRICT = {OPTIONS: {"lenient": False}}  # what a schema has at its top whose keywords must all be known
+_LISTED = ("properties", "patternProperties")
+_IN_PLACE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
+_OF_PARTS = ("items", "additionalItems", "additionalProperties")
+_BY_NAME = (*_LISTED, "$defs", "definitions")
+_LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
+
+
+def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a schema with llguidance's options, which give way to its own, where it has some."""
+    root = _copy(schema)
+    given = root.get(OPTIONS, {})
+    root[OPTIONS] = {"lenient": True, **options, **given} if isinstance(given, dict) else given
+    nodes = list(_nodes(root))
+    combined = _combined(root, nodes)
+    for node in nodes:
+        if id(node) not in combined and any(name in node for name in _LISTED) and not _lists_in_place(root, node):
+            _close(node)
+        # Pydantic and zod write such patterns for numbers and e-mail addresses; no token mask can look ahead.
+        if isinstance(given, dict) and given.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
+            _LOG.warning("a JSON schema holds in part: the pattern %r looks around", shown(node.pop("pattern")))
+    return root
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a JSON value, without a limit to its depth."""
+    top: list[Any] = [None]
+    left: list[tuple[Any, Any, Any]] = [(value, top, 0)]
+    while left:
+        given, place, key = left.pop()
+        if isinstance(given, Mapping):
+            place[key] = dict.fromkeys(given)
+            left.extend((inner, place[key], name) for name, inner in given.items())
+        elif isinstance(given, list):
+            place[key] = [None] * len(given)
+            left.extend((inner, place[key], index) for index, inner in enumerate(given))
+        else:
+            place[key] = given
+    return top[0]
+
+
+def _nodes(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All schemas inside a schema that are objects, itself included."""
+    left: list[Any] = [root]
+    while left:
+        node = left.pop()
+        if not isinstance(node, dict):
+            continue
+        yield node
+        for name in _BY_NAME:
+            left.extend(node[name].values() if isinstance(node.get(name), dict) else [])
+        for name in (*_IN_PLACE, "prefixItems", "items"):
+            left.extend(node[name] if isinstance(node.get(name), list) else [])
+        left.extend(node.get(name) for name in _OF_PARTS)
+
+
+def _in_place(root: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schemas that a node puts its own value under, by keywords or by a reference, and those that these do."""
+    seen: set[int] = set()
+    left: list[Any] = [node]
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one is not node:
+            yield one
+        for name in _IN_PLACE:
+            left.extend(one[name] if isinstance(one.get(name), list) else [])
+        left.append(_target(root, one.get("$ref")))
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """What a reference inside the schema stands for; None for others."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    node = root
+    for part in unquote(reference[1:]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def _lists_in_place(root: dict[str, Any], node: dict[str, Any]) -> bool:
+    """Whether schemas of the same value as a node's list further properties."""
+    return any(name in one for one in _in_place(root, node) for name in _LISTED)
+
+
+def _combined(root: dict[str, Any], nodes: list[dict[str, Any]]) -> set[int]:
+    """The ids of schemas whose objects have properties from other schemas, too: closing one would bar those."""
+    found: set[int] = set()
+    for node in nodes:
+        several = len(node["allOf"]) > 1 if isinstance(node.get("allOf"), list) else False
+        here = sum(name in node for name in (*_IN_PLACE, "$ref"))
+        if several or here > 1 or (here and any(name in node for name in _LISTED)):
+            found.update(map(id, _in_place(root, node)))
+    return found
+
+
+def _close(node: dict[str, Any]) -> None:
+    """Bar properties that a schema does not list, unless it says otherwise."""
+    required, properties = node.get("required", []), node.get("properties", {})
+    if "additionalProperties" in node or not isinstance(properties, dict) or not isinstance(required, list):
+        return
+    unlisted = [name for name in required if isinstance(name, str) and name not in properties]
+    if "patternProperties" not in node:
+        node["properties"] = {**properties, **dict.fromkeys(unlisted, True)}
+    node["additionalProperties"] = False

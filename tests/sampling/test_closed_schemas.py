@@ -1,0 +1,128 @@
+"""What JSON schemas stand for beside the standard's words: objects are closed, and unknown keywords passed over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from polarlm.engine import EngineError, SamplingParams
+from polarlm.engine.sampling.constraints import allowed_bits
+from polarlm.engine.sampling.grammars import Grammars
+from polarlm.engine.sampling.schemas import STRICT
+from polarlm.model_loaders.tokenizers import load_for_gguf
+from tests.model_loaders import vocabularies as vocab
+
+NUMBER = {"type": "integer"}
+A = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": NUMBER}, "required": ["b"]}
+OPEN = {**A, "additionalProperties": True}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    tokenizer = load_for_gguf(vocab.tiny_bpe())
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    yield grammars
+    grammars.close()
+
+
+def is_answer(grammars: Grammars, schema: dict[str, Any] | str, text: str) -> bool:
+    """Whether a text may be the whole answer under a schema."""
+    constraint = grammars.constraint(SamplingParams(schema=schema))
+    assert constraint is not None
+    tokenizer = grammars._tokenizer
+    for token in tokenizer.tokenize(text, continued=True):
+        mask = constraint.allowed()
+        if constraint.finished or mask is None or not allowed_bits(mask, tokenizer.vocab_size)[token]:
+            return False
+        constraint.accept(token)
+    return constraint.finished or bool(constraint.matcher.is_accepting())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "may"),
+    [
+        (A, '{"a":1}', True),
+        (A, '{"a":1,"b":2}', False),
+        (OPEN, '{"a":1,"b":2}', True),
+        ({**A, "additionalProperties": NUMBER}, '{"a":1,"b":2}', True),
+        ({**A, "additionalProperties": NUMBER}, '{"a":1,"b":"2"}', False),
+        ({"type": "object"}, '{"a":1}', True),
+        ({"properties": {"x": A}}, '{"x":{"a":1,"b":2}}', False),
+        ({"type": "array", "items": A}, '[{"a":1,"b":2}]', False),
+        ({"$defs": {"A": A}, "$ref": "#/$defs/A"}, '{"a":1,"b":2}', False),
+        ({"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}], "title": "T"}, '{"a":1,"b":2}', False),
+        ({"anyOf": [A, B]}, '{"b":1}', True),
+        ({"anyOf": [A, B]}, '{"b":1,"c":2}', False),
+        ({"allOf": [A, B]}, '{"a":1,"b":2}', True),
+        ({"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]}, '{"a":1,"b":2}', True),
+        ({"$defs": {"A": A}, "$ref": "#/$defs/A", **B}, '{"a":1,"b":2}', True),
+        ({"properties": {"a": NUMBER, "b": NUMBER}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "{}", False),
+        ({"type": "object", "properties": {}, "required": ["a"]}, '{"a":1}', True),
+        ({"type": "object", "patternProperties": {"^x": NUMBER}}, '{"x1":1}', True),
+        ({"type": "object", "patternProperties": {"^x": NUMBER}}, '{"y1":1}', False),
+        ({"enum": [{"properties": {"a": 1}}]}, '{"properties":{"a":1}}', True),
+    ],
+)
+def test_objects_have_the_properties_that_are_listed(
+    grammars: Grammars, schema: dict[str, Any], text: str, may: bool
+) -> None:
+    assert is_answer(grammars, schema, text) == may
+    assert is_answer(grammars, json.dumps(schema), text) == may
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "uniqueItems": ({"type": "array", "items": NUMBER, "uniqueItems": True}, "[1,1]"),
+    "propertyNames": ({"type": "object", "propertyNames": {"enum": ["k"]}, "additionalProperties": NUMBER}, '{"k":1}'),
+    "not": ({"type": "integer", "not": {"const": 3}}, "4"),
+    "contains": ({"type": "array", "items": NUMBER, "contains": {"const": 1}}, "[1]"),
+    "oneOf": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1"),
+    "dependentRequired": ({**A, "dependentRequired": {"a": ["b"]}}, '{"a":1}'),
+    "if": ({"type": "integer", "if": {"minimum": 1}, "then": {"maximum": 5}}, "1"),
+    "format": ({"type": "string", "format": "password"}, '"a"'),
+    "look-around|pattern": ({"type": "string", "pattern": "^(?!a)[a-c]+$"}, '"bc"'),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_keywords_that_are_not_supported_are_passed_over(
+    grammars: Grammars, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """The log names them."""
+    schema, text = UNKNOWN[name]
+    with caplog.at_level(logging.WARNING):
+        assert is_answer(grammars, {**schema, "title": name}, text)
+    assert re.search(name, caplog.text)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_strict_schema_must_have_none_of_them(grammars: Grammars, name: str) -> None:
+    """The error names the keyword, and none of llguidance's options."""
+    schema, _ = UNKNOWN[name]
+    with pytest.raises(EngineError, match=f"The JSON schema cannot be used: .*{name}") as caught:
+        grammars.constraint(SamplingParams(schema={**schema, **STRICT}))
+    assert "Enable" not in str(caught.value)
+    assert "coerce" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "may"),
+    [
+        ('{"a":1}', True),
+        ('{"a": 1}', True),
+        ('{\n  "a": 1\n}', True),
+        ('{\n\t"a": 1\n}', True),
+        ('{"a":\n\n1}', False),
+        ('{"a":  1}', False),
+        ('{"a":' + "\n" + " " * 60 + "1}", False),
+    ],
+)
+def test_white_space_is_that_of_printed_json(grammars: Grammars, text: str, may: bool) -> None:
+    assert is_answer(grammars, A, text) == may
+    for indent in (None, 1, 2, 4):
+        assert is_answer(grammars, {}, json.dumps({"a": [1, {"b": [{"c": 2}]}]}, indent=indent))
