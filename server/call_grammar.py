@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from polarlm.engine import EngineError
 from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.call_format import CallFormat
 from polarlm.model_loaders.reasoning import Tags
@@ -141,7 +142,10 @@ class _Grammar:
     def _schema(self, function: Function) -> dict[str, Any]:
         item, key = self.format.separators
         options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-        return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
+        try:
+            return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
+        except ValueError as error:
+            raise EngineError(f"The parameters of the function {function.name} cannot be used: {error}") from None
 
     def _literal(self, text: str) -> str:
         """`text` in a rule: strings, and control tokens by their ids."""

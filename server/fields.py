@@ -164,7 +164,11 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     )
     yield "add_generation_prompt", "LV", "the opposite of `continue_final_message`"
     yield "tools", "OLV", "at most 128 functions, which the model may call; needs the extra `json`"
-    yield "tool_choice", "OLV", "`auto`, `none`, `required`, or an object with a function's name [`auto`]"
+    yield (
+        "tool_choice",
+        "OLV",
+        "`auto`, `none`, `required`, or an object with a function's name or `allowed_tools` [`auto`]",
+    )
     yield "parallel_tool_calls", "OLV", "whether an answer may have several calls [true]"
     yield "chat_template_kwargs", "LV", "variables of the model's chat template, such as `enable_thinking`"
     yield "reasoning_format", "L", "`none` leaves reasoning in the text; `auto` and `deepseek` give it apart [`auto`]"

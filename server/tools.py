@@ -15,6 +15,7 @@ MOST_TEXT = 1 << 17  # characters of all tools as JSON
 MOST_DEPTH = 64  # of a tool's JSON
 MOST_CALLS = 128  # in a message
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_FUNCTION = '{"type": "function", "function": {"name": "…"}}'
 _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "required": "must", "none": "none"}
 
 
@@ -51,19 +52,43 @@ def read_tools(body: Mapping[str, Any]) -> Tools | None:
         raise BadRequest("tools", "tools names a function twice: give each a name of its own")
     if isinstance(choice, str) and choice in _CHOICES:
         return Tools(tools, tools, _CHOICES[choice], several)
-    chosen = _chosen(choice)
-    if chosen not in named:
-        raise BadRequest("tool_choice", f"tool_choice names {chosen!r}, which is not one of the tools")
-    return Tools(tools, (named[chosen],), "must", several=False)
+    if not isinstance(choice, dict):
+        raise wrong("tool_choice", f"auto, none, required, or an object such as {_FUNCTION}", choice)
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return _allowed(tools, named, choice.get("allowed_tools"), several)
+    if kind != "function":
+        raise wrong("tool_choice.type", f"function or allowed_tools, as in {_FUNCTION}", kind)
+    return Tools(tools, (named[_name("tool_choice", choice, named)],), "must", several=False)
 
 
-def _chosen(choice: Any) -> str:
-    """The name in a tool_choice that is an object."""
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+def _allowed(
+    tools: tuple[dict[str, Any], ...], named: Mapping[str, dict[str, Any]], allowed: Any, several: bool
+) -> Tools:
+    """The tools of a request that lets an answer call some of them alone."""
+    field = "tool_choice.allowed_tools"
+    if not isinstance(allowed, dict):
+        raise wrong(field, "an object with a mode and tools", allowed)
+    mode, some = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise wrong(f"{field}.mode", "auto or required", mode)
+    if not isinstance(some, list) or not some:
+        raise wrong(f"{field}.tools", f"an array of objects such as {_FUNCTION}", some)
+    names = dict.fromkeys(_name(f"{field}.tools[{index}]", one, named) for index, one in enumerate(some))
+    return Tools(tools, tuple(named[name] for name in names), _CHOICES[mode], several)
+
+
+def _name(field: str, value: Any, named: Mapping[str, Any]) -> str:
+    """The name of the function that an object such as _FUNCTION stands for, one of `named`."""
+    function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
-        wanted = 'auto, none, required, or an object such as {"type": "function", "function": {"name": "…"}}'
-        raise wrong("tool_choice", wanted, choice)
-    return text("tool_choice.function.name", function.get("name"))
+        if isinstance(value, dict):
+            raise wrong(f"{field}.function", f"an object with a name, as in {_FUNCTION}", function)
+        raise wrong(field, f"an object such as {_FUNCTION}", value)
+    name = text(f"{field}.function.name", function.get("name"))
+    if name not in named:
+        raise BadRequest(field, f"{field} names {name!r}, which is not one of the tools")
+    return name
 
 
 def _tool(field: str, value: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 MOST_DEPTH = 64  # of parentheses
 MOST_REPEATS = 2000  # as in llama.cpp
@@ -47,6 +48,7 @@ class _Rule:
     """A rule's right side: Lark's text, cut where names of rules are."""
 
     parts: list[str] = field(default_factory=list)
+    needs: list[set[str]] = field(default_factory=list)  # of each alternative: rules that it cannot do without
     is_terminal: bool = False
 
     @property
@@ -67,6 +69,7 @@ class _Reader:
         if "root" not in self._rules:
             raise GbnfError("it has no rule named root")
         self._find_terminals()
+        self._check_ends()
         names = {name: f"{'T' if rule.is_terminal else 'r'}{i}" for i, (name, rule) in enumerate(self._rules.items())}
         lines = [f"start: {names['root']}"]
         for name, rule in self._rules.items():
@@ -92,6 +95,29 @@ class _Reader:
                 left[user] -= 1
                 if not left[user]:
                     found.append(user)
+
+    def _check_ends(self) -> None:
+        """Raises GbnfError if root always needs itself, as in `root ::= "a" root`: then no text ends."""
+        users: dict[str, list[list[Any]]] = {name: [] for name in self._rules}
+        found = []
+        for name, rule in self._rules.items():
+            for needs in rule.needs:
+                left = [name, len(needs)]  # of this alternative: rules that are not known to end
+                for other in needs:
+                    users[other].append(left)
+                found += [] if needs else [name]
+        ends: set[str] = set()
+        while found:
+            name = found.pop()
+            if name in ends:
+                continue
+            ends.add(name)
+            for left in users[name]:
+                left[1] -= 1
+                if not left[1]:
+                    found.append(left[0])
+        if "root" not in ends:
+            raise GbnfError("no text of it ends: each alternative of root leads back to the rule that it is part of")
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -124,11 +150,15 @@ class _Reader:
 
     def _sequence(self, depth: int, space: re.Pattern[str]) -> None:
         self._write('""')
+        if not depth:
+            self._rule.needs.append(set())
         while self._at < len(self._text) and self._text[self._at] not in "|)\r\n":
             self._write(" ")
             self._item(depth)
+            item = self._rule.parts[-1]
             self._skip(space)
-            self._repeat()
+            if self._repeat() and not depth and isinstance(item, _Name):
+                self._rule.needs[-1].add(item)
             self._skip(space)
 
     def _item(self, depth: int) -> None:
@@ -187,14 +217,14 @@ class _Reader:
         self._at += 1
         return _ESCAPES[kind]
 
-    def _repeat(self) -> None:
-        """What says how often the last item comes."""
+    def _repeat(self) -> bool:
+        """Read what says how often the last item comes, and return whether it comes at all."""
         for sign in "*+?":
             if self._take(sign):
                 self._write(sign)
-                return
+                return sign == "+"
         if self._text[self._at : self._at + 1] != "{":
-            return
+            return True
         found = _REPEATS.match(self._text, self._at)
         if found is None:
             raise self._error("this should be {2}, {2,} or {2,3}, with numbers of yours")
@@ -204,6 +234,7 @@ class _Reader:
             raise self._error(f"an item comes from 0 to {MOST_REPEATS} times, the smaller number first")
         self._at = found.end()
         self._write(f"{{{least},{most or ''}}}")
+        return int(least) > 0
 
     def _name(self) -> str:
         found = _NAME.match(self._text, self._at)

@@ -25,8 +25,12 @@ _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
 def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a schema with llguidance's options, which give way to its own, where it has some."""
+    """A copy of a schema with llguidance's options, which give way to its own, where it has some.
+
+    Raises ValueError where nothing fulfils it, since a value would have to hold another one of its kind, without end.
+    """
     root = _copy(schema)
+    _check_ends(root)
     given = root.get(OPTIONS, {})
     root[OPTIONS] = {"lenient": True, **options, **given} if isinstance(given, dict) else given
     nodes = list(_nodes(root))
@@ -97,6 +101,36 @@ def _target(root: Any, reference: Any) -> Any:
         name = part.replace("~1", "/").replace("~0", "~")
         node = node.get(name) if isinstance(node, dict) else None
     return node
+
+
+def _needed(root: dict[str, Any], node: dict[str, Any]) -> Iterator[Any]:
+    """Schemas that something must fulfil, so that something fulfils a node's."""
+    yield _target(root, node.get("$ref"))
+    yield from node["allOf"] if isinstance(node.get("allOf"), list) else []
+    properties, required, least = node.get("properties"), node.get("required"), node.get("minItems")
+    if node.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+        yield from (properties.get(name) for name in required if isinstance(name, str))
+    if node.get("type") == "array" and isinstance(least, int) and least > 0 and "prefixItems" not in node:
+        yield node.get("items")
+
+
+def _check_ends(root: dict[str, Any]) -> None:
+    """Raises ValueError if the schema needs itself."""
+    begun, ended = {id(root)}, set()
+    path = [(root, _needed(root, root))]
+    while path:
+        node, rest = path[-1]
+        for inner in rest:
+            if not isinstance(inner, dict) or id(inner) in ended:
+                continue
+            if id(inner) in begun:
+                raise ValueError("nothing fulfils it: a value would hold another one of its kind, without end")
+            begun.add(id(inner))
+            path.append((inner, _needed(root, inner)))
+            break
+        else:
+            ended.add(id(node))
+            path.pop()
 
 
 def _lists_in_place(root: dict[str, Any], node: dict[str, Any]) -> bool:

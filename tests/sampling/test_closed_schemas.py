@@ -126,3 +126,40 @@ def test_white_space_is_that_of_printed_json(grammars: Grammars, text: str, may:
     assert is_answer(grammars, A, text) == may
     for indent in (None, 1, 2, 4):
         assert is_answer(grammars, {}, json.dumps({"a": [1, {"b": [{"c": 2}]}]}, indent=indent))
+
+
+LINK = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**LINK, "required": ["next"]},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "object", "properties": {"x": {"allOf": [{"$ref": "#"}]}}, "required": ["x"]},
+    ],
+)
+def test_what_would_hold_itself_without_end_is_refused(grammars: Grammars, schema: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="The JSON schema cannot be used: nothing fulfils it"):
+        grammars.constraint(SamplingParams(schema=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (LINK, '{"next":{}}'),
+        ({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]"),
+        (
+            {
+                "type": "object",
+                "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+                "required": ["next"],
+            },
+            '{"next":{"next":null}}',
+        ),
+        ({"properties": {"next": {"$ref": "#"}}, "required": ["next"]}, "5"),
+    ],
+)
+def test_what_holds_others_of_its_kind_may_end(grammars: Grammars, schema: dict[str, Any], text: str) -> None:
+    assert is_answer(grammars, schema, text)

@@ -81,6 +81,9 @@ def test_texts_of_a_grammar(grammar: str, yes: list[str], no: list[str]) -> None
         ("", "it has no rule named root"),
         ('a ::= "b"', "it has no rule named root"),
         ("root ::= word", "the rule root refers to word, which there is not"),
+        ('root ::= "a" root', "no text of it ends"),
+        ('root ::= "a" b | b\nb ::= "c" root', "no text of it ends"),
+        ("root ::= b{2}\nb ::= b+", "no text of it ends"),
         ('root ::= "a"\nroot ::= "b"', "it has two rules named root"),
         (
             "root ::= <think>",
@@ -109,6 +112,14 @@ def test_what_is_no_grammar_is_refused_with_the_place(grammar: str, reason: str)
         to_lark(grammar)
     with pytest.raises(EngineError, match=f"The grammar cannot be used: .*{reason}"):
         GRAMMARS.constraint(SamplingParams(grammar=grammar))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['root ::= "a" root | "b"', 'root ::= "a" root?', 'root ::= "a" (root | "b")', 'root ::= b{0,2}\nb ::= "a" b'],
+)
+def test_rules_that_refer_to_themselves_may_end(grammar: str) -> None:
+    assert to_lark(grammar).startswith("start: ")
 
 
 @pytest.mark.parametrize(

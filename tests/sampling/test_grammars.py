@@ -105,7 +105,7 @@ def test_the_white_space_of_json_ends(engine: Engine) -> None:
             {"schema": {"type": "number", "minimum": 1e308, "maximum": -1e308}},
             r"The JSON schema cannot be used: Unsatisfiable schema: minimum \(1e\+308\) is greater than .{1,40}$",
         ),
-        ({"schema": {"$ref": "#"}}, "The JSON schema cannot be used: nothing fulfils it$"),
+        ({"schema": {"$ref": "#"}}, "The JSON schema cannot be used: nothing fulfils it"),
         ({"grammar": "start: word"}, 'The grammar cannot be used: .*unknown name: "word"'),
         ({"grammar": "root ::= word"}, "The grammar cannot be used: .*word"),
         ({"regex": "(a"}, "The regular expression cannot be used: unclosed group"),

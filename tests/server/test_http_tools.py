@@ -96,6 +96,17 @@ def test_a_named_function_is_called(family: Serving) -> None:
         assert_valid(call)
 
 
+def test_some_of_the_tools_may_be_allowed_alone(hermes: Serving) -> None:
+    for name in ("weather", "time"):
+        tools = [{"type": "function", "function": {"name": name}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
+        for seed in range(2):
+            answer = ask(hermes, tool_choice=choice, seed=seed, parallel_tool_calls=False)
+            (call,) = answer.choices[0].message.tool_calls
+            assert call.function.name == name
+            assert_valid(call)
+
+
 def test_results_of_calls_are_read(family: Serving) -> None:
     """Through every template, and with calls and ids of another server's."""
     call = {
@@ -213,6 +224,13 @@ def calls(arguments: Any) -> dict[str, Any]:
     return {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]}
 
 
+NAMED_G = {"type": "function", "function": {"name": "g"}}
+
+
+def allowed(what: Any) -> dict[str, Any]:
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": what}}
+
+
 @pytest.mark.parametrize(
     ("given", "field", "sentence"),
     [
@@ -234,6 +252,15 @@ def calls(arguments: Any) -> dict[str, Any]:
         ),
         ({"tool_choice": "sometimes"}, "tool_choice", "must be auto, none, required"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not one"),
+        ({"tool_choice": 5}, "tool_choice", "must be auto, none, required, or an object such as .*, not 5"),
+        ({"tool_choice": {"name": "f"}}, "tool_choice.type", "must be function or allowed_tools, as in .*, not null"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "must be an object with a name.*, not null"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "must be function or allowed_tools.*'custom'"),
+        (allowed(None), "tool_choice.allowed_tools", "an object with a mode and tools, not null"),
+        (allowed({"tools": []}), "tool_choice.allowed_tools.mode", "must be auto or required"),
+        (allowed({"mode": "auto", "tools": []}), "tool_choice.allowed_tools.tools", "an array of objects"),
+        (allowed({"mode": "auto", "tools": ["f"]}), "tool_choice.allowed_tools.tools[0]", "an object such as"),
+        (allowed({"mode": "auto", "tools": [NAMED_G]}), "tool_choice.allowed_tools.tools[0]", "'g', which is not one"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"parallel_tool_calls": 5}, "parallel_tool_calls", "must be true or false"),
         ({"response_format": {"type": "json_object"}}, "tools", "exclude each other"),
