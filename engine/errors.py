@@ -35,6 +35,12 @@ class KernelError(EngineError):
         super().__init__(message, "device_unavailable")
 
 
+class ConstraintError(EngineError):
+    """A schema, a grammar or a regular expression cannot constrain an answer."""
+
+    field: str | None = None  # of the request, where a server knows it
+
+
 def shown(value: Any) -> str:
     """A value as text for an error message: its repr, shortened to 80 characters.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polarlm.engine import Chunk, Engine, EngineError, SamplingParams
+from polarlm.engine.errors import ConstraintError
 from polarlm.engine.requests.prompts import is_chat
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answer_parser import AnswerParser
@@ -52,15 +53,16 @@ async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator
 
 
 async def _stream(driver: Driver, asked: Asked, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
-    """The chunks of an answer; an error in the grammar of tools names them."""
+    """The chunks of an answer; an error in its constraint names the field that it comes from."""
     try:
         async with aclosing(driver.stream(asked.prompt, params, asked.options, progress=asked.progress)) as chunks:
             async for chunk in chunks:
                 yield chunk
-    except EngineError as error:
-        if params.grammar is asked.params.grammar or not str(error).startswith("The grammar"):
-            raise
-        raise EngineError(f"tools: {error}", error.code) from None
+    except ConstraintError as error:
+        own = params.grammar is asked.params.grammar
+        refusal = error if own else ConstraintError(f"tools: {error}", error.code)
+        refusal.field = asked.constrained_by if own else "tools"
+        raise refusal from None
 
 
 def _numbered(params: SamplingParams, index: int) -> SamplingParams:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polarlm.engine import EngineError
+from polarlm.engine.errors import ConstraintError
 from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.call_format import CallFormat
 from polarlm.model_loaders.reasoning import Tags
@@ -145,7 +145,9 @@ class _Grammar:
         try:
             return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
         except ValueError as error:
-            raise EngineError(f"The parameters of the function {function.name} cannot be used: {error}") from None
+            refusal = ConstraintError(f"The parameters of the function {function.name} cannot be used: {error}")
+            refusal.field = "tools"
+            raise refusal from None
 
     def _literal(self, text: str) -> str:
         """`text` in a rule: strings, and control tokens by their ids."""

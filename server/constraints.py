@@ -28,6 +28,11 @@ def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
     return next(iter(found.values()), {})
 
 
+def constraining_field(body: Mapping[str, Any]) -> str | None:
+    """The field that `read_constraint` reads the constraint from."""
+    return next((name for name, read in _FIELDS.items() if body.get(name) is not None and read(name, body[name])), None)
+
+
 def _response_format(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(field, _FORMATS, value)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.constraints import constraining_field
 from polarlm.server.fields import complaint
 from polarlm.server.prompts import read_continues, read_options, read_prompt
 from polarlm.server.sampling import Tokenize, read_sampling
@@ -33,6 +34,7 @@ class Asked:
     progress: bool = False  # whether pieces tell how much of the prompt has been computed
     more_prompts: tuple[Prompt, ...] = ()  # that are answered alike; of APIs that take several in a request
     tools: Tools | None = None
+    constrained_by: str | None = None  # the field that says what an answer must look like
     reasoning: Literal["apart", "inline", "dropped"] = "apart"  # from the text; only of answers to messages
 
     @property
@@ -87,6 +89,7 @@ def read(
         n=count(answers, body.get(answers, 1), 1, MAX_ANSWERS),
         include_usage=False if usage is None else flag("stream_options.include_usage", usage),
         tools=tools,
+        constrained_by=constraining_field(body),
         reasoning=_reasoning(body),
     )
 

@@ -93,7 +93,7 @@ class Compilations(Generic[T]):
                     self._end(compilation, _cancelled(), "abandoned")
         found = compilation.found
         if isinstance(found, EngineError):  # a copy, since several threads may raise it
-            raise EngineError(str(found), found.code) from None
+            raise type(found)(str(found), found.code) from None
         assert found is not None
         return found
 

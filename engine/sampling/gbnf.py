@@ -102,7 +102,7 @@ class _Reader:
         found = []
         for name, rule in self._rules.items():
             for needs in rule.needs:
-                left = [name, len(needs)]  # of this alternative: rules that are not known to end
+                left: list[Any] = [name, len(needs)]  # of this alternative: rules that are not known to end
                 for other in needs:
                     users[other].append(left)
                 found += [] if needs else [name]

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from polarlm.engine.config import SamplingParams
-from polarlm.engine.errors import EngineError, shown
+from polarlm.engine.errors import ConstraintError, EngineError, shown
 from polarlm.engine.outputs import CompilationCounts
 from polarlm.engine.sampling import gbnf, schemas
 from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
@@ -244,7 +244,7 @@ def _given(params: SamplingParams) -> Key | None:
     """
     given = _field_and_text(params)
     if given is not None and len(given[1]) > MOST_TEXT:
-        raise EngineError(f"{given[0]} has {len(given[1]):,} characters, but at most {MOST_TEXT:,} are taken")
+        raise ConstraintError(f"{given[0]} has {len(given[1]):,} characters, but at most {MOST_TEXT:,} are taken")
     if given is not None:
         _library()
     return given
@@ -286,7 +286,7 @@ def _library() -> Any:
 
 def _unusable(field: str, reason: str) -> EngineError:
     names = {"schema": "JSON schema", "grammar": "grammar", "regex": "regular expression"}
-    return EngineError(f"The {names[field]} cannot be used: {_in_words(reason)}")
+    return ConstraintError(f"The {names[field]} cannot be used: {_in_words(reason)}")
 
 
 def _in_words(reason: str) -> str:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polarlm.engine import EngineError
+from polarlm.engine.errors import ConstraintError
 from polarlm.engine.flags import in_flags
 from polarlm.server.refused import Refused
 from polarlm.server.values import BadRequest
@@ -75,7 +76,8 @@ def api_error(error: Exception) -> ApiError:
         message = in_flags(error)
         if error.code == TOO_LONG and "n_ctx" in error.numbers:  # words of OpenAI's that clients look for
             message += f". This model's maximum context length is {error.numbers['n_ctx']} tokens here"
-        return ApiError(_ENGINE_STATUS.get(error.code, 400), message, error.code, numbers=error.numbers)
+        field = error.field if isinstance(error, ConstraintError) else None
+        return ApiError(_ENGINE_STATUS.get(error.code, 400), message, error.code, field, numbers=error.numbers)
     if isinstance(error, Refused):
         headers = dict(_RETRYING_IS_NO_USE) if error.code == "timeout" else {}
         if error.retry_after is not None:

@@ -74,6 +74,7 @@ def test_a_conversation_and_a_stream_of_one_form(server: Serving) -> None:
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= <think>"}, "tokens in angle brackets are not taken"),
         ({"grammar": "root ::= word"}, "the rule root refers to word, which there is not"),
+        ({"grammar": 'root ::= "a" root'}, "no text of it ends"),
         ({"grammar": "start: word"}, "unknown name"),
     ],
 )
@@ -84,6 +85,7 @@ def test_an_impossible_constraint_is_refused_with_the_reason(
     response = complete(server, stream=stream, **more)
     assert response.status_code == 400
     assert reason in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == next(iter(more))
 
 
 @contextmanager

@@ -244,10 +244,15 @@ def allowed(what: Any) -> dict[str, Any]:
         (schema({"type": "string"}), "tools[0].function.parameters.type", "arguments have names"),
         (schema(deep(60)), "tools[0].function", "nested more than 64 levels deep"),
         (schema({"description": "a" * 140_000}), "tools", "at most 131,072 are taken"),
-        (schema({"properties": {"a": {"$ref": "#/nowhere"}}}), None, "tools: .*nowhere"),
+        (schema({"properties": {"a": {"$ref": "#/nowhere"}}}), "tools", "tools: .*nowhere"),
+        (
+            schema({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+            "tools",
+            "the function f .*nothing fulfils it",
+        ),
         (
             schema({"properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}, "required": ["a"]}),
-            None,
+            "tools",
             "tools: .*unsatisfiable",
         ),
         ({"tool_choice": "sometimes"}, "tool_choice", "must be auto, none, required"),
