@@ -41,6 +41,7 @@ class CallFormat:
     several: bool = True  # whether an answer may have several calls
     native: bool = False  # whether the template takes tools and calls; else they are text of messages
     arguments_as_text: bool = False  # what the template takes: the text of JSON, or the value
+    takes_any_text: bool = True  # whether the template takes arguments as text where they are no JSON object
     no_content: str | None = ""  # of a message that has nothing but calls
     takes_system: bool = True  # whether the template takes a system message
     short_ids: bool = False  # whether the template takes ids of 9 letters and digits alone
@@ -95,9 +96,31 @@ class CallFormat:
         return hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
 
     def _arguments(self, text: str) -> Any:
-        return text if self.arguments_as_text else json.loads(text)
+        """The arguments of a past call as the template takes them; those of a call that was cut off may be any text."""
+        value = _object(text)
+        if value is None:
+            return text if self.takes_any_text else ("{}" if self.arguments_as_text else {})
+        return text if self.arguments_as_text else value
 
 
+def _object(text: str) -> dict[str, Any] | None:
+    """The JSON object that is `text`; None for anything else, and for objects that no template can write."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+    except (ValueError, RecursionError):
+        return None
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
+    return value if isinstance(value, dict) and not level else None
+
+
+_MOST_DEPTH = 64  # of arguments
 # The beginning of a call in JSON, perhaps of a list of them.
 _JSON_BEGINS = re.compile(r'\s*(\[\s*)?\{\s*"[^"]*"\s*:\s*"$')
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -140,8 +163,12 @@ def find_call_format(template: Renders) -> CallFormat:
     for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 3, strict=True), strict=True):
         if found := _format(answered, *texts, as_text=as_text, content=content):
             one = _called(1, as_text, content, _LONG_ID)
-            (long,) = template.render_each([[user, one, _result(_LONG_ID)]], tools=_TOOLS)
-            return replace(found, short_ids=not isinstance(long, str))
+            cut = {**_called(1, as_text, content), "tool_calls": [_cut_off()]}
+            long, text = template.render_each(
+                [[user, one, _result(_LONG_ID)], [user, cut, _result(_IDS[0])]], tools=_TOOLS
+            )
+            takes_text = isinstance(text, str) and _KEY in text
+            return replace(found, short_ids=not isinstance(long, str), takes_any_text=takes_text)
     return general
 
 
@@ -156,6 +183,11 @@ def _called(count: int, as_text: bool, content: str | None, *ids: str) -> Messag
         for name, id in zip(_NAMES[:count], ids or _IDS, strict=False)
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _cut_off() -> dict[str, Any]:
+    """A call whose arguments are not complete."""
+    return {"id": _IDS[0], "type": "function", "function": {"name": _NAMES[0], "arguments": f'{{"{_KEY}": "'}}
 
 
 def _format(

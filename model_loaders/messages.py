@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,19 +50,12 @@ def _checked_calls(calls: Any, index: int) -> list[dict[str, Any]]:
     for number, call in enumerate(calls if isinstance(calls, (list, tuple)) else [calls]):
         function = call.get("function") if isinstance(call, Mapping) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
-        if not isinstance(name, str) or not isinstance(arguments, str) or not _is_json_object(arguments):
-            wanted = "a function's name, and arguments that are the text of a JSON object"
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            wanted = "a function's name, and the text of its arguments"
             raise ValueError(f"messages[{index}].tool_calls[{number}] must have {wanted}.")
         named = {"id": call["id"] if isinstance(call.get("id"), str) else ""}
         checked.append({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
     return checked
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _checked_ids(message: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> tuple[int, ...] | None:

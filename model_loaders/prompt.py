@@ -39,9 +39,10 @@ def chat_ids(
     answers. With "tool_calls", the ids replace these as well, however the template writes their arguments; with
     "reasoned", they begin with reasoning.
 
-    Messages may have the further fields of OpenAI's: "tool_calls", whose arguments are the text of a JSON object,
-    "tool_call_id", "name" and "reasoning_content". tools: the functions that may be called, in OpenAI's form.
-    variables: more variables of the template. `check` is called with the text before it is tokenized, and may raise.
+    Messages may have the further fields of OpenAI's: "tool_calls", whose arguments are the text of a JSON object, or of
+    what there is of one where an answer was cut off, "tool_call_id", "name" and "reasoning_content". tools: the
+    functions that may be called, in OpenAI's form. variables: more variables of the template. `check` is called with
+    the text before it is tokenized, and may raise.
 
     Raises ValueError for malformed messages, LoadError where the template fails.
     """

@@ -79,7 +79,8 @@ class AnswerParser:
         self._name = ""
         self._id = ""
         self._scan = _Scan()
-        self.calls = 0
+        self.calls = 0  # that have begun
+        self.is_cut_off = False  # at the end of the answer: whether that is inside a call
 
     def push(self, text: str) -> list[Piece]:
         """The parts that `text` completes."""
@@ -89,20 +90,32 @@ class AnswerParser:
             parts += found
         return parts
 
-    def finish(self) -> list[Piece]:
-        """The parts that are left at the end of the answer."""
+    def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
+        """The parts that are left at the end of the answer. Nothing of a call is text: before its name it is left out.
+
+        cut: the model has not ended the answer itself. Then what may be the beginning of a call is one, too.
+        next: the stop string that the answer would go on with.
+        """
         held, self._held = self._held, ""
         if self._state == self._reasoning:
             return self._thought(held.rstrip())
-        if self._state == self._arguments:
-            return [Piece(arguments=held)] if held else []
-        if self._state in (self._closing, self._behind):
+        self.is_cut_off = self._state in (self._naming, self._arguments) or (cut and self._may_begin(held, next))
+        if self.is_cut_off or self._state in (self._closing, self._behind):
             return []
-        parts = list(self._said(self._begun + held))
-        self._begun = ""
+        parts = list(self._said(held))
         if self._space and not self._trims:
             parts.append(Piece(self._space))
         return parts
+
+    def _may_begin(self, held: str, next: str) -> bool:
+        """Whether text that is held back begins a call or opens reasoning, as far as it is known."""
+        if self._state not in (self._start, self._text) or not held.strip():
+            return False
+        openings = [self._tags.open] if self._tags is not None and self._state == self._start else []
+        if self._format is not None:
+            openings.append(self._format.begin + self._format.opening)
+        text = held.lstrip() + next
+        return any(opening.lstrip().startswith(text) or text.startswith(opening.lstrip()) for opening in openings)
 
     # Each state returns the parts that it finds, and None where it needs more text.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator
             ids += chunk.token_ids
             found = list(_parsed(chunk, plan.parser, params.stop))
             pieces += found
-            if chunk.finish_reason is not None and chunk.stopped_by is None:
+            if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
                 await driver.aside(_keep, driver.engine, asked, fold(pieces), ids)
             for piece in found:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
@@ -121,18 +120,21 @@ def _plan(engine: Engine, asked: Asked) -> _Plan:
 
 
 def _parsed(chunk: Chunk, parser: AnswerParser, stops: tuple[str, ...]) -> Iterable[Piece]:
-    """The pieces of a chunk."""
+    """The pieces of a chunk. An answer ends with "tool_calls" where all of its calls are complete."""
     last = chunk.finish_reason is not None
-    parts = parser.push(chunk.text) + (parser.finish() if last else [])
+    parts = parser.push(chunk.text)
+    if last:
+        cut = chunk.finish_reason == "length" or chunk.stopped_by is not None
+        parts += parser.finish(cut=cut, next=chunk.stopped_by or "")
     if not parts and (chunk.logprobs or last):
         parts = [Piece()]
     if parts:
         parts[0] = replace(parts[0], logprobs=chunk.logprobs)
     if last:
         end = _piece(chunk, stops)
-        called = parser.calls and end.finish_reason == "stop"
-        reason = "tool_calls" if called else end.finish_reason
-        parts[-1] = replace(parts[-1], finish_reason=reason, usage=end.usage, stopped_by=end.stopped_by)
+        if parser.calls and not parser.is_cut_off and end.finish_reason == "stop":
+            end = replace(end, finish_reason="tool_calls", stopped_by=None)
+        parts[-1] = replace(parts[-1], finish_reason=end.finish_reason, usage=end.usage, stopped_by=end.stopped_by)
     return parts
 
 
@@ -161,13 +163,5 @@ def _keep(engine: Engine, asked: Asked, answer: Answer, ids: Sequence[int]) -> N
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
         ]
-    if (answer.text or answer.calls) and (answer.reasoning or answer.calls) and _is_whole(answer):
+    if (answer.text or answer.calls) and (answer.reasoning or answer.calls):
         engine.keep_answer(asked.prompt, message, ids, asked.options.cache_salt, reasoned=bool(answer.reasoning))
-
-
-def _is_whole(answer: Answer) -> bool:
-    """Whether the arguments of the last call are complete."""
-    try:
-        return not answer.calls or isinstance(json.loads(answer.calls[-1].arguments), dict)
-    except ValueError:
-        return False

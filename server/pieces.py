@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Call:
-    """A whole call of a tool; `arguments` is the text of a JSON object."""
+    """A whole call of a tool; `arguments` is the text of a JSON object, or its beginning."""
 
     id: str
     name: str

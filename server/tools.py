@@ -158,24 +158,23 @@ def _call(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise wrong(field, "an object with an id and a function", value)
     name = read_name(f"{field}.function.name", function.get("name"))
-    arguments = function.get("arguments", "")
-    place = f"{field}.function.arguments"
-    if isinstance(arguments, str):
-        arguments = text(place, arguments) or "{}"
-        try:
-            given = json.loads(arguments)
-        except (ValueError, RecursionError):
-            given = None
-    else:
-        given, arguments = arguments, ""
-    if not isinstance(given, dict):
-        raise BadRequest(place, f"{place} must be the text of a JSON object")
-    check_depth(place, given)
-    if not arguments:
-        arguments = json.dumps(given, ensure_ascii=False)
+    arguments = _arguments(f"{field}.function.arguments", function.get("arguments"))
     id = value.get("id")
     return {
         "id": "" if id is None else text(f"{field}.id", id),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
+
+
+def _arguments(field: str, value: Any) -> str:
+    """The text of a call's arguments. It need not be that of a JSON object: an answer may end inside a call."""
+    if isinstance(value, str):
+        return text(field, value) or "{}"
+    try:
+        written = json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise BadRequest(field, f"{field} is nested too deeply") from None
+    except ValueError:
+        raise BadRequest(field, f"{field} holds a number that JSON does not have") from None
+    return text(field, written)

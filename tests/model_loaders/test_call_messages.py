@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,26 @@ def test_the_ids_of_an_answer_stand_for_its_text_and_its_calls(family: tuple[Tok
     assert answered[: len(asked) + len(ids)] == asked + ids
     result = tokenizer.tokenize("word", continued=True)
     assert any(answered[at : at + len(result)] == result for at in range(len(asked) + len(ids), len(answered)))
+
+
+CUT_OFF = '{"city": "Ro'
+
+
+def shown(template: ChatTemplate) -> str:
+    """A conversation with a call that was cut off, as the template writes it."""
+    messages, tools = conversation("word")
+    messages[1]["tool_calls"][0]["function"]["arguments"] = CUT_OFF
+    (text,) = template.render_each([template.calls.as_messages(messages, tools)])
+    assert isinstance(text, str)
+    return text
+
+
+def test_a_call_that_was_cut_off_is_shown_as_its_text(family: tuple[Tokenizer, ChatTemplate]) -> None:
+    _, template = family
+    text = shown(template)
+    assert CUT_OFF in text or json.dumps(CUT_OFF) in text
+
+
+def test_a_template_that_takes_objects_alone_shows_an_empty_one() -> None:
+    strict = call_templates.HERMES.replace("c.function.arguments |", "dict(c.function.arguments) |")
+    assert '"arguments": {}}' in shown(ChatTemplate(strict, origin="strict", bos_token="<s>", eos_token="</s>"))

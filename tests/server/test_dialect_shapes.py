@@ -68,9 +68,10 @@ def test_streamed_messages_have_the_same_blocks() -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-def test_a_call_that_was_cut_off_is_not_in_a_whole_message() -> None:
+def test_a_call_that_was_cut_off_has_the_arguments_that_are_complete() -> None:
     whole = anthropic.Writer("m", True).whole([fold(CUT_OFF)])
-    assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
+    assert whole["content"][-1]["input"] == {}
     assert whole["stop_reason"] == "max_tokens"
 
 
@@ -131,8 +132,9 @@ def test_calls_join_the_answer_that_they_belong_to() -> None:
     _, answer, first, second = responses._own(body)["messages"]
     assert (answer["content"], answer["reasoning_content"]) == ("I look it up.", "hm")
     assert [call["id"] for call in answer["tool_calls"]] == ["a", "b"]
-    assert first == {"place": "input[5]", "role": "tool", "tool_call_id": "a", "content": "wet"}
-    assert second == {"place": "input[6]", "role": "tool", "tool_call_id": "b", "content": "noon"}
+    assert (first["role"], first["tool_call_id"], first["content"]) == ("tool", "a", "wet")
+    assert (second["role"], second["tool_call_id"], second["content"]) == ("tool", "b", "noon")
+    assert second["places"] == {"": "input[6]", ".tool_call_id": "input[6].call_id"}
 
 
 def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
@@ -149,11 +151,11 @@ def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
     }
     own = anthropic._own(body)
     _, answer, tool, question = own["messages"]
-    function = {"name": "look", "arguments": '{"word": "é"}'}
-    assert answer["tool_calls"] == [{"id": "a", "type": "function", "function": function}]
+    (called,) = answer["tool_calls"]
+    assert (called["id"], called["function"]) == ("a", {"name": "look", "arguments": {"word": "é"}})
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "")
-    assert tool == {"place": "messages[2]", "role": "tool", "tool_call_id": "a", "content": "wet"}
-    assert question == {"place": "messages[2]", "role": "user", "content": "and now?"}
+    assert (tool["role"], tool["tool_call_id"], tool["content"]) == ("tool", "a", "wet")
+    assert question == {"places": {"": "messages[2]"}, "role": "user", "content": "and now?"}
     (given,) = own["tools"]
     assert given["function"] == {"name": "look", "description": "looks", "parameters": {"type": "object"}}
     assert own["tool_choice"] == {"type": "function", "function": {"name": "look"}}
@@ -195,6 +197,6 @@ def test_results_belong_to_the_calls_of_their_tools() -> None:
     own = ollama._conversation(body)
     answer, *given = own["messages"]
     assert [call["id"] for call in answer["tool_calls"]] == ["call_0", "call_1", "call_2"]
-    assert answer["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"word": "rain"}'}
+    assert answer["tool_calls"][0]["function"] == {"name": "look", "arguments": {"word": "rain"}}
     assert [message["tool_call_id"] for message in given] == ["call_1", "call_0", "call_2"]
     assert own["tools"] == [{"a": 1}]

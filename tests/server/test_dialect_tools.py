@@ -90,7 +90,7 @@ def test_a_result_without_its_call_is_named_by_the_clients_place(server: Serving
     body = {"system": "on", "messages": [*MESSAGES, {"role": "user", "content": [result]}], "tools": TOOLS}
     response = server.post("/v1/messages", body)
     assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("messages[1].tool_call_id")
+    assert response.json()["error"]["message"].startswith("messages[1].content[0].tool_use_id")
 
 
 # -- OpenAI's Responses ------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_a_wrong_value_is_an_error_that_names_the_field(server: Serving, given: 
 
 
 def test_arguments_that_are_no_json_are_refused(server: Serving) -> None:
-    for given in ('{"x": NaN}', '{"x": ' * 900 + "1" + "}" * 900, '{"x": "\\ud800"}', "[]"):
+    for given in ('{"x": NaN}', '{"x": "\\ud800"}'):
         block = f'{{"type": "tool_use", "id": "a", "name": "f", "input": {given}}}'
         last = '{"role": "user", "content": "on"}'
         body = f'{{"messages": [{{"role": "assistant", "content": [{block}]}}, {last}]}}'

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
+from polarlm.server.http.dialects._shared import arguments_of
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
@@ -138,6 +139,7 @@ class ResponseWriter:
         whole = "".join(item.text)
         if item.kind == "function_call":
             assert item.call is not None
+            status = "completed" if arguments_of(whole) is not None else "incomplete"
             yield self._of_item("response.function_call_arguments.done", arguments=whole, name=item.call.name)
         else:
             logprobs = {"logprobs": item.logprobs} if item.kind == "message" else {}

@@ -1,4 +1,4 @@
-"""What dialects share: requests in our own names, and JSON that may be nested, as the arguments of calls are."""
+"""What dialects share: requests in our own names, parts of JSON, and the arguments of calls."""
 
 from __future__ import annotations
 
@@ -8,22 +8,43 @@ from typing import Any
 
 from polarlm.server.http.generation import About
 from polarlm.server.parameters import Asked, read
-from polarlm.server.pieces import Call
-from polarlm.server.values import BadRequest, text, wrong
+from polarlm.server.values import BadRequest, wrong
+
+
+class Places(dict[str, str]):
+    """Where parts of a message, a call or a tool stand in the client's body: our name, relative, → the client's.
+
+    "" is the whole. No JSON is of this class.
+    """
 
 
 def read_own(
     body: Mapping[str, Any], names: Mapping[str, str], about: About, takes: Collection[str] = ("messages",)
 ) -> Asked:
-    """The request in `body`, which has our own names; each of its messages has its place in the client's body as well.
+    """The request in `body`, which has our own names. Its messages, calls and tools may have "places".
 
-    names: our name → the client's, for sentences about fields that are called otherwise there. Raises BadRequest.
+    These, and `names` (our name → the client's), are for sentences about fields that are called otherwise in the
+    client's body. Raises BadRequest.
     """
-    places = {f"messages[{i}]": message["place"] for i, message in enumerate(body.get("messages", ()))}
+    places: dict[str, str] = {}
+    for i, message in enumerate(body.get("messages", ())):
+        for j, call in enumerate(message.get("tool_calls", ())):
+            places |= _absolute(f"messages[{i}].tool_calls[{j}]", call)
+        places |= _absolute(f"messages[{i}]", message)
+    for i, tool in enumerate(body.get("tools", ())):
+        places |= _absolute(f"tools[{i}]", tool)
     try:
         return read(body, about.model.tokenizer.tokenize, takes, parse_special=about.parse_special)
     except BadRequest as error:
         raise _renamed(error, {**places, **names}) from None
+
+
+def _absolute(at: str, given: Any) -> dict[str, str]:
+    """The client's name of each part of `given` that has a place, by our name of it; the longest one first."""
+    places = given.get("places") if isinstance(given, dict) else None
+    if not isinstance(places, Places):
+        return {}
+    return {at + ours: places[ours] for ours in sorted(places, key=len, reverse=True)}
 
 
 def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
@@ -52,22 +73,10 @@ def items(field: str, value: Any) -> list[Any]:
     return value
 
 
-def json_text(field: str, value: Any) -> str:
-    """The text of a JSON object, as the arguments of a call are kept. Raises BadRequest."""
-    if not isinstance(value, dict):
-        raise wrong(field, "an object", value)
+def arguments_of(written: str) -> dict[str, Any] | None:
+    """The arguments of a call; None for those of a call that is cut off."""
     try:
-        return text(field, json.dumps(value, ensure_ascii=False, allow_nan=False))
-    except RecursionError:
-        raise BadRequest(field, f"{field} is nested too deeply") from None
-    except ValueError:
-        raise BadRequest(field, f"{field} holds a number that JSON does not have") from None
-
-
-def arguments_of(call: Call) -> dict[str, Any] | None:
-    """The arguments of a call; None for those of a call that the limit of tokens has cut off."""
-    try:
-        arguments = json.loads(call.arguments)
+        arguments = json.loads(written)
     except ValueError:
         return None
     return arguments if isinstance(arguments, dict) else None

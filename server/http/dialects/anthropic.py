@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.routing import Route
 
-from polarlm.engine import Usage
 from polarlm.server.driver import Driver
-from polarlm.server.http.dialects._shared import arguments_of, items, json_text, members, read_own
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.dialects._anthropic_events import Writer, error_body
+from polarlm.server.http.dialects._shared import Places, items, members, read_own
 from polarlm.server.http.generation import About, Counting, Generation
-from polarlm.server.http.streams import NAMED, Event, Framing
+from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.parameters import Asked
-from polarlm.server.pieces import Answer, Piece
 from polarlm.server.values import BadRequest, flag, shown, text, wrong
+
+__all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/v1/messages",)
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 _SAME_NAMES = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
     *("min_p", "seed", "ignore_eos", "cache_prompt", "cache_salt"),  # which Anthropic does not have
@@ -45,7 +36,6 @@ _REFUSED = {
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header:"  # begins a block for Anthropic alone, which differs from request to request
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def routes(driver: Driver) -> list[Route]:
@@ -54,12 +44,6 @@ def routes(driver: Driver) -> list[Route]:
         Route("/v1/messages", Generation(driver, Messages()).serve, methods=["POST"]),
         Route("/v1/messages/count_tokens", Counting(driver, Messages()).serve, methods=["POST"]),
     ]
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """The body of the response with an error."""
-    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 @dataclass(frozen=True)
@@ -72,9 +56,6 @@ class Messages:
         """The request. Raises BadRequest."""
         asked = read_own(_own(body), _NAMES, about)
         return asked, Writer(about.model.name, about.tells_cached)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +81,7 @@ def _system(value: Any) -> list[dict[str, Any]]:
     else:
         blocks = [_text(f"system[{index}]", block) for index, block in enumerate(items("system", value))]
         prompt = "".join(block for block in blocks if not block.startswith(_BILLING))
-    return [{"place": "system", "role": "system", "content": prompt}] if prompt else []
+    return [{"places": Places({"": "system"}), "role": "system", "content": prompt}] if prompt else []
 
 
 def _messages(value: Any) -> Iterator[dict[str, Any]]:
@@ -115,7 +96,7 @@ def _messages(value: Any) -> Iterator[dict[str, Any]]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         blocks = [members(f"{place}.content[{i}]", one) for i, one in enumerate(items(f"{place}.content", blocks))]
         found = (_assistant if role == "assistant" else _others)(f"{place}.content", role, blocks)
-        yield from ({"place": place, **one} for one in found)
+        yield from ({**one, "places": Places({"": place} | one.get("places", {}))} for one in found)
 
 
 def _assistant(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -127,9 +108,10 @@ def _assistant(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> It
         if kind == "thinking":
             reasoning += text(f"{at}.thinking", block.get("thinking"))
         elif kind == "tool_use":
-            name = text(f"{at}.name", block.get("name"))
-            function = {"name": name, "arguments": json_text(f"{at}.input", block.get("input", {}))}
-            calls.append({"id": text(f"{at}.id", block.get("id")), "type": "function", "function": function})
+            function = {"name": text(f"{at}.name", block.get("name")), "arguments": block.get("input")}
+            places = Places({"": at, ".function.name": f"{at}.name", ".function.arguments": f"{at}.input"})
+            id = text(f"{at}.id", block.get("id"))
+            calls.append({"id": id, "type": "function", "function": function, "places": places})
         elif kind != "redacted_thinking":  # nobody but its maker can read it
             texts += _text(at, block)
     message: dict[str, Any] = {"role": role, "content": texts}
@@ -150,6 +132,7 @@ def _others(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Itera
             "role": "tool",
             "tool_call_id": text(f"{at}.tool_use_id", block.get("tool_use_id")),
             "content": _result(f"{at}.content", block.get("content", "")),
+            "places": Places({".tool_call_id": f"{at}.tool_use_id"}),
         }
     if texts or not results:
         yield {"role": role, "content": "".join(texts)}
@@ -181,7 +164,8 @@ def _tool(place: str, value: Any) -> dict[str, Any]:
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if "description" in tool:
         function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+    places = Places({".function": place, ".function.parameters": f"{place}.input_schema"})
+    return {"type": "function", "function": function, "places": places}
 
 
 def _tool_choice(value: Any) -> dict[str, Any]:
@@ -235,101 +219,3 @@ def _format(body: Mapping[str, Any]) -> dict[str, Any]:
     if format.get("type") != "json_schema":
         raise wrong("output_config.format.type", "json_schema", format.get("type"))
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Writer:
-    """Makes the JSON objects of one response."""
-
-    model: str
-    tells_cached: bool  # whether the usage has the number of cached tokens
-    id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
-    _blocks: int = 0  # that have begun
-    _open: str = ""  # the type of the block that is under way
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        (answer,) = answers
-        content: list[dict[str, Any]] = []
-        if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text:
-            content.append({"type": "text", "text": answer.text})
-        for call in answer.calls:
-            if (given := arguments_of(call)) is not None:
-                content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
-        end = _end(answer.finish_reason, answer.stopped_by)
-        return self._message(content) | end | {"usage": self._usage(answer.usage)}
-
-    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece; the `first` one has the message's beginning before it."""
-        if first:
-            usage = {"input_tokens": 0, "output_tokens": 0}  # the counts come at the end
-            empty = {"stop_reason": None, "stop_sequence": None, "usage": usage}
-            yield {"type": "message_start", "message": self._message([]) | empty}
-            yield {"type": "ping"}
-        if piece.reasoning:
-            yield from self._begin("thinking", {"thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
-        if piece.text:
-            yield from self._begin("text", {"text": ""})
-            yield self._delta({"type": "text_delta", "text": piece.text})
-        if piece.call is not None:
-            yield from self._stop()
-            yield from self._begin("tool_use", {"id": piece.call.id, "name": piece.call.name, "input": {}})
-        if piece.arguments:
-            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
-        if piece.finish_reason is not None:
-            assert piece.usage is not None
-            yield from self._stop()
-            end = _end(piece.finish_reason, piece.stopped_by)
-            yield {"type": "message_delta", "delta": end, "usage": self._usage(piece.usage)}
-
-    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """The event after the end."""
-        yield {"type": "message_stop"}
-
-    def failure(self, error: ApiError) -> Event:
-        """The last event of a stream that an error ends."""
-        return error_body(error)
-
-    def _begin(self, kind: str, empty: Mapping[str, Any]) -> Iterator[Event]:
-        """The events up to the beginning of a block of this type, unless it is under way."""
-        if self._open == kind:
-            return
-        yield from self._stop()
-        block = {"type": kind, **empty}
-        yield {"type": "content_block_start", "index": self._blocks, "content_block": block}
-        self._open = kind
-        self._blocks += 1
-
-    def _delta(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
-
-    def _stop(self) -> Iterator[Event]:
-        """The end of the block that is under way."""
-        if self._open:
-            yield {"type": "content_block_stop", "index": self._blocks - 1}
-        self._open = ""
-
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
-
-    def _usage(self, usage: Usage) -> dict[str, Any]:
-        """Tokens that were read from the cache do not count as input."""
-        cached = usage.cached_tokens if self.tells_cached else 0
-        return {
-            "input_tokens": usage.prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage.completion_tokens,
-        }
-
-
-def _end(reason: str, stopped_by: str | None) -> dict[str, Any]:
-    """Why the message ends."""
-    stop = "stop_sequence" if stopped_by is not None else _STOP_REASONS[reason]
-    return {"stop_reason": stop, "stop_sequence": stopped_by}

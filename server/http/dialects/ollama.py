@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine import Embedding, Usage
+from polarlm.engine import Embedding
 from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
+from polarlm.server.http.dialects._ollama_answers import Writer, error_body, head, nanoseconds
 from polarlm.server.http.dialects._ollama_model import ModelFacts
-from polarlm.server.http.dialects._shared import arguments_of, items, json_text, members, read_own
+from polarlm.server.http.dialects._shared import Places, items, members, read_own
 from polarlm.server.http.embeddings import MOST_INPUTS
-from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Generation
 from polarlm.server.http.logprobs import ChatLogprobs
-from polarlm.server.http.streams import LINES, Event, Framing, while_there
+from polarlm.server.http.streams import LINES, Framing, while_there
 from polarlm.server.parameters import Asked
-from polarlm.server.pieces import Answer, Call, Piece
 from polarlm.server.prompts import read_options, read_prompts
 from polarlm.server.values import BadRequest, flag, text, wrong
+
+__all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/api",)
 
@@ -61,11 +61,6 @@ def routes(driver: Driver) -> list[Route]:
     ]
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
-    """The body of the response with an error."""
-    return {"error": error.message}
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """One of the two endpoints that generate."""
@@ -96,7 +91,7 @@ class _Served:
         if all(one is None or one == "" or one == [] for one in given):
             text("model", body.get("model") or "")
             loaded = {"done": True, "done_reason": "load"}
-            return JSONResponse(_head(self.driver.engine.model.name) | self.endpoint.content({"content": ""}) | loaded)
+            return JSONResponse(head(self.driver.engine.model.name) | self.endpoint.content({"content": ""}) | loaded)
         return await Generation(self.driver, self.endpoint).respond(request, body)
 
 
@@ -122,15 +117,12 @@ class _Embedded:
         found = await while_there(request.receive, self.driver.embed(prompts, options, written))
         counts = {
             "model": self.driver.engine.model.name,
-            "total_duration": _nanoseconds(time.monotonic() - since),
+            "total_duration": nanoseconds(time.monotonic() - since),
             "load_duration": 0,
             "prompt_eval_count": sum(count for _, count in found),
         }
         vectors = ",".join(vector for vector, _ in found)
         return Response(f'{json.dumps(counts)[:-1]},"embeddings":[{vectors}]}}', media_type="application/json")
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +172,11 @@ def _message(at: str, value: Any, calls: list[tuple[str, str]]) -> dict[str, Any
     role = message.get("role")
     if role not in _ROLES:
         raise wrong(f"{at}.role", f"one of {', '.join(_ROLES)}", role)
-    own: dict[str, Any] = {"place": at, "role": role, "content": text(f"{at}.content", message.get("content", ""))}
+    own: dict[str, Any] = {
+        "places": Places({"": at}),
+        "role": role,
+        "content": text(f"{at}.content", message.get("content", "")),
+    }
     if role == "tool":
         name = text(f"{at}.tool_name", message.get("tool_name", message.get("name", "")))
         own["tool_call_id"] = text(f"{at}.tool_call_id", message.get("tool_call_id", _answered(calls, name)))
@@ -200,8 +196,7 @@ def _call(at: str, index: int, value: Any) -> dict[str, Any]:
     call = members(at, value)
     function = members(f"{at}.function", call.get("function"))
     name = text(f"{at}.function.name", function.get("name"))
-    arguments = json_text(f"{at}.function.arguments", function.get("arguments", {}))
-    own = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    own = {"type": "function", "function": {"name": name, "arguments": function.get("arguments")}}
     return {"id": text(f"{at}.id", call.get("id", f"call_{index}")), **own}
 
 
@@ -225,17 +220,14 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt, "suffix": body["suffix"]}
     if flag("raw", body.get("raw", False)):
         return {"prompt": prompt}
-    question = {"place": "prompt", "role": "user", "content": prompt}
-    first = [{"place": "system", "role": "system", "content": system}] if system else []
+    question = {"places": Places({"": "prompt"}), "role": "user", "content": prompt}
+    first = [{"places": Places({"": "system"}), "role": "system", "content": system}] if system else []
     return {"messages": [*first, question]}
 
 
 def _refuse_images(at: str, holder: Mapping[str, Any]) -> None:
     if holder.get("images"):
         raise BadRequest(at, f"{at}: this server takes text alone; leave images out")
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _as_response(content: dict[str, Any]) -> dict[str, Any]:
@@ -248,92 +240,3 @@ CHAT = Endpoint(_conversation, lambda content: {"message": {"role": "assistant",
 
 GENERATE = Endpoint(_completion, _as_response)
 """POST /api/generate"""
-
-
-@dataclass
-class Writer:
-    """Makes the JSON objects of one response."""
-
-    model: str
-    content: Callable[[dict[str, Any]], dict[str, Any]]
-    logprobs: ChatLogprobs | None
-    _since: float = field(default_factory=time.monotonic)
-    _call: Call | None = None  # the one that is under way: it is written when it is complete
-    _calls: int = 0
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        (answer,) = answers
-        content: dict[str, Any] = {"content": answer.text}
-        if answer.reasoning:
-            content["thinking"] = answer.reasoning
-        if calls := [written for call in answer.calls for written in self._written(call)]:
-            content["tool_calls"] = calls
-        piece = Piece(logprobs=answer.logprobs, finish_reason=answer.finish_reason, usage=answer.usage)
-        return self._object(content, piece) | self._end(piece)
-
-    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The lines of a piece."""
-        content: dict[str, Any] = {"content": piece.text}
-        if piece.reasoning:
-            content["thinking"] = piece.reasoning
-        calls: list[dict[str, Any]] = []
-        if piece.call is not None:
-            calls += self._written(self._call)
-            self._call = Call(piece.call.id, piece.call.name, "")
-        if self._call is not None:
-            self._call = Call(self._call.id, self._call.name, self._call.arguments + piece.arguments)
-        if piece.finish_reason is not None:
-            calls += self._written(self._call)
-        if calls:
-            content["tool_calls"] = calls
-        if piece.text or piece.reasoning or calls or piece.logprobs:
-            yield self._object(content, piece) | {"done": False}
-        if piece.finish_reason is not None:
-            yield self._object({"content": ""}, Piece()) | self._end(piece)
-
-    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """No line: the last one is that of the last piece."""
-        yield from ()
-
-    def failure(self, error: ApiError) -> Event:
-        """The last line of a stream that an error ends."""
-        return error_body(error)
-
-    def _written(self, call: Call | None) -> list[dict[str, Any]]:
-        """A whole call; nothing for one that was cut off."""
-        if call is None or (arguments := arguments_of(call)) is None:
-            return []
-        self._calls += 1
-        function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
-        return [{"id": call.id, "function": function}]
-
-    def _object(self, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        written = _head(self.model) | self.content(content)
-        if self.logprobs is not None and piece.logprobs:
-            written["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
-        return written
-
-    def _end(self, piece: Piece) -> dict[str, Any]:
-        """The fields at the end of an answer. Durations are in nanoseconds."""
-        usage = piece.usage
-        assert usage is not None
-        return {
-            "done": True,
-            "done_reason": "length" if piece.finish_reason == "length" else "stop",
-            "total_duration": _nanoseconds(time.monotonic() - self._since),
-            "load_duration": 0,
-            "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(usage.prefill_seconds),
-            "eval_count": usage.completion_tokens,
-            "eval_duration": _nanoseconds(usage.generation_seconds),
-        }
-
-
-def _head(model: str) -> dict[str, Any]:
-    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-    return {"model": model, "created_at": now}
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)

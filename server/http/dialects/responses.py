@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from polarlm.server.driver import Driver
 from polarlm.server.http.dialects._response_events import ResponseWriter
-from polarlm.server.http.dialects._shared import items, members, read_own
+from polarlm.server.http.dialects._shared import Places, items, members, read_own
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.logprobs import ChatLogprobs
@@ -114,10 +114,10 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The conversation. Raises BadRequest."""
     found: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
-        found.append({"place": "instructions", "role": "system", "content": instructions})
+        found.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
     given = body.get("input")
     if isinstance(given, str):
-        return [*found, {"place": "input", "role": "user", "content": text("input", given)}]
+        return [*found, {"places": Places({"": "input"}), "role": "user", "content": text("input", given)}]
     if not isinstance(given, list) or not given:
         raise wrong("input", "a string, or an array with at least one item", given)
     reasoning = ""
@@ -129,10 +129,11 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             reasoning += _thoughts(at, item)
             continue
         if kind == "function_call":
-            message = {"role": "assistant", "content": "", "tool_calls": [_call(at, item)]}
+            message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_call(at, item)]}
         elif kind == "function_call_output":
             content = _content(f"{at}.output", item.get("output"))
             message = {"role": "tool", "tool_call_id": text(f"{at}.call_id", item.get("call_id")), "content": content}
+            message["places"] = Places({".tool_call_id": f"{at}.call_id"})
         elif kind == "message":
             message = _message(at, item)
         else:
@@ -141,7 +142,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             message["reasoning_content"], reasoning = reasoning, ""
         elif message["role"] != "assistant":
             reasoning = ""  # of an answer that is missing
-        _append(found, {"place": at, **message})
+        _append(found, {**message, "places": Places({"": at} | message.get("places", {}))})
     return found
 
 
@@ -189,7 +190,9 @@ def _thoughts(at: str, item: Mapping[str, Any]) -> str:
 
 def _call(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
     function = {name: text(f"{at}.{name}", item.get(name)) for name in ("name", "arguments")}
-    return {"id": text(f"{at}.call_id", item.get("call_id")), "type": "function", "function": function}
+    places = Places({"": at, ".function.name": f"{at}.name"})
+    id = text(f"{at}.call_id", item.get("call_id"))
+    return {"id": id, "type": "function", "function": function, "places": places}
 
 
 def _tool(at: str, value: Any) -> dict[str, Any]:
