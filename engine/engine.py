@@ -145,10 +145,10 @@ class Engine:
         """The token ids of a prompt, of any length, as `stream` takes it. Raises EngineError."""
         return prompt_ids(prompt, self.model, self._answers, options or PromptOptions())
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, which start a sequence. Raises EngineError for ids that are not in the vocabulary."""
+    def detokenize(self, ids: Sequence[int], *, control: bool = False) -> str:
+        """Text of `ids`, which start a sequence; with `control`, names of control tokens, too. Raises EngineError."""
         try:
-            return text_of(self.model.tokenizer, ids)
+            return text_of(self.model.tokenizer, ids, control=control)
         except ValueError as error:
             raise EngineError(str(error)) from None
 

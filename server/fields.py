@@ -171,6 +171,11 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     )
     yield "parallel_tool_calls", "OLV", "whether an answer may have several calls [true]"
     yield "chat_template_kwargs", "LV", "variables of the model's chat template, such as `enable_thinking`"
+    yield (
+        "reasoning_effort",
+        "OLV",
+        "goes to the model's template; `none` asks for no reasoning; variables in `chat_template_kwargs` come first",
+    )
     yield "reasoning_format", "L", "`none` leaves reasoning in the text; `auto` and `deepseek` give it apart [`auto`]"
     yield "include_reasoning", "V", "false leaves reasoning out [true]"
     yield "cache_prompt", "L", "false computes all of the prompt, whatever is in the cache [true]"
@@ -290,7 +295,6 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     yield "documents", "V", _is([]), template
     for name in ("chat_format", "chat_parser"):
         yield name, "L", None, "answers are not parsed here; leave it out"
-    yield "reasoning_effort", "OLV", None, f"{_NO_REASONING}; leave it out"
     yield "reasoning_budget_tokens", "L", _is(-1), f"{_NO_REASONING}; leave it out"
     yield "thinking_token_budget", "V", None, f"{_NO_REASONING}; leave it out"
     yield "post_sampling_probs", "L", _is(False), "log-probabilities are the model's own, before sampling"

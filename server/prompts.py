@@ -13,6 +13,7 @@ from polarlm.server.values import LARGEST, BadRequest, count, flag, shown, text,
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
+_LONGEST_EFFORT = 32  # characters: a word, such as "high"
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
@@ -42,7 +43,7 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
         cache_prompt=True if cache_prompt is None else flag("cache_prompt", cache_prompt),
         cache_salt=read_salt(salt),
         tools=() if tools is None else tools.given,
-        template_variables=_template_variables(body.get("chat_template_kwargs")),
+        template_variables=_template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),
     )
 
 
@@ -70,10 +71,12 @@ def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 
 
-def _template_variables(value: Any) -> dict[str, Any]:
+def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
+    """Variables of the model's template, and those that an effort of reasoning stands for, where they do not say so."""
     field = "chat_template_kwargs"
+    asked = {} if effort is None else _reasoning(text("reasoning_effort", effort))
     if value is None:
-        return {}
+        return asked
     if not isinstance(value, dict):
         raise wrong(field, 'an object such as {"enable_thinking": false}', value)
     for name in value:
@@ -83,7 +86,14 @@ def _template_variables(value: Any) -> dict[str, Any]:
     written = json.dumps(value, ensure_ascii=False)
     if len(written) > MOST_VARIABLES:
         raise BadRequest(field, f"{field} has {len(written):,} characters, but at most {MOST_VARIABLES:,} are taken")
-    return value
+    return asked | value
+
+
+def _reasoning(effort: str) -> dict[str, Any]:
+    """Whether the model reasons before it answers; how much is up to the model's template."""
+    if len(effort) > _LONGEST_EFFORT:
+        raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
 def read_salt(value: Any) -> str:

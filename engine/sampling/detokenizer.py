@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -83,7 +84,18 @@ class StopFilter:
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of a sequence's ids. Raises ValueError for an unknown id."""
-    detokenizer = Detokenizer(tokenizer, at_start=True)
-    return detokenizer.push(ids) + detokenizer.finish()
+def text_of(tokenizer: Tokenizer, ids: Iterable[int], *, control: bool = False) -> str:
+    """The text of a sequence's ids. Raises ValueError for an unknown id.
+
+    control: with the names of control tokens, so that the text becomes the same ids where these names become tokens.
+    """
+    names = {i: name for name, i in tokenizer.control_tokens().items()} if control else {}
+    text = ""
+    for is_control, some in groupby(ids, names.__contains__):
+        if is_control:
+            text += "".join(names[i] for i in some)
+            continue
+        detokenizer = Detokenizer(tokenizer, at_start=not text)
+        part = detokenizer.push(some) + detokenizer.finish()
+        text += part.removeprefix(" ") if text and tokenizer.adds_space_after_control else part
+    return text

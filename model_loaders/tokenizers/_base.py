@@ -63,6 +63,7 @@ class BaseTokenizer(ABC):
         self.bos_id = special.bos_id
         self.eos_ids = special.eos_ids
         self.strips_leading_space = space.at_start
+        self.adds_space_after_control = space.after_control
         self._space = space
         self._shrinks, self._lacks = shrinks, lacks
         self._takes = takes

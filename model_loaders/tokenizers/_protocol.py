@@ -17,6 +17,7 @@ class Tokenizer(Protocol):
     bos_id: int | None  # the first id of a sequence; None where the model wants none
     eos_ids: frozenset[int]  # every id that ends a generation
     strips_leading_space: bool  # tokenizing adds a space to the first text of a sequence, and detokenizing removes it
+    adds_space_after_control: bool  # tokenizing adds a space to a text that follows a control token
 
     def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
         """Ids of `text`; never adds BOS or EOS, never truncates.

@@ -130,7 +130,13 @@ OWN: dict[str, list[Promise]] = {
             "`with_pieces`: text, or bytes of half a character", f"{_PLAIN}::test_tokens_are_returned_with_their_pieces"
         ),
     ],
-    "POST /detokenize": [held("`tokens` become `content`", f"{_PLAIN}::test_any_tokens_have_a_text")],
+    "POST /detokenize": [
+        held(
+            "`tokens` become `content`",
+            f"{_PLAIN}::test_any_tokens_have_a_text",
+            f"{_PLAIN}::test_control_tokens_come_back",
+        )
+    ],
     "POST /apply-template": [
         held("`messages` become the `prompt` that the template writes", f"{_OWN}::test_a_template_is_applied")
     ],

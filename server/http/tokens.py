@@ -86,7 +86,7 @@ class Tokens:
         return [{"id": i, "piece": _piece(self._tokenizer, i)} for i in ids] if with_pieces else ids
 
     async def detokenize(self, request: Request) -> Response:
-        """{"tokens": [ids]} → {"content": text}"""
+        """{"tokens": [ids]} → {"content": text}, with the names of control tokens, as llama-server has it."""
         tokens = (await read_body(request, self._driver.config.max_body)).get("tokens")
         if not isinstance(tokens, list):
             raise wrong("tokens", "an array of token ids", tokens)
@@ -96,13 +96,14 @@ class Tokens:
     def _text(self, tokens: Sequence[int]) -> str:
         """The text of the tokens. A token may have many bytes: the text may be no longer than a request's body."""
         most = room = self._driver.config.max_body
+        names = {token: len(name.encode()) for name, token in self._tokenizer.control_tokens().items()}
         for token in tokens:
             if token >= self._tokenizer.vocab_size:
                 break
-            room -= len(self._tokenizer.token_bytes(token))
+            room -= names.get(token) or len(self._tokenizer.token_bytes(token))
             if room < 0:
                 raise EngineError(f"tokens are the ids of more than {most} bytes of text: send fewer at a time")
-        return self._driver.engine.detokenize(tokens)
+        return self._driver.engine.detokenize(tokens, control=True)
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:

@@ -22,6 +22,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from polarlm.engine.sampling import detokenizer
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
 from tests.model_loaders import vocabularies as vocab
@@ -71,6 +72,18 @@ def test_ids_agree_with_llama_cpps_vectors(vectors: str, name: str) -> None:
 def test_the_bytes_of_the_tokens_spell_the_text(name: str, text: str) -> None:
     tokenizer = vocab.real(name)
     assert text_of(tokenizer, tokenizer.tokenize(text)) == expected_text(name, text)
+
+
+@pytest.mark.parametrize("name", vocab.REAL)
+def test_names_of_control_tokens_come_back(name: str) -> None:
+    """With the text around them, whether or not the tokenizer adds a space to it."""
+    tokenizer = vocab.real(name)
+    end = next(control for control, i in tokenizer.control_tokens().items() if i in tokenizer.eos_ids)
+    for text in (f"the{end}end", f"{end}{end}end{end}", f"one {end}"):
+        ids = tokenizer.tokenize(text, control=True)
+        assert set(ids) & tokenizer.eos_ids
+        assert detokenizer.text_of(tokenizer, ids, control=True) == text
+        assert end not in text_of(tokenizer, ids)
 
 
 @pytest.mark.parametrize("name", vocab.REAL)

@@ -63,7 +63,6 @@ ASKING: dict[str, list[Any]] = {  # values of refused fields that ask for someth
     "documents": [[{"title": "x"}]],
     "chat_format": [1],
     "chat_parser": ["x"],
-    "reasoning_effort": ["low", "none"],
     "reasoning_budget_tokens": [0],
     "thinking_token_budget": [5],
     "post_sampling_probs": [True],
@@ -101,6 +100,10 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # a value, and what it becomes
     "chat_template_kwargs": (
         {"a": 1},
         PromptOptions(parse_special=True, template_variables={"a": 1}),
+    ),
+    "reasoning_effort": (
+        "low",
+        PromptOptions(parse_special=True, template_variables={"enable_thinking": True, "reasoning_effort": "low"}),
     ),
     "cache_prompt": (False, PromptOptions(parse_special=True, cache_prompt=False)),
     "cache_salt": ("x", PromptOptions(parse_special=True, cache_salt="x")),

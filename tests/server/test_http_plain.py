@@ -44,7 +44,14 @@ def test_tokens_of_a_text_are_that_text(shared: Serving, text: str) -> None:
 @given(tokens=st.lists(st.integers(0, VOCABULARY - 1)))
 def test_any_tokens_have_a_text(shared: Serving, tokens: list[int]) -> None:
     text = shared.post("/detokenize", {"tokens": tokens}).json()["content"]
-    assert text == shared.engine.detokenize(tokens)
+    assert text == shared.engine.detokenize(tokens, control=True)
+
+
+@given(parts=st.lists(st.one_of(st.sampled_from(["<|im_end|>", "<|im_start|>", " "]), st.text(CHARACTERS))))
+def test_control_tokens_come_back(shared: Serving, parts: list[str]) -> None:
+    body = {"content": "".join(parts), "parse_special": True}
+    tokens = shared.post("/tokenize", body).json()["tokens"]
+    assert shared.post("/detokenize", {"tokens": tokens}).json() == {"content": body["content"]}
 
 
 def test_control_strings_are_tokens_where_they_are_in_prompts(shared: Serving) -> None:

@@ -204,6 +204,22 @@ def test_variables_of_the_template_are_honoured(thinking: Serving) -> None:
     assert long - short == len(thinking.engine.tokenize("<think>\n\n</think>\n\n"))
 
 
+def test_an_effort_of_reasoning_goes_to_the_template(thinking: Serving) -> None:
+    """As in the other APIs; variables that are given by themselves come first."""
+
+    def tokens(**more: Any) -> int:
+        return ask(thinking, max_tokens=1, **more).usage.prompt_tokens
+
+    pair = len(thinking.engine.tokenize("<think>\n\n</think>\n\n"))
+    reasons = tokens(reasoning_effort="high")
+    assert tokens(reasoning_effort="none") - reasons == pair
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert tokens(reasoning_effort="none", extra_body=kwargs) == reasons
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort must be a string") as caught:
+        tokens(reasoning_effort=5)
+    assert caught.value.param == "reasoning_effort"
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

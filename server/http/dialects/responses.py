@@ -29,7 +29,7 @@ _NAMES = {
     "logprobs": "top_logprobs",
     "response_format": "text.format",
     "verbosity": "text.verbosity",
-    "chat_template_kwargs": "reasoning.effort",
+    "reasoning_effort": "reasoning.effort",
 }  # of fields that are called otherwise here
 _KEEPS_NONE = "this server keeps no responses: send the earlier items in input"
 _REFUSED = {
@@ -237,12 +237,8 @@ def _text_settings(value: Any) -> dict[str, Any]:
 
 
 def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the model reasons before it answers; how much is up to the model's template."""
     settings = members("reasoning", body.get("reasoning", {}))
-    if "effort" not in settings:
-        return {}
-    effort = text("reasoning.effort", settings["effort"])
-    return {"chat_template_kwargs": {"enable_thinking": effort != "none", "reasoning_effort": effort}}
+    return {"reasoning_effort": settings["effort"]} if "effort" in settings else {}
 
 
 def _metadata(value: Any) -> dict[str, str]:
