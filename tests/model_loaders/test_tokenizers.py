@@ -79,7 +79,7 @@ def test_names_of_control_tokens_come_back(name: str) -> None:
     """With the text around them, whether or not the tokenizer adds a space to it."""
     tokenizer = vocab.real(name)
     end = next(control for control, i in tokenizer.control_tokens().items() if i in tokenizer.eos_ids)
-    for text in (f"the{end}end", f"{end}{end}end{end}", f"one {end}"):
+    for text in (f"the{end}end", f"{end}{end}end{end}", f"one{end}"):
         ids = tokenizer.tokenize(text, control=True)
         assert set(ids) & tokenizer.eos_ids
         assert detokenizer.text_of(tokenizer, ids, control=True) == text
