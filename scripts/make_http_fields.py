@@ -16,8 +16,9 @@ or `/v1/completions`, or on the [socket](socket-protocol.md). `python -m scripts
 - *Harmless*: the answer is the same with it and without it, and it is ignored.
 - *Refused*: a 400 names it, unless its value has no effect.
 
-Fields that none of the three defines are ignored: clients send names of their own. `null` stands for the default
-everywhere. Whole numbers may be written as 5.0.
+Fields that none of the three defines are ignored: clients send names of their own. Over HTTP an answer's header
+`X-PolarLM-Warning` names them ([api.md](api.md)). `null` stands for the default everywhere. Whole numbers may be
+written as 5.0.
 """
 
 

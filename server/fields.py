@@ -2,7 +2,7 @@
 
 A field is *honoured*, *harmless* (the answer is the same with it and without it), or *refused* by name, unless its
 value is the default. Fields that none of the three defines are ignored: clients send extra names, and expect no effect
-of names without a definition. docs/http-fields.md is generated from this table.
+of names without a definition. Over HTTP they get a warning. docs/http-fields.md is generated from this table.
 """
 
 from __future__ import annotations

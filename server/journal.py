@@ -33,6 +33,7 @@ class Entry:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    warning: str | None = None  # about what has no effect in the request
     prompt: Prompt | None = None  # where prompts are logged
     answer: str | None = None
     _routine: bool = False  # has no line
@@ -128,6 +129,8 @@ def _in_words(line: Mapping[str, Any]) -> str:
     if line["prompt_tokens"]:
         cached, prompt = line["cached_tokens"], line["prompt_tokens"]
         facts.insert(0, f"{cached} of {prompt} prompt tokens cached, {line['completion_tokens']} new")
+    if "warning" in line:
+        facts.append(f"warning: {line['warning']}")
     texts = [f"{name} {json.dumps(line[name], ensure_ascii=False)}" for name in ("prompt", "answer") if name in line]
     return f"{' '.join(heads)}: {', '.join([*facts, *texts])}"
 

@@ -33,6 +33,7 @@ from polarlm.server.http.sessions import Sessions
 from polarlm.server.http.shapes import CHAT
 from polarlm.server.http.stats import asked_tokens, stats
 from polarlm.server.http.tokens import Tokens
+from polarlm.server.http.warnings import HEADER
 from polarlm.server.refused import Refused
 from polarlm.server.values import BadRequest
 
@@ -93,7 +94,7 @@ def _cors(config: ServerConfig) -> list[Middleware]:
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # Authorization, and the headers of OpenAI's client for browsers
             allow_private_network=True,  # a page on the internet, a server on the user's machine
-            expose_headers=["Retry-After", "X-Should-Retry"],
+            expose_headers=["Retry-After", "X-Should-Retry", HEADER],
         )
     ]
 

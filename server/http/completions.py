@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.detokenizer import Detokenizer
 from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.fields import FIELDS
 from polarlm.server.http.generation import About
 from polarlm.server.http.logprobs import TextLogprobs
 from polarlm.server.http.shapes import TEXT, Writer
 from polarlm.server.http.streams import DATA, Event, Framing
+from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.infill import Mixed, infill_of, infilled
 from polarlm.server.parameters import Asked, read
 from polarlm.server.pieces import Answer, Piece
@@ -53,6 +55,10 @@ class Completions:
             echoes=[PromptText(one.prompt, tokenizer) for one in asked.each()] if echo else (),
         )
         return asked, writer
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields."""
+        return unknown_fields(body, FIELDS)
 
 
 def read_raw(body: dict[str, Any], about: About) -> Asked:

@@ -19,6 +19,7 @@ from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
+from polarlm.server.http.warnings import warn
 from polarlm.server.parameters import Asked
 from polarlm.server.pieces import Answer, Piece, fold
 from polarlm.server.refused import Refused
@@ -67,6 +68,9 @@ class Endpoint(Protocol):
     def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
         """The request in the body of an HTTP request. Raises BadRequest."""
 
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """Sentences about what has no effect in a body that has been read, though its client may expect one."""
+
 
 class Generation:
     """One endpoint: requests in, answers out, whole or as they come."""
@@ -83,6 +87,7 @@ class Generation:
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
         """The response to a request whose body has been read."""
         asked, writer = self._endpoint.read(body, self._about)
+        warnings = self._endpoint.warnings(body)
         if asked.answers > (room := self._driver.room):
             given = "prompt" if asked.more_prompts else "n"
             wanted = f"{given} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
@@ -91,8 +96,8 @@ class Generation:
         if asked.stream:
             events = self._events(asked, writer)
             first = await while_there(request.receive, anext(events))
-            return EventStream(first, events, self._endpoint.framing)
-        return await while_there(request.receive, self._whole(asked, writer))
+            return warn(EventStream(first, events, self._endpoint.framing), warnings)
+        return warn(await while_there(request.receive, self._whole(asked, writer)), warnings)
 
     def _pieces(self, asked: Asked) -> Pieces:
         return merged([answer(self._driver, one, index) for one in asked.each() for index in range(asked.n)])

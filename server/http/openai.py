@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from polarlm.server.fields import FIELDS
 from polarlm.server.http.generation import About
 from polarlm.server.http.shapes import CHAT, Shapes, Writer
 from polarlm.server.http.streams import DATA, Framing
+from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.parameters import Asked, read
 from polarlm.server.values import flag
 
@@ -35,3 +38,7 @@ class OpenAI:
         with_logprobs = asked.params.logprobs is not None
         logprobs = [shapes.logprobs(model.tokenizer) for _ in range(asked.n if with_logprobs else 0)]
         return asked, Writer(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields."""
+        return unknown_fields(body, FIELDS)

@@ -201,7 +201,6 @@ def test_a_base_url_may_lack_the_version(server: Serving) -> None:
         ({"max_output_tokens": "many"}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,12 @@ from polarlm.engine import SamplingParams, TokenLogprob, Usage
 from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.fields import FIELDS
 from polarlm.server.http.completions import PromptText, read_raw
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About
 from polarlm.server.http.streams import DATA, Event, Framing
+from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.infill import infill_of, infilled
 from polarlm.server.parameters import Asked, read
 from polarlm.server.pieces import Answer, Piece
@@ -28,6 +30,7 @@ _ERROR_TYPES = {
 }
 _SAMPLERS = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
 _MOST_FILES = 256
+_INFILLED = ("input_prefix", "input_suffix", "prompt")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -51,6 +54,10 @@ class Completion:
         asked = read_raw(body, about)
         return asked, _writer(asked, about, own, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
 
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields."""
+        return unknown_fields(body, FIELDS)
+
 
 @dataclass(frozen=True)
 class Infilling:
@@ -62,7 +69,7 @@ class Infilling:
         """The request. Raises BadRequest."""
         own = _own_fields(body)
         texts = {}
-        for name in ("input_prefix", "input_suffix", "prompt"):
+        for name in _INFILLED:
             texts[name] = "" if body.get(name) is None else text(name, body[name])
         files = _files(body.pop("input_extra", None))
         asked = read(
@@ -73,6 +80,10 @@ class Infilling:
         prompts = [] if infill is None else [infill.prompt(*given)]
         asked = infilled("input_suffix", asked, infill, prompts)
         return asked, _writer(asked, about, own, several=False)
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields."""
+        return unknown_fields(body, {*FIELDS, *_INFILLED, "input_extra"})
 
 
 def _files(value: Any) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
+from polarlm.server.http.dialects._response_tools import ResponseTools
 from polarlm.server.http.dialects._shared import arguments_of
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.logprobs import ChatLogprobs
@@ -25,6 +26,7 @@ class _Item:
     kind: str
     id: str
     call: CallStart | None = None
+    named: dict[str, str] = field(default_factory=dict)  # the name of the call, and its namespace
     text: list[str] = field(default_factory=list)  # of a call: its arguments
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -33,7 +35,7 @@ class _Item:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             assert self.call is not None
-            return item | {"call_id": self.call.id, "name": self.call.name, "arguments": "".join(self.text)}
+            return item | {"call_id": self.call.id, **self.named, "arguments": "".join(self.text)}
         if self.kind == "message":
             item["role"] = "assistant"
         else:
@@ -55,6 +57,7 @@ class ResponseWriter:
     tells_cached: bool  # whether the usage has the number of cached tokens
     repeated: Mapping[str, Any]  # fields of the request that a response repeats
     logprobs: ChatLogprobs | None  # writes log-probabilities, if requested
+    tools: ResponseTools = field(default_factory=ResponseTools)
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
@@ -121,7 +124,8 @@ class ResponseWriter:
         if self._open is not None and self._open.kind == kind:
             return
         yield from self._end("completed")
-        self._open = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", call)
+        named = {} if call is None else self.tools.named(call.name)
+        self._open = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", call, named)
         yield self._event("response.output_item.added", item=self._open.written("in_progress"), **self._place())
         if call is None:
             yield self._of_item("response.content_part.added", content_index=0, part=self._open.part())
@@ -138,9 +142,8 @@ class ResponseWriter:
             return
         whole = "".join(item.text)
         if item.kind == "function_call":
-            assert item.call is not None
             status = "completed" if arguments_of(whole) is not None else "incomplete"
-            yield self._of_item("response.function_call_arguments.done", arguments=whole, name=item.call.name)
+            yield self._of_item("response.function_call_arguments.done", arguments=whole, name=item.named["name"])
         else:
             logprobs = {"logprobs": item.logprobs} if item.kind == "message" else {}
             name = "output_text" if item.kind == "message" else "reasoning_text"

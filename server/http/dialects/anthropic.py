@@ -13,6 +13,7 @@ from polarlm.server.http.dialects._anthropic_events import Writer, error_body
 from polarlm.server.http.dialects._shared import Places, items, members, read_own
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.streams import NAMED, Framing
+from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.parameters import Asked
 from polarlm.server.values import BadRequest, flag, shown, text, wrong
 
@@ -33,6 +34,14 @@ _NAMES = {
 _REFUSED = {
     "container": "this server runs no containers; leave it out",
     "mcp_servers": "this server connects to no MCP servers; leave it out",
+}
+_KNOWN = {
+    *(*_SAME_NAMES, *_REFUSED, "stop_sequences", "messages", "system", "tools", "tool_choice", "thinking"),
+    *("output_config", "context_management"),
+    # What has no effect here:
+    *("betas", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "compaction"),
+    *("user_profile_id", "workspace_id", "billing_policy", "fallbacks", "fallback_credit_token", "thread"),
+    *("anthropic_version", "anthropic_beta"),  # in the bodies of clients that are made for other hosts of the API
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header:"  # begins a block for Anthropic alone, which differs from request to request
@@ -56,6 +65,10 @@ class Messages:
         """The request. Raises BadRequest."""
         asked = read_own(_own(body), _NAMES, about)
         return asked, Writer(about.model.name, about.tells_cached)
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields."""
+        return unknown_fields(body, _KNOWN)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:

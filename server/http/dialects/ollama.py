@@ -22,6 +22,7 @@ from polarlm.server.http.embeddings import MOST_INPUTS
 from polarlm.server.http.generation import About, Generation
 from polarlm.server.http.logprobs import ChatLogprobs
 from polarlm.server.http.streams import LINES, Framing, while_there
+from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.parameters import Asked
 from polarlm.server.prompts import read_options, read_prompts
 from polarlm.server.values import BadRequest, flag, text, wrong
@@ -42,6 +43,16 @@ _NAMES = {
     "response_format": "format",
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
+}
+_OF_THE_MACHINE = (  # options without an effect here
+    *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "low_vram", "f16_kv"),
+    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "mirostat_tau", "mirostat_eta"),
+    *("num_gqa", "rope_frequency_base", "rope_frequency_scale", "draft_num_predict"),
+)
+_KNOWN = {
+    *("model", "messages", "prompt", "system", "suffix", "raw", "template", "context", "images", "tools"),
+    *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
+    *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
 _EFFORTS = ("low", "medium", "high")
 _ROLES = ("system", "user", "assistant", "tool")
@@ -75,6 +86,11 @@ class Endpoint:
         asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
         logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
         return asked, Writer(about.model.name, self.content, logprobs)
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields, those of `options` included."""
+        options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
+        return unknown_fields(body, _KNOWN) + options
 
 
 @dataclass(frozen=True)

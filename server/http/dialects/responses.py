@@ -10,11 +10,19 @@ from starlette.routing import Route
 
 from polarlm.server.driver import Driver
 from polarlm.server.http.dialects._response_events import ResponseWriter
+from polarlm.server.http.dialects._response_tools import (
+    ResponseTools,
+    left_out,
+    named_function,
+    read_choice,
+    read_response_tools,
+)
 from polarlm.server.http.dialects._shared import Places, items, members, read_own
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED, Framing
+from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.parameters import Asked
 from polarlm.server.values import BadRequest, flag, shown, text, wrong
 
@@ -38,6 +46,14 @@ _REFUSED = {
     "background": "this server answers while the client waits; leave it out",
     "prompt": "this server keeps no prompts: send instructions and input",
     "context_management": "this server cuts no prompt; leave it out",
+}
+_KNOWN = {
+    *(*_SAME_NAMES, *_REFUSED, "input", "instructions", "max_output_tokens", "top_logprobs", "include", "text"),
+    *("tools", "tool_choice", "reasoning", "metadata", "truncation"),
+    # What has no effect here:
+    *("store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "stream_options", "max_tool_calls", "moderation", "client_metadata", "image"),
+    *("background_options", "access_programs"),
 }
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
@@ -70,6 +86,9 @@ class Responses:
         """The request. Raises BadRequest."""
         body = {name: value for name, value in body.items() if value is not None}
         own = _own(body)
+        tools = read_response_tools(body.get("tools", []))
+        if tools.functions:
+            own["tools"] = tools.functions
         asked = read_own(own, _NAMES, about)
         params = asked.params
         logprobs = None if params.logprobs is None else ChatLogprobs(about.model.tokenizer)
@@ -80,10 +99,14 @@ class Responses:
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,
             "text": {"format": {"type": own.get("response_format", {"type": "text"})["type"]}},
-            "tool_choice": _choice(own.get("tool_choice", "auto")),
+            "tool_choice": _choice(own.get("tool_choice", "auto"), tools),
             "top_p": params.top_p,
         }
-        return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs)
+        return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs, tools)
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields, and tools that are left out."""
+        return left_out(body) + unknown_fields(body, _KNOWN)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,9 +123,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
         own["logprobs"] = body.get("top_logprobs", 0)
     own["messages"] = _messages(body)
     own["continue_final_message"] = False  # an answer is an item of its own
-    if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(items("tools", body.get("tools", [])))]:
-        own["tools"] = tools
-    return own | _tool_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
+    return own | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
 
 
 def _included(value: Any) -> list[Any]:
@@ -189,34 +210,15 @@ def _thoughts(at: str, item: Mapping[str, Any]) -> str:
 
 
 def _call(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {name: text(f"{at}.{name}", item.get(name)) for name in ("name", "arguments")}
+    function = {"name": named_function(at, item), "arguments": text(f"{at}.arguments", item.get("arguments"))}
     places = Places({"": at, ".function.name": f"{at}.name"})
     id = text(f"{at}.call_id", item.get("call_id"))
     return {"id": id, "type": "function", "function": function, "places": places}
 
 
-def _tool(at: str, value: Any) -> dict[str, Any]:
-    tool = members(at, value)
-    kind = tool.get("type")
-    if kind != "function":
-        named = f"tools of type {shown(kind)} are" if isinstance(kind, str) else "a tool without a type is"
-        raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server has no tools of its own")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _tool_choice(value: Any) -> dict[str, Any]:
-    if value is None or isinstance(value, str):
-        return {} if value is None else {"tool_choice": value}
-    choice = members("tool_choice", value)
-    if choice.get("type") != "function":
-        raise wrong("tool_choice.type", "function", choice.get("type"))
-    name = text("tool_choice.name", choice.get("name"))
-    return {"tool_choice": {"type": "function", "function": {"name": name}}}
-
-
-def _choice(own: Any) -> Any:
+def _choice(own: Any, tools: ResponseTools) -> Any:
     """The `tool_choice` of a response."""
-    return own if isinstance(own, str) else {"type": "function", "name": own["function"]["name"]}
+    return own if isinstance(own, str) else {"type": "function", **tools.named(own["function"]["name"])}
 
 
 def _text_settings(value: Any) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Tools of OpenAI's Responses: functions, which may be in namespaces, and tools of OpenAI's own, which are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polarlm.server.http.dialects._shared import Places, items, members
+from polarlm.server.values import shown, text, wrong
+
+_BETWEEN = "__"  # a namespace and a function in our name of the function
+
+
+@dataclass(frozen=True)
+class ResponseTools:
+    """The functions of a request, where a namespace is a part of the name."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)  # in our own names
+    namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # our name → namespace, name
+    left_out: list[str] = field(default_factory=list)  # types of the tools that are no functions
+
+    def named(self, name: str) -> dict[str, str]:
+        """The fields of a call that name this function."""
+        namespace, inner = self.namespaced.get(name, ("", name))
+        return {"name": inner, "namespace": namespace} if namespace else {"name": name}
+
+
+def read_response_tools(value: Any) -> ResponseTools:
+    """The tools of a request. Raises BadRequest."""
+    found = ResponseTools()
+    for at, tool, namespace in _each("tools", value):
+        kind = tool.get("type")
+        if not isinstance(kind, str):
+            raise wrong(f"{at}.type", "function, namespace, or the name of another type", kind)
+        if kind != "function":
+            found.left_out.append(kind)
+            continue
+        function = {name: member for name, member in tool.items() if name != "type"}
+        if namespace:
+            function["name"] = _joined(namespace, name := text(f"{at}.name", tool.get("name")))
+            found.namespaced[function["name"]] = namespace, name
+        found.functions.append({"type": "function", "function": function, "places": Places({".function": at})})
+    return found
+
+
+def _each(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where each tool stands, the tool, and the namespace that it is in."""
+    for index, one in enumerate(items(field, value)):
+        at = f"{field}[{index}]"
+        tool = members(at, one)
+        if tool.get("type") == "namespace" and not namespace:
+            yield from _each(f"{at}.tools", tool.get("tools", []), text(f"{at}.name", tool.get("name")))
+        else:
+            yield at, tool, namespace
+
+
+def named_function(at: str, given: Mapping[str, Any]) -> str:
+    """Our name of the function that a call or a choice names. Raises BadRequest."""
+    name = text(f"{at}.name", given.get("name"))
+    return _joined(text(f"{at}.namespace", given["namespace"]), name) if "namespace" in given else name
+
+
+def _joined(namespace: str, name: str) -> str:
+    return f"{namespace}{_BETWEEN}{name}"
+
+
+def read_choice(value: Any) -> dict[str, Any]:
+    """The `tool_choice` of a request, in our own names. Raises BadRequest."""
+    if value is None or isinstance(value, str):
+        return {} if value is None else {"tool_choice": value}
+    choice = members("tool_choice", value)
+    if choice.get("type") != "function":
+        raise wrong("tool_choice.type", "function", choice.get("type"))
+    return {"tool_choice": {"type": "function", "function": {"name": named_function("tool_choice", choice)}}}
+
+
+def left_out(body: Mapping[str, Any]) -> list[str]:
+    """A sentence about the tools of a request, which has been read, that are left out; none if there are none."""
+    kinds = dict.fromkeys(read_response_tools(body.get("tools") or []).left_out)
+    return [f"tools of type {', '.join(map(shown, kinds))} are left out: only functions are called"] if kinds else []

@@ -1,0 +1,47 @@
+"""Warnings beside an answer: in its header and its line of the log.
+
+A field that nobody knows changes nothing. Its name may be a slip of the pen, so the nearest known one is told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from starlette.responses import Response
+
+from polarlm.server import journal
+
+HEADER = "X-PolarLM-Warning"
+
+_MOST = 5  # warnings
+_LONGEST_NAME = 40
+_LONGEST = 200  # characters of a warning
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_UNSAFE = re.compile(r"[^ -~]")  # in a header
+
+
+def unknown_fields(body: Mapping[str, Any], known: Collection[str], inside: str = "") -> list[str]:
+    """A sentence for each of the first fields of `body` that is not known; `inside`: the field that `body` is."""
+    strange = [name for name, value in body.items() if name not in known and value is not None]
+    found = [_unknown(name, known, inside) for name in strange[:_MOST]]
+    return [*found, f"{len(strange) - _MOST} more fields are unknown"] if len(strange) > _MOST else found
+
+
+def _unknown(name: str, known: Collection[str], inside: str) -> str:
+    name = name[:_LONGEST_NAME]
+    name = name if _PLAIN.fullmatch(name) else ascii(name)
+    (meant,) = get_close_matches(name, known, n=1, cutoff=0.75) or ("",)
+    return f"{inside}{name} is unknown and ignored" + (f": did you mean {inside}{meant}?" if meant else "")
+
+
+def warn(response: Response, sentences: Sequence[str]) -> Response:
+    """`response` with the warnings in its header, which are in the line of the log as well."""
+    if sentences:
+        warning = "; ".join(_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[: _MOST + 1])
+        response.headers[HEADER] = warning
+        if entry := journal.current():
+            entry.warning = warning
+    return response
