@@ -200,10 +200,17 @@ def _meant(word: str, groups: Mapping[str, type]) -> str:
 
 def version() -> str:
     """The line that `--version` prints. A checkout that is not installed has no version."""
+    if found := release():
+        return f"polarlm {found}"
+    return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[1]}"
+
+
+def release() -> str:
+    """The version that is installed; empty for a checkout that is not."""
     try:
-        return f"polarlm {importlib.metadata.version('polarlm')}"
+        return importlib.metadata.version("polarlm")
     except importlib.metadata.PackageNotFoundError:
-        return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[1]}"
+        return ""
 
 
 def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:

@@ -73,7 +73,7 @@ def _run(argv: Sequence[str]) -> None:
         if config.unix is not None:
             lines = bound.enter_context(unix_socket(config.unix))
         elif config.socket_port is not None:
-            lines = bound.enter_context(tcp_socket(config.host, config.socket_port))
+            lines = bound.enter_context(tcp_socket(config.host, config.socket_port, "--socket-port"))
         if config.api_key is None and not is_local(http):
             _note(
                 f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}"

@@ -24,8 +24,8 @@ class ListenError(Exception):
     """The server cannot listen at its address. The message is a sentence for the user."""
 
 
-def tcp_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to `host`, by IPv4 where it has both, that listens. Raises ListenError.
+def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A socket bound to `host`, by IPv4 where it has both, that listens. Raises ListenError; flag: of `port`.
 
     Clients that connect wait until the connection is accepted.
     """
@@ -43,7 +43,7 @@ def tcp_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
-            raise ListenError(f"Port {port} of {host} is in use: choose another, or 0 for one that is free") from None
+            raise ListenError(f"Port {port} of {host} is in use: choose another, or {flag} 0 for a free one") from None
         raise ListenError(f"Cannot listen at port {port} of {host}: {error.strerror or error}") from None
     return bound
 

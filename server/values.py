@@ -24,7 +24,8 @@ class BadRequest(Exception):
 def read_json(data: bytes) -> dict[str, Any]:
     """The JSON object in `data`. Raises BadRequest for anything else."""
     try:
-        value = json.loads(data.decode("utf-8"))  # NaN and Infinity, too: `number` refuses them with the field's name
+        # Some shells write a mark at the beginning. NaN and Infinity are taken: `number` refuses them by name.
+        value = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise BadRequest(None, "the request is not UTF-8 text") from None
     except RecursionError:

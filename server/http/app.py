@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from datetime import datetime, timezone
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import EngineError
+from polarlm.engine.flags import release
 from polarlm.engine.tiers.objects import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.driver import Driver
@@ -49,6 +51,8 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         *_with_and_without_v1("/health", api.health),
         *Embeddings(driver).routes(),
         *Tokens(driver).routes(),
+        Route("/ping", api.health),  # vLLM's other name of it
+        Route("/version", api.version),
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
         *Sessions(driver).routes(),
@@ -99,6 +103,9 @@ def _cors(config: ServerConfig) -> list[Middleware]:
     ]
 
 
+_VERSION = "anthropic-version"  # the header of Anthropic's clients
+
+
 async def _no_response(_request: Request, _error: Exception) -> Any:
     """The client is gone."""
 
@@ -109,16 +116,23 @@ class _Api:
         self._config = config
         self._since = int(time.time())
 
-    async def models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+    async def models(self, request: Request) -> Response:
+        """The one model, in OpenAI's shape, or in Anthropic's for its clients."""
+        model = self._model(request)
+        if _VERSION in request.headers:
+            return JSONResponse({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self._driver.engine.model.name:
             raise ApiError(404, "There is no such model here; /v1/models lists what there is", "model_not_found")
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(request))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, request: Request) -> dict[str, Any]:
         engine = self._driver.engine
+        if _VERSION in request.headers:
+            created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
+            return {"type": "model", "id": (name := engine.model.name), "display_name": name, "created_at": created}
         return {
             "id": engine.model.name,
             "object": "model",
@@ -131,6 +145,10 @@ class _Api:
         """200 while the server takes requests, 503 while it closes."""
         closing = self._driver.closing
         return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
+
+    async def version(self, _request: Request) -> Response:
+        """As vLLM has it."""
+        return JSONResponse({"version": release() or "0.0.0"})
 
     async def metrics(self, _request: Request) -> Response:
         hidden = self._config.hide_cached_tokens

@@ -15,8 +15,9 @@ from polarlm.server.http.errors import CLOSE, ApiError, ErrorShapes
 _OPEN = {
     "/health",
     "/v1/health",
+    "/ping",
     "/",
-}  # need no key: monitors ask the first two, and the page asks its user for the key
+}  # need no key: monitors ask all but the last, and the page asks its user for the key
 
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers by which a browser is known
 _UNTYPED = "/api/"  # where clients of Ollama's send JSON without a Content-Type
@@ -62,6 +63,9 @@ class Guard:
         may_lack_type = scope["path"].startswith(_UNTYPED) and not _BROWSERS & set(headers.keys())
         if scope["method"] == "POST" and not _is_json(headers.getlist("content-type"), may_lack_type):
             return ApiError(415, "Content-Type must be application/json", "unsupported_media_type", "Content-Type")
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            sentence = "This server takes no compressed requests: send the body as it is, without Content-Encoding"
+            return ApiError(415, sentence, "unsupported_media_type", "Content-Encoding")
         return None
 
     def _is_ours(self, hosts: list[str], server: tuple[str, int | None] | None) -> bool:

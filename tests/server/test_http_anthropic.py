@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -235,6 +236,16 @@ def test_a_wrong_value_is_an_error_that_names_the_field(server: Serving, given: 
     error = response.json()
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert error["error"]["message"].startswith(place)
+
+
+def test_models_have_anthropics_shape(server: Serving) -> None:
+    with client_of(server) as client:
+        (model,) = client.models.list()
+        assert client.models.retrieve(model.id) == model
+    assert (model.id, model.type, model.display_name) == (server.engine.model.name, "model", server.engine.model.name)
+    assert abs(model.created_at.timestamp() - time.time()) < 3600
+    (other,) = server.openai.models.list()
+    assert (other.id, other.object) == (model.id, "model")
 
 
 def test_arguments_that_are_no_json_are_refused(server: Serving) -> None:

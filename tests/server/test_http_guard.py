@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -140,6 +141,22 @@ def test_only_json_is_taken(server: Serving, path: str, content_type: str | None
     assert_error(response, 415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/chat", "/v1/messages"])
+def test_a_compressed_body_is_refused_with_the_reason(server: Serving, path: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = server.http.post(path, content=gzip.compress(b'{"prompt": "the"}'), headers=headers)
+    assert response.status_code == 415
+    assert "without Content-Encoding" in response.text
+    plain = {**headers, "Content-Encoding": "identity"}
+    assert server.http.post("/tokenize", content=b'{"content": "the"}', headers=plain).status_code == 200
+
+
+def test_a_body_may_begin_with_the_mark_of_some_shells(server: Serving) -> None:
+    body = b'\xef\xbb\xbf{"content": "the"}'
+    response = server.http.post("/tokenize", content=body, headers={"Content-Type": "application/json"})
+    assert response.json() == server.post("/tokenize", {"content": "the"}).json()
+
+
 def test_ollamas_clients_may_leave_the_type_out_and_pages_may_not(server: Serving) -> None:
     body = b'{"model": "any"}'
     assert server.http.post("/api/show", content=body).status_code == 200
@@ -244,6 +261,8 @@ def test_without_the_key_there_is_only_the_health(tiny: Engine, given: list[tupl
             assert response.headers["www-authenticate"] == "Bearer"
         assert_error(bare.post("/v1/completions", json=BODY, headers=given), 401, "invalid_api_key")
         assert bare.get("/health", headers=given).status_code == 200
+        assert bare.get("/ping", headers=given).status_code == 200
+        assert_error(bare.get("/version", headers=given), 401, "invalid_api_key")
         assert server.outcomes() == {}
 
 

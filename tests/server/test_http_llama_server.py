@@ -119,7 +119,9 @@ def test_timings_count_and_time_both_parts(shared: Serving) -> None:
         assert timings[f"{part}_ms"] > 0
         assert timings[f"{part}_per_token_ms"] == pytest.approx(timings[f"{part}_ms"] / timings[f"{part}_n"])
         assert timings[f"{part}_per_second"] == pytest.approx(1000 / timings[f"{part}_per_token_ms"])
+    assert complete(shared, n_predict=1)["timings"]["predicted_per_second"] == 0.0  # it comes with the prompt
     *parts, _ = events(shared, timings_per_token=True)
+    assert parts[0]["timings"]["predicted_per_second"] < 1e6
     assert [part["timings"]["predicted_n"] for part in parts] == list(range(1, 9))
     assert all("timings" not in part for part in events(shared)[:-1])
 

@@ -151,6 +151,25 @@ def test_the_model_is_listed_shown_and_running(server: Serving, client: ollama.C
     assert server.http.get("/api/version").json()["version"]
 
 
+def test_the_model_that_is_there_is_pulled(server: Serving, client: ollama.Client) -> None:
+    """Clients pull before they chat."""
+    name = server.engine.model.name
+    for given in (name, f"{name}:latest"):
+        assert client.pull(given).status == "success"
+        assert [part.status for part in client.pull(given, stream=True)] == ["success"]
+    for stream in (False, True):
+        with pytest.raises(ollama.ResponseError, match=f"pulls no models: it has {name} alone") as caught:
+            list(client.pull("llama3.2", stream=stream))
+        assert caught.value.status_code == 404
+
+
+def test_an_embedding_has_an_older_form(server: Serving, client: ollama.Client) -> None:
+    found = client.embeddings("any", "the rain")
+    assert found.embedding == pytest.approx(client.embed("any", "the rain").embeddings[0])
+    assert client.embeddings("any", "").embedding == []
+    assert server.post("/api/embeddings", {"prompt": 5}).status_code == 400
+
+
 def test_embeddings_are_those_of_the_engine(server: Serving, client: ollama.Client) -> None:
     found = client.embed("any", ["the rain", "then"])
     assert [len(vector) for vector in found.embeddings] == [server.engine.model.config.hidden_size] * 2

@@ -377,3 +377,8 @@ def test_health_needs_no_key_with_v1_either(tiny: Engine) -> None:
     with serving(tiny, api_key=KEY) as server:
         bare = httpx.Client(base_url=server.http.base_url)
         assert [bare.get(path).status_code for path in ("/health", "/v1/health", "/models")] == [200, 200, 401]
+
+
+def test_probes_of_vllm_are_answered(shared: Serving) -> None:
+    assert shared.http.get("/ping").status_code == 200
+    assert shared.http.get("/version").json()["version"]

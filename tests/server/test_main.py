@@ -143,7 +143,7 @@ def test_the_addresses_of_a_server_that_still_loads_are_in_use(tmp_path: Path, c
         for address in (bound.getsockname(), path):
             Client(address).close()  # what connects waits to be served
     first, second = capsys.readouterr().err.splitlines()
-    assert f"Port {port} of 127.0.0.1 is in use" in first
+    assert f"Port {port} of 127.0.0.1 is in use: choose another, or --port 0 for a free one" in first
     assert f"--unix {path}: another server listens there" in second
 
 

@@ -211,11 +211,12 @@ def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
 
 
 def _rates(name: str, count: int, seconds: float) -> dict[str, float]:
+    """Of tokens in this time; none where they took none, as the first token does, which comes with the prompt."""
     return {
         f"{name}_n": count,
         f"{name}_ms": 1000 * seconds,
         f"{name}_per_token_ms": 1000 * seconds / max(count, 1),
-        f"{name}_per_second": count / max(seconds, 1e-9),
+        f"{name}_per_second": count / seconds if seconds else 0.0,
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +11,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from polarlm.engine.flags import release
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.streams import LINES
 from polarlm.server.infill import infill_of
-from polarlm.server.values import text
+from polarlm.server.values import flag, text
 
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")
@@ -57,13 +59,19 @@ class ModelFacts:
             }
         )
 
+    async def pull(self, request: Request) -> Response:
+        """POST /api/pull: there is nothing to do for the model that there is. Raises ApiError or BadRequest."""
+        body = await read_body(request, self._driver.config.max_body)
+        name, own = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
+        if name.removesuffix(":latest") != own:
+            raise ApiError(404, f"This server pulls no models: it has {own} alone", "model_not_found", "model")
+        stream = flag("stream", True if body.get("stream") is None else body["stream"])
+        done = {"status": "success"}
+        return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
+
     async def version(self, _request: Request) -> Response:
         """GET /api/version: this server's own."""
-        try:
-            version = importlib.metadata.version("polarlm")
-        except importlib.metadata.PackageNotFoundError:
-            version = "0.0.0"
-        return JSONResponse({"version": version})
+        return JSONResponse({"version": release() or "0.0.0"})
 
     @cached_property
     def _capabilities(self) -> list[str]:

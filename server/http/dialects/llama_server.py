@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 from starlette.requests import Request
@@ -10,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import SamplingParams
+from polarlm.engine.flags import release
 from polarlm.engine.requests.prompts import chat_text
 from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
@@ -64,7 +64,7 @@ class _Server:
                 "chat_template_is_default": engine.model.template.is_default,  # ours: the model has none of its own
                 "chat_template_caps": {},
                 "modalities": {"vision": False, "audio": False},
-                "build_info": _build(),
+                "build_info": f"polarlm {release()}".rstrip(),
                 "is_sleeping": False,
             }
         )
@@ -105,13 +105,6 @@ class _Server:
     async def adapters(self, _request: Request) -> Response:
         """[]: this server has no adapters."""
         return JSONResponse([])
-
-
-def _build() -> str:
-    try:
-        return f"polarlm {importlib.metadata.version('polarlm')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "polarlm"
 
 
 def _not_here(why: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import Embedding
+from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.dialects._ollama_answers import Writer, error_body, head, nanoseconds
@@ -65,6 +66,8 @@ def routes(driver: Driver) -> list[Route]:
         Route("/api/chat", _Served(driver, CHAT).serve, methods=["POST"]),
         Route("/api/generate", _Served(driver, GENERATE).serve, methods=["POST"]),
         Route("/api/embed", _Embedded(driver).serve, methods=["POST"]),
+        Route("/api/embeddings", _Embedded(driver).serve_older, methods=["POST"]),
+        Route("/api/pull", facts.pull, methods=["POST"]),
         Route("/api/tags", facts.tags),
         Route("/api/ps", facts.running),
         Route("/api/show", facts.show, methods=["POST"]),
@@ -113,7 +116,7 @@ class _Served:
 
 @dataclass(frozen=True)
 class _Embedded:
-    """POST /api/embed: {"input"} → {"embeddings"}"""
+    """POST /api/embed: {"input"} → {"embeddings"}, and its older form."""
 
     driver: Driver
 
@@ -123,14 +126,7 @@ class _Embedded:
         body = await read_body(request, self.driver.config.max_body)
         if body.get("dimensions") is not None:
             raise BadRequest("dimensions", "dimensions: embeddings have the model's own size; leave it out")
-        text("model", body.get("model") or "")
-        prompts = read_prompts("input", body.get("input"), MOST_INPUTS)
-        options = replace(read_options({}, parse_special=self.driver.config.parse_special), pooling="mean")
-
-        def written(found: Embedding) -> tuple[str, int]:
-            return json.dumps(found.vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens
-
-        found = await while_there(request.receive, self.driver.embed(prompts, options, written))
+        found = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
         counts = {
             "model": self.driver.engine.model.name,
             "total_duration": nanoseconds(time.monotonic() - since),
@@ -139,6 +135,25 @@ class _Embedded:
         }
         vectors = ",".join(vector for vector, _ in found)
         return Response(f'{json.dumps(counts)[:-1]},"embeddings":[{vectors}]}}', media_type="application/json")
+
+    async def serve_older(self, request: Request) -> Response:
+        """POST /api/embeddings: {"prompt"} → {"embedding"}; of an empty text it has no numbers. Raises as `serve`."""
+        body = await read_body(request, self.driver.config.max_body)
+        prompt = text("prompt", body.get("prompt") or "")
+        found = await self._embed(request, body, [prompt] if prompt else [])
+        return Response(f'{{"embedding":{found[0][0] if found else "[]"}}}', media_type="application/json")
+
+    async def _embed(
+        self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt]
+    ) -> Sequence[tuple[str, int]]:
+        """The JSON of each vector, and the tokens of its text."""
+        text("model", body.get("model") or "")
+        options = replace(read_options({}, parse_special=self.driver.config.parse_special), pooling="mean")
+
+        def written(found: Embedding) -> tuple[str, int]:
+            return json.dumps(found.vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens
+
+        return await while_there(request.receive, self.driver.embed(prompts, options, written))
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
