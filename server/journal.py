@@ -19,7 +19,8 @@ from polarlm.engine.requests.prompts import Prompt
 
 _REQUESTS = logging.getLogger("server.requests")
 _MOST_PATH = 200  # characters of a path, which clients choose
-_ASKED_ALL_THE_TIME = {"/stats"}  # by every open page; its lines would hide all others
+# By every open page, and by monitors. Their lines would hide all others, as long as nothing is wrong.
+_ASKED_ALL_THE_TIME = {"/stats", "/health", "/v1/health", "/ping"}
 
 
 @dataclass

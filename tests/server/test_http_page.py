@@ -214,9 +214,13 @@ def test_every_block_is_used_or_kept_or_free(server: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "lines"), [("/stats", 200, 0), ("/stats", 401, 1), ("/stats", 400, 1), ("/", 200, 1)]
+    ("path", "status", "lines"),
+    [
+        *(("/stats", 200, 0), ("/stats", 401, 1), ("/stats", 400, 1), ("/", 200, 1)),
+        *(("/health", 200, 0), ("/v1/health", 200, 0), ("/ping", 200, 0), ("/health", 503, 1)),
+    ],
 )
-def test_repeated_stats_requests_have_no_line_in_the_log(
+def test_what_is_asked_all_the_time_has_no_line_in_the_log(
     caplog: pytest.LogCaptureFixture, path: str, status: int, lines: int
 ) -> None:
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
