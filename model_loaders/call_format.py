@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from polarlm.model_loaders.call_arguments import json_object
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.renders import Renders
 
@@ -97,30 +98,12 @@ class CallFormat:
 
     def _arguments(self, text: str) -> Any:
         """The arguments of a past call as the template takes them; those of a call that was cut off may be any text."""
-        value = _object(text)
+        value = json_object(text)
         if value is None:
             return text if self.takes_any_text else ("{}" if self.arguments_as_text else {})
         return text if self.arguments_as_text else value
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object that is `text`; None for anything else, and for objects that no template can write."""
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
-    except (ValueError, RecursionError):
-        return None
-    level = [value]
-    for _ in range(_MOST_DEPTH):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
-        ]
-    return value if isinstance(value, dict) and not level else None
-
-
-_MOST_DEPTH = 64  # of arguments
 # The beginning of a call in JSON, perhaps of a list of them.
 _JSON_BEGINS = re.compile(r'\s*(\[\s*)?\{\s*"[^"]*"\s*:\s*"$')
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -163,7 +146,7 @@ def find_call_format(template: Renders) -> CallFormat:
     for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 3, strict=True), strict=True):
         if found := _format(answered, *texts, as_text=as_text, content=content):
             one = _called(1, as_text, content, _LONG_ID)
-            cut = {**_called(1, as_text, content), "tool_calls": [_cut_off()]}
+            cut = _called(1, as_text, content, arguments=f'{{"{_KEY}": "')
             long, text = template.render_each(
                 [[user, one, _result(_LONG_ID)], [user, cut, _result(_IDS[0])]], tools=_TOOLS
             )
@@ -176,18 +159,13 @@ def _result(id: str) -> Message:
     return {"role": "tool", "tool_call_id": id, "name": _NAMES[0], "content": _RESULT}
 
 
-def _called(count: int, as_text: bool, content: str | None, *ids: str) -> Message:
-    arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
+def _called(count: int, as_text: bool, content: str | None, *ids: str, arguments: Any = None) -> Message:
+    arguments = arguments or (json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS)
     calls = [
         {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for name, id in zip(_NAMES[:count], ids or _IDS, strict=False)
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
-
-
-def _cut_off() -> dict[str, Any]:
-    """A call whose arguments are not complete."""
-    return {"id": _IDS[0], "type": "function", "function": {"name": _NAMES[0], "arguments": f'{{"{_KEY}": "'}}
 
 
 def _format(
