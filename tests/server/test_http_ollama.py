@@ -160,7 +160,7 @@ def test_the_model_that_is_there_is_pulled(server: Serving, client: ollama.Clien
     for stream in (False, True):
         with pytest.raises(ollama.ResponseError, match=f"pulls no models: it has {name} alone") as caught:
             list(client.pull("llama3.2", stream=stream))
-        assert caught.value.status_code == 404
+        assert caught.value.status_code == 501
 
 
 def test_an_embedding_has_an_older_form(server: Serving, client: ollama.Client) -> None:
@@ -225,7 +225,7 @@ def test_the_client_raises_errors(server: Serving, client: ollama.Client, monkey
         list(client.chat("any", long, stream=True))
     with pytest.raises(ollama.ResponseError) as caught:
         client.pull("another")
-    assert caught.value.status_code == 404
+    assert caught.value.status_code == 501
     breaking(server.engine, monkeypatch, steps=6)
     with pytest.raises(ollama.ResponseError) as caught:
         list(client.chat("any", QUESTION, options=OPTIONS, stream=True))

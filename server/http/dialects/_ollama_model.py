@@ -64,7 +64,7 @@ class ModelFacts:
         body = await read_body(request, self._driver.config.max_body)
         name, own = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
         if name.removesuffix(":latest") != own:
-            raise ApiError(404, f"This server pulls no models: it has {own} alone", "model_not_found", "model")
+            raise ApiError(501, f"This server pulls no models: it has {own} alone", "not_supported", "model")
         stream = flag("stream", True if body.get("stream") is None else body["stream"])
         done = {"status": "success"}
         return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
