@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
-COMPILATION_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, float("inf"))
+# Seconds: from a token of a GPU to an answer of a thousand tokens on a laptop.
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 
 
 @dataclass(frozen=True)
@@ -181,21 +184,31 @@ class CacheStats:
 
 
 @dataclass
+class Times:
+    """How often something took how long."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # up to each bound, and beyond the last
+    seconds: float = 0.0  # their sum
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add `count` times of so many seconds."""
+        self.counts[bisect_left(BOUNDS, seconds)] += count
+        self.seconds += count * seconds
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """(bound, times up to it) of a Prometheus histogram."""
+        return list(zip([*map(str, BOUNDS), "+Inf"], accumulate(self.counts), strict=True))
+
+
+@dataclass
 class CompilationCounts:
     """How many constraints were compiled since the engine was loaded, and how long requests waited for each."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """Of those that ended: "compiled", "refused", "abandoned" (no request wanted it any more), "too_many" (waited)."""
     waiting: int = 0  # that wait or are being compiled
-    within: list[int] = field(default_factory=lambda: [0 for _ in COMPILATION_SECONDS])
-    """Of those compiled or refused: how many took at most each of COMPILATION_SECONDS."""
-    seconds: float = 0.0  # that these took together
-
-    def took(self, seconds: float) -> None:
-        """Count one that was compiled or refused."""
-        self.seconds += seconds
-        self.within = [count + (seconds <= most) for count, most in zip(self.within, COMPILATION_SECONDS, strict=True)]
+    took: Times = field(default_factory=Times)  # of those compiled or refused, waiting included
 
     def copy(self, waiting: int) -> CompilationCounts:
         """A copy with the number of those that wait."""
-        return CompilationCounts(self.outcomes.copy(), waiting, list(self.within), self.seconds)
+        return CompilationCounts(self.outcomes.copy(), waiting, Times(list(self.took.counts), self.took.seconds))

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 from polarlm.engine import Chunk
+from polarlm.engine.outputs import Times
 
-# Seconds: from a token of a GPU to an answer of a thousand tokens on a laptop.
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _WHOLE = {"stop", "length"}  # outcomes of answers that came to their end
-
-
-@dataclass
-class Times:
-    """How often something took how long."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # up to each bound, and beyond the last
-    seconds: float = 0.0  # their sum
-
-    def add(self, seconds: float, count: int = 1) -> None:
-        """Add `count` times of so many seconds."""
-        self.counts[bisect_left(BOUNDS, seconds)] += count
-        self.seconds += count * seconds
-
-    def buckets(self) -> list[tuple[str, int]]:
-        """(bound, times up to it) of a Prometheus histogram."""
-        return list(zip([*map(str, BOUNDS), "+Inf"], accumulate(self.counts), strict=True))
 
 
 class Timed(Protocol):

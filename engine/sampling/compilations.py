@@ -146,7 +146,7 @@ class Compilations(Generic[T]):
                 found, outcome = EngineError(f"The constraint could not be compiled: {error!r}"), "refused"
             with self._lock:
                 if not compilation.done.is_set():
-                    self._counts.took(time.monotonic() - compilation.asked)
+                    self._counts.took.add(time.monotonic() - compilation.asked)
                 self._end(compilation, found, outcome)
 
     def _next(self, turn: int) -> _Compilation[T] | None:

@@ -6,17 +6,16 @@ inference extension): requests in the queue and under way, the used part of the 
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from polarlm.engine import Engine
+from polarlm.engine.flags import release
 from polarlm.engine.kv.cache_types import chosen
-from polarlm.engine.outputs import COMPILATION_SECONDS, CompilationCounts, Status, TierStatus
+from polarlm.engine.outputs import CompilationCounts, Status, TierStatus
 from polarlm.server.counters import Totals
 
 
@@ -109,11 +108,7 @@ class _Build(Collector):
 
     def collect(self) -> Iterator[Metric]:
         (_, type_k), (_, type_v) = chosen(self._engine.config)
-        try:
-            version = importlib.metadata.version("polarlm")
-        except importlib.metadata.PackageNotFoundError:
-            version = ""
-        about = {"version": version, "backend": self._now.backend, "model": self._engine.model.name}
+        about = {"version": release(), "backend": self._now.backend, "model": self._engine.model.name}
         about |= {"cache_type_k": type_k, "cache_type_v": type_v}
         yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=about)
 
@@ -132,11 +127,8 @@ class _Constraints(Collector):
         yield ended
         meaning = "New constraints that are compiled or wait for it"
         yield GaugeMetricFamily("polarlm_constraints_waiting", meaning, value=counts.waiting)
-        within = [
-            (floatToGoString(most), count) for most, count in zip(COMPILATION_SECONDS, counts.within, strict=True)
-        ]
         meaning = "Time until a new constraint was compiled or refused, waiting included"
-        yield HistogramMetricFamily("polarlm_constraints_seconds", meaning, buckets=within, sum_value=counts.seconds)
+        yield HistogramMetricFamily("polarlm_constraints_seconds", meaning, counts.took.buckets(), counts.took.seconds)
 
 
 class _ForRouters(Collector):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from polarlm.engine.outputs import Chunk, Usage
+from polarlm.engine.outputs import BOUNDS, Chunk, Times, Usage
 from polarlm.engine.tiers import guarded, patience
 from polarlm.engine.tiers.places import Folder
-from polarlm.server.counters import BOUNDS, Times, Totals
+from polarlm.server.counters import Totals
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import PLAIN, forget, load_tiny
 
