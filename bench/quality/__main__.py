@@ -25,7 +25,16 @@ from polarlm.bench.quality.arithmetic import (
     one_arithmetic_line,
 )
 from polarlm.bench.quality.reference import Reference
-from polarlm.bench.quality.scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
+from polarlm.bench.quality.scores import (
+    SCORINGS,
+    Quality,
+    format_table,
+    measure,
+    one_line,
+    passes,
+    position_cells,
+    windows,
+)
 from polarlm.bench.quality.types import FULL_PRECISION, all_types, chosen_types
 from polarlm.bench.quality.weight_types import (
     WeightQuality,
@@ -259,7 +268,9 @@ def _print(quality: Quality, cells: Sequence[needle.Cell], about: dict[str, Any]
         "KL: of the float32 prefill's distributions against the cache type's, nats. Bits/value: of complete blocks.\n"
         "Attention error: relative, of each layer's attention given the reference's input; the mean of all layers.\n"
     )
-    print(format_table(quality))
+    print(format_table(quality), end="\n\n")
+    stretches = [(f"{row.type}, {row.scored_as}", asdict(row)["kl_by_position"]) for row in quality.rows]
+    print(report.table(*position_cells(stretches)))
 
 
 def _read(file: str | None) -> str:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from polarlm.bench import report
 from polarlm.bench.plot_style import NO_PICTURES
 from polarlm.bench.quality import page_plots
-from polarlm.bench.quality.scores import small
+from polarlm.bench.quality.scores import position_cells, small
 from polarlm.engine import EngineError
 from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.kv.plan import format_bytes
@@ -47,6 +47,7 @@ def write(file: Path, result: Result) -> None:
         columns=COLUMNS,
         header=list(COLUMNS),
         rows=_cells(result),
+        by_position=_by_position(result),
         pictures=[(title, Markup(svg)) for title, svg in pictures or ()],
         colours=page_plots.COLOURS,
         no_pictures="" if pictures is not None else NO_PICTURES,
@@ -61,8 +62,13 @@ def write(file: Path, result: Result) -> None:
 
 
 def table(result: Result) -> str:
-    """The table as Markdown, for a terminal."""
-    return report.table(list(COLUMNS), [cells for _, cells in _cells(result)])
+    """The tables as Markdown, for a terminal."""
+    whole = report.table(list(COLUMNS), [cells for _, cells in _cells(result)])
+    return f"{whole}\n\n{report.table(*_by_position(result))}"
+
+
+def _by_position(result: Result) -> tuple[list[str], list[list[str]]]:
+    return position_cells([(row["type"], row["kl_by_position"]) for row in result["rows"]])
 
 
 def _cells(result: Result) -> list[tuple[bool, list[str]]]:

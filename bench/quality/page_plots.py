@@ -9,6 +9,7 @@ from typing import Any
 
 from polarlm.bench.plot_labels import beside_points
 from polarlm.bench.plot_style import STYLE, can_draw, colour_of, panels, plain_log
+from polarlm.bench.quality.plots import draw_positions, reached
 
 Result = Mapping[str, Any]
 
@@ -52,6 +53,7 @@ def draw(result: Result) -> list[tuple[str, str]] | None:
     with rc_context(_STYLE):
         drawn = {
             "Divergence from full precision against bits": _divergence(result),
+            "Divergence by position in the text": _positions(result),
             "Tokens a second": _speed(result),
         }
     return [(title, svg) for title, svg in drawn.items() if svg]
@@ -77,6 +79,16 @@ def _divergence(result: Result) -> str:
     ax.set_xlabel("bits per value")
     ax.set_ylabel("KL divergence, nats (mean)")
     beside_points(ax, places, [row["type"] for row in rows], [_colour(row) for row in rows])
+    return _svg(figure)
+
+
+def _positions(result: Result) -> str:
+    rows = [row for row in result["rows"] if len(reached(row)) > 1 and row["bits_per_value"] < _BEYOND]
+    if not rows:
+        return ""
+    figure, ((ax,),) = panels(1, 1, _SIZE)
+    draw_positions(ax, rows, [_colour(row) for row in rows])
+    ax.set_ylabel("KL divergence, nats (mean)")
     return _svg(figure)
 
 

@@ -100,6 +100,46 @@ def _frontier(ax: Axes, points: Sequence[Result]) -> None:
     )
 
 
+# -- divergence by position ----------------------------------------------------------------------------------------
+
+
+def positions(result: Result, name: str) -> Figure | None:
+    """KL over positions: a panel for each way of scoring, a line for each type."""
+    rows = [row for row in _conditioned(result["rows"]) if row["bits_per_value"] < _BEYOND]
+    rows = [row for row in rows if len(reached(row)) > 1]
+    if not rows:
+        return None
+    by_scoring = _by_scoring(rows)
+    figure, (axes,) = panels(len(by_scoring), 1, (5.6, 4.4), sharey=True)
+    for ax, (scoring, lines) in zip(axes, by_scoring.items(), strict=True):
+        ax.set_title(scoring)
+        draw_positions(ax, lines, [colour_of(row["type"]) for row in lines])
+    axes[0].set_ylabel("KL divergence from full precision, nats (mean)")
+    figure.suptitle(f"What a cache type costs, by position in the text: {name}", fontweight="bold")
+    return figure
+
+
+def reached(row: Result) -> list[Mapping[str, Any]]:
+    """The stretches of positions of a row at which codes are read: none in the first, or in an older measurement."""
+    return [one for one in row.get("kl_by_position", ()) if one["start"] and one["kl_mean"] > 0]
+
+
+def draw_positions(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> None:
+    """A line over positions for each row, with its label at the end."""
+    for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
+        stretches, earlier = reached(row), colours[:i].count(colour)
+        middle = [np.sqrt(one["start"] * one["end"]) for one in stretches]
+        kl = [one["kl_mean"] for one in stretches]
+        ax.plot(middle, kl, _DASHES[earlier % len(_DASHES)], marker="o", ms=3.5, color=colour, lw=1.2)
+    plain_log(ax)
+    edges = sorted({edge for row in rows for one in reached(row) for edge in (one["start"], one["end"])})
+    ax.set_xscale("log")
+    ax.set_xticks(edges, [f"{edge:,}" for edge in edges])
+    ax.minorticks_off()
+    ax.set_xlabel("position")
+    spread(ax, [reached(row)[-1]["kl_mean"] for row in rows], [row["type"] for row in rows], colours)
+
+
 # -- attention error -----------------------------------------------------------------------------------------------
 
 
@@ -226,6 +266,7 @@ _PI = {0: "0", 1: "π/4", 2: "π/2", 4: "π", 8: "2π"}
 # What the file's name ends in → the picture, None where the measurement has no figures for it.
 _PICTURES: dict[str, Callable[[Result, str], Figure | None]] = {
     "divergence": divergence,
+    "positions": positions,
     "attention": attention,
     "needle": needles,
     "angles": angles,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,22 @@ _KEPT_LOGITS = 2 << 30  # bytes
 SCORINGS = {"as served": False, "every token coded": True}
 
 
+FIRST_STRETCH = 128  # positions; each further stretch has as many as all before it
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The divergence at the positions from `start` to before `end`, of all windows that reach it.
+
+    The distribution at position t is that of the token after t + 1 tokens of context.
+    """
+
+    start: int
+    end: int  # of the longest window, in the last stretch
+    positions: int  # of all windows
+    kl_mean: float  # nats
+
+
 @dataclass(frozen=True)
 class Row:
     """Figures of one cache type, scored in one way, over all windows. `type` is the label of a CacheType."""
@@ -37,6 +54,7 @@ class Row:
     kl_99th_percentile: float
     kl_999th_percentile: float | None  # None below 1,000 positions
     same_top1: float  # share of positions
+    kl_by_position: list[Stretch]
     attention_error: list[float]  # for each layer, relative, over the first window; empty if it was not measured
 
 
@@ -159,8 +177,28 @@ def row_of(
         kl_99th_percentile=float(np.quantile(kl, 0.99)),
         kl_999th_percentile=float(np.quantile(kl, 0.999)) if len(kl) >= 1000 else None,
         same_top1=float(np.mean(np.concatenate([window.divergence.same_top1 for window in windows]))),
+        kl_by_position=by_position([window.divergence.kl for window in windows]),
         attention_error=[float(f"{error:.4g}") for error in attention],
     )
+
+
+def by_position(windows: Sequence[np.ndarray]) -> list[Stretch]:
+    """The mean KL of windows (T,), T differing, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …"""
+    longest, edges = max(map(len, windows)), [0, FIRST_STRETCH]
+    while edges[-1] < longest:
+        edges.append(2 * edges[-1])
+    found = []
+    for start, end in itertools.pairwise(edges):
+        kl = np.concatenate([window[start:end] for window in windows])
+        found.append(Stretch(start, min(end, longest), len(kl), float(kl.mean())))
+    return found
+
+
+def position_cells(rows: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table of KL by position, from labels and the stretches of each, as dictionaries, which are
+    those of the same windows."""
+    header = ["KL at positions", *(f"{one['start']:,} to {one['end'] - 1:,}" for one in rows[0][1])]
+    return header, [[label, *(small(one["kl_mean"]) for one in stretches)] for label, stretches in rows]
 
 
 def format_table(quality: Quality) -> str:

@@ -144,10 +144,21 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
     assert row["same_top1"] == pytest.approx((p.argmax(1) == q.argmax(1)).mean(), abs=2 / len(p))
     assert rows["f16"]["kl_mean"] < 1e-5 < row["kl_mean"]
     # The page and the terminal have the same rows.
-    assert [cells[0] for cells in shown.cells] == ["cache type", "full precision", *TYPES]
+    by_position = ["KL at positions", *TYPES]
+    assert [cells[0] for cells in shown.cells] == ["cache type", "full precision", *TYPES, *by_position]
     assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1].strip() for line in printed[2:]] == ["full precision", *TYPES]
+    assert shown.cells[4][1] == f"0 to {min(128, found['window'] - 1) - 1:,}"
+    printed = capsys.readouterr().out.strip().split("\n\n")
+    rows = [[line.split("|")[1].strip() for line in table.splitlines()] for table in printed]
+    assert [[label for label in labels if not label.startswith(":")] for labels in rows] == [
+        ["cache type", "full precision", *TYPES],
+        by_position,
+    ]
+    # KL by position is of the same positions as the mean of all.
+    stretches = row["kl_by_position"]
+    assert sum(one["positions"] for one in stretches) == found["scored_tokens"]
+    whole = sum(one["positions"] * one["kl_mean"] for one in stretches) / found["scored_tokens"]
+    assert whole == pytest.approx(row["kl_mean"])
 
 
 def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> None:

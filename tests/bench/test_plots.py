@@ -18,7 +18,13 @@ pytest.importorskip("matplotlib", reason="needs matplotlib, which the extra `ben
 
 def row(type: str, bits: float, kl: float, scored_as: str) -> dict[str, Any]:
     error = [kl, 2 * kl, kl / 2]
-    return {"type": type, "bits_per_value": bits, "kl_mean": kl, "scored_as": scored_as, "attention_error": error}
+    stretches = [
+        {"start": 0, "end": 128, "positions": 128, "kl_mean": 0.0},
+        {"start": 128, "end": 256, "positions": 128, "kl_mean": kl},
+        {"start": 256, "end": 512, "positions": 256, "kl_mean": 2 * kl},
+    ]
+    whole = {"type": type, "bits_per_value": bits, "kl_mean": kl, "scored_as": scored_as}
+    return {**whole, "kl_by_position": stretches, "attention_error": error}
 
 
 @pytest.fixture
@@ -42,10 +48,10 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_a_measurement_has_four_pictures(result: dict[str, Any], tmp_path: Path) -> None:
+def test_a_measurement_has_five_pictures(result: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(result), encoding="utf-8")
     assert plots.main([str(tmp_path / "a.json")]) == 0
-    pictures = ["a-angles.png", "a-attention.png", "a-divergence.png", "a-needle.png"]
+    pictures = ["a-angles.png", "a-attention.png", "a-divergence.png", "a-needle.png", "a-positions.png"]
     assert names(tmp_path) == [*pictures, "a.json"]
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
@@ -72,6 +78,20 @@ def test_types_as_published_are_hollow_and_every_type_is_labelled(result: dict[s
         assert [text.get_text() for text in texts] == ["polarquant", "polarquant", "ring4"]
         boxes = [text.get_window_extent() for text in texts]
         assert not any(box.count_overlaps(boxes[:i]) for i, box in enumerate(boxes))
+
+
+def test_lines_over_positions_begin_where_codes_are_read(result: dict[str, Any]) -> None:
+    figure = plots.positions(result, "tiny")
+    assert figure is not None
+    served, coded = figure.axes
+    assert [list(line.get_ydata()) for line in served.lines] == [[0.01, 0.02], [0.005, 0.01]]
+    assert [list(line.get_xdata()) for line in coded.lines] == [[(128 * 256) ** 0.5, (256 * 512) ** 0.5]] * 2
+
+
+def test_an_older_measurement_has_no_picture_of_positions(result: dict[str, Any]) -> None:
+    for one in result["rows"]:
+        del one["kl_by_position"]
+    assert plots.positions(result, "tiny") is None
 
 
 def test_the_frontier_lies_under_every_point(result: dict[str, Any]) -> None:

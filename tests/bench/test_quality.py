@@ -22,7 +22,7 @@ from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.quality import needle, plots, scores
 from polarlm.bench.quality.divergence import compare, perplexity
 from polarlm.bench.quality.reference import Reference
-from polarlm.bench.quality.scores import Quality, measure, windows
+from polarlm.bench.quality.scores import Quality, Stretch, by_position, measure, windows
 from polarlm.engine.flags import FlagError
 from tests.shared_data import shared
 
@@ -70,6 +70,27 @@ def test_large_logits_do_not_overflow() -> None:
 @given(st.integers(2, 1000), st.integers(1, 50))
 def test_perplexity_of_uniform_guessing_is_the_number_of_choices(choices: int, count: int) -> None:
     assert perplexity(np.full(count, -np.log(choices), np.float64)) == pytest.approx(choices)
+
+
+def test_divergence_by_position_by_hand() -> None:
+    """Two windows of 300 and 129 positions: the second one reaches one position of the second stretch."""
+    long, short = np.repeat([1.0, 2.0, 6.0], [128, 128, 44]), np.repeat([3.0, 131.0], [128, 1])
+    assert by_position([long, short]) == [
+        Stretch(0, 128, 256, 2.0),
+        Stretch(128, 256, 129, (128 * 2 + 131) / 129),
+        Stretch(256, 300, 44, 6.0),
+    ]
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=4))
+def test_stretches_of_positions_are_the_whole_text(lengths: list[int]) -> None:
+    kl = [np.random.default_rng(length).random(length) for length in lengths]
+    stretches = by_position(kl)
+    assert [one.start for one in stretches[1:]] == [one.end for one in stretches[:-1]]
+    assert (stretches[0].start, stretches[-1].end) == (0, max(lengths))
+    assert sum(one.positions for one in stretches) == sum(lengths)
+    total = sum(one.positions * one.kl_mean for one in stretches)
+    assert total == pytest.approx(np.concatenate(kl).sum())
 
 
 # -- windows and cache types ---------------------------------------------------------------------------------------
@@ -166,6 +187,14 @@ def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
     assert served.bits_per_value - plain.bits_per_value == pytest.approx((8 + 16 / 8) / 64 / 2)
 
 
+def test_where_all_is_in_full_precision_nothing_is_lost(measured: Quality) -> None:
+    """The first two blocks have no codes as served: they are the first and the current one."""
+    served, coded = (row for row in measured.rows if row.type == "polarquant")
+    assert served.kl_by_position[0].kl_mean < 1e-6 < coded.kl_by_position[0].kl_mean
+    assert all(one.kl_mean > 1e-6 for one in served.kl_by_position[1:])
+    assert len(served.kl_by_position) > 1
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -189,9 +218,11 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
     text, output = tmp_path / "story.txt", tmp_path / "out.json"
     text.write_text(STORY, encoding="utf-8")
     assert run(text, output, "--windows", "2", "--types", "f16,polarquant") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("|") for line in lines[-7:]), "header, rule, full precision and two types twice"
-    assert "nats" in "".join(lines[-12:-7])
+    *_, about, whole, by_position = capsys.readouterr().out.strip().split("\n\n")
+    assert len(whole.splitlines()) == 7, "header, rule, full precision and two types twice"
+    labels = [f"{type}, {scored}" for type in ("f16", "polarquant") for scored in ("as served", "every token coded")]
+    assert [line.split("|")[1].strip() for line in by_position.splitlines()[2:]] == labels
+    assert "nats" in about
     found = json.loads(output.read_text(encoding="utf-8"))
     assert {"machine", "date", "command"} <= found.keys()
     assert found["command"].startswith("python -m polarlm.bench.quality --weights ")
@@ -216,7 +247,7 @@ def test_conditioning_can_be_switched_off_for_all_types(tmp_path: Path, capsys: 
     text = tmp_path / "story.txt"
     text.write_text(STORY, encoding="utf-8")
     assert run(text, tmp_path / "out.json", "--types", "polarquant", "--windows", "1", "--no-key-conditioning") == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| polarquant:plain |")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| polarquant:plain, every token coded |")
 
 
 @pytest.mark.parametrize(
