@@ -112,7 +112,7 @@ class Runner:
             tokens=len(newest.ids),
             bytes=newest.bytes,
             bits_per_value=shape.bits_per_value,
-            f16_bytes=len(newest.ids) * shape.f16_bytes_per_token,
+            f16_bytes=shape.f16_bytes(len(newest.ids)),
             context=self._store.plan.tokens,
         )
 
