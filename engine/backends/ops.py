@@ -221,8 +221,9 @@ class Ops(Protocol):
         Slots hold halves: numbers beyond ±65504 become these, NaN stays NaN.
         """
 
-    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
-        """Memory for `rows` tokens' K/V of one layer in full precision: float32 on the CPU, halves on a GPU."""
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
+        """Memory for `rows` tokens' K/V of one layer in full precision: halves on a GPU; on the CPU float32, or halves
+        with `as_slots`."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, or those of a step, in order of their rows.

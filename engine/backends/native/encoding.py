@@ -103,7 +103,8 @@ class EncodingOps:
         if arrays:
             addresses += np.concatenate(arrays)[:, None]
         damaged = np.zeros(addresses.shape[:2], np.uint8)
-        self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim, sources[0].buffer is None))
+        is_half = layers[0].full(sources[0])[side].dtype == np.float16
+        self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim, is_half))
         if damaged.any():
             raise NotFinite((format.codec_k, format.codec_v)[side].name)
 

@@ -154,5 +154,5 @@ def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[
     if span.sink is not None and oldest < size:
         k, v = (side.astype(np.float32) for side in cache.full(Place(None, span.sink)))
         yield _Segment(k, v, 0, size)
-    k, v = cache.full(span.current)
+    k, v = (side.astype(np.float32, copy=False) for side in cache.full(span.current))
     yield _Segment(k, v, span.current_start, min(end - span.current_start, k.shape[1]))

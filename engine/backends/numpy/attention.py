@@ -21,7 +21,7 @@ _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
 Fields = dict[str, np.ndarray]
-Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D)
+Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16
 
 
 class Sides(NamedTuple):
@@ -60,7 +60,7 @@ class LayerCache:
                 array[:, blocks] = given[name]
 
     def full(self, place: Place) -> Buffer:
-        """k, v (K, S, D) at `place`: the N tokens of a slot, float16, or a buffer's from that block on, float32."""
+        """k, v (K, S, D) as stored at `place`: the N tokens of a slot, float16, or a buffer's from that block on."""
         if place.buffer is None:
             return self.full_k[place.block], self.full_v[place.block]
         first = place.block * self.format.block_size
@@ -79,7 +79,10 @@ class LayerCache:
             return k, v
         format, count = self.format, len(places)
         shape = format.kv_heads, count, format.block_size, format.head_dim
-        k, v = (x[:, : count * format.block_size].reshape(shape) for x in self.full(places[0]))
+        k, v = (
+            x[:, : count * format.block_size].reshape(shape).astype(np.float32, copy=False)
+            for x in self.full(places[0])
+        )
         return k, v
 
 

@@ -210,9 +210,9 @@ class NumpyOps:
         shape = (full, format.kv_heads, format.block_size, format.head_dim)
         return LayerCache(format, k, v, mean, zeros(shape, np.float16), zeros(shape, np.float16))
 
-    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
-        shape = (format.kv_heads, rows, format.head_dim)
-        return np.empty(shape, np.float32), np.empty(shape, np.float32)
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
+        k, v = np.empty((2, format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
+        return k, v
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Sequence[SpanView]:
         return StepSpans(spans) if is_step(spans) else spans
