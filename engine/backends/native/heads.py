@@ -99,11 +99,12 @@ class HeadOps:
             return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], table.arrays.places)
         (span,) = spans
         first = span.position - span.current_start
-        if span.current.buffer[0].dtype == np.float16:  # tokens that are computed again, as steps have computed them
+        full = cache.full(span.current)
+        if full[0].dtype == np.float16:  # tokens that are computed again, as steps have computed them
             q, k, v = self.transform_heads(qkv, rope, transform, norms)
             cache.store(span.current, (k.swapaxes(0, 1), v.swapaxes(0, 1)), first)
             return q
-        k, v = (side[:, first:] for side in cache.full(span.current))
+        k, v = (side[:, first:] for side in full)
         return self._transform(qkv, rope, transform, norms, (k, v), (4 * qkv.shape[2], k.strides[0]))
 
     def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
