@@ -1,0 +1,317 @@
+"""`python -m polarlm.bench.quality.causes`: which codes the divergence of a cache type comes from, by depth in a text.
+
+At each depth the next tokens are computed several times after the same prompt in full precision: with all its complete
+blocks read back from their codes, with those of its keys or of its values alone, and with its newest 256 tokens or all
+older ones alone. The same tokens after a text that steps have read from its start also have what steps add: their keys
+and values were computed from codes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from polarlm.bench import report
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
+from polarlm.bench.plot_labels import spread
+from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, plain_log, save
+from polarlm.bench.quality.divergence import compare
+from polarlm.bench.quality.scores import small, windows
+from polarlm.bench.quality.states import exact_states, served_states
+from polarlm.bench.report import Output
+from polarlm.engine.assembly import assemble, settle
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Array
+from polarlm.engine.commands import note, run
+from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.encoding import WHOLE
+from polarlm.engine.flags import FlagError, parse
+from polarlm.engine.kv.store import KVStore
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.quantization.encode import decode_centred, encode_centred
+from polarlm.engine.sizes import cache_shape, store_plan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NEWEST = 256  # tokens
+_CHUNKS = 2  # blocks of tokens that are computed at each depth
+_FIRST = 128  # depth; each further one is twice as deep
+SERVED, ALL = "as served", "all codes"
+_COLOURS = {SERVED: "#111827", ALL: "#c2410c", "keys": "#1d4ed8", "values": "#0d9488", "newest": "#7c3aed"}
+_COLOURS |= {"older": "#a16207"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The text, the model and the cache type."""
+
+    text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text; this flag is needed")
+    weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
+    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
+    type: str = setting("balanced", "--type", metavar="TYPE", help="the cache type, as bench.quality takes it")
+    windows: int = setting(2, "--windows", metavar="N", help="windows of the text, from its start")
+    window: int = setting(8192, "--window", metavar="N", help="tokens of a window")
+
+
+@dataclass
+class Depth:
+    """Figures at one depth; lists have one for each position of all windows, and those of `errors` for each block."""
+
+    tokens: int  # before the first position
+    kl: dict[str, list[float]] = field(default_factory=dict)  # nats
+    on_codes: list[float] = field(default_factory=list)  # share of attention, the mean of all heads and layers
+    errors: dict[str, list[float]] = field(default_factory=dict)  # of keys and values since the last depth, relative
+
+
+class _Prompt:
+    """A prompt in full precision, whose complete blocks can be replaced by what their codes stand for.
+
+    All of it is in the current block of a store whose blocks are as long as a window. Rotations and scales of keys and
+    values are those of the coded model's store.
+    """
+
+    def __init__(self, coded: Transformer, store: KVStore) -> None:
+        self.model = Transformer(coded.ops, coded.config, coded.weights, store)
+        self._sequence = store.new_sequence()
+        self._formats = [coded.store.cache(layer).format for layer in range(coded.config.layers)]
+        self._block = coded.store.shape.block_size
+        empty = np.empty((coded.config.kv_heads, 0, coded.config.head_dim), np.float32)
+        self._decoded = [[empty, empty] for _ in self._formats]
+
+    @property
+    def _sides(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Keys and values (K, T, D) of each layer, as they are stored."""
+        length, slot = self._sequence.length, self._sequence.tables[0].current
+        caches: list[LayerCache] = [self.model.store.cache(layer) for layer in range(len(self._formats))]
+        return [(cache.full_k[slot][:, :length], cache.full_v[slot][:, :length]) for cache in caches]
+
+    def grow(self, ids: Sequence[int], depth: Depth) -> None:
+        """Append the ids that the prompt lacks, whole blocks, and note the errors of their codes."""
+        done = self._sequence.length
+        span = self.model.store.open(self._sequence, len(ids) - done)
+        self.model.forward([span], ids[done:])
+        self.model.store.commit(span)
+        for format, sides, decoded in zip(self._formats, self._sides, self._decoded, strict=True):
+            for side, name in enumerate(("keys", "values")):
+                new = sides[side][:, done:].astype(np.float32)
+                blocks = new.reshape(len(new), -1, self._block, new.shape[2])
+                back = self._read_back(format, blocks, side)
+                error, size = (np.sqrt(np.square(x).sum(axis=(0, 2, 3))) for x in (back - blocks, blocks))
+                depth.errors.setdefault(name, []).extend((error / size).tolist())
+                back = back.reshape(new.shape)
+                decoded[side] = np.concatenate([decoded[side], back], axis=1)
+
+    @staticmethod
+    def _read_back(format: CacheFormat, blocks: np.ndarray, side: int) -> np.ndarray:
+        """Keys (side 0) or values (1) of complete blocks (K, B, N, D), as they read back from their codes."""
+        if side == 0:
+            fields = encode_centred(format.codec_k, blocks, format.metric_k, format.mean_bits)
+            return decode_centred(format.codec_k, *fields)
+        return decode_centred(format.codec_v, *encode_centred(format.codec_v, blocks, format.metric_v))
+
+    def logits(self, ids: Sequence[int], keys: slice, values: slice, taps: Any = None) -> np.ndarray:
+        """Logits (T, V) of the next ids, with these tokens of the prompt as codes; they are not appended."""
+        exact = [[side.copy() for side in sides] for sides in self._sides]
+        for sides, decoded in zip(self._sides, self._decoded, strict=True):
+            for side, coded in enumerate((keys, values)):
+                sides[side][:, coded] = decoded[side][:, coded]
+        self.model.taps = taps
+        span = self.model.store.open(self._sequence, len(ids))
+        try:
+            return self.model.logits(self.model.forward([span], ids))
+        finally:
+            self.model.store.abort(span)
+            self.model.taps = None
+            for sides, kept in zip(self._sides, exact, strict=True):
+                for side in (0, 1):
+                    sides[side][:] = kept[side]
+
+    def share(self, name: str, layer: int, x: Array, queries: list[Array]) -> list[float]:
+        """For `taps`: the share of each query's attention (T,) that is on complete blocks after the first, the mean of
+        all heads; empty but for the tap after which it is known."""
+        if name == "queries":
+            queries[:] = [x]
+            return []
+        if name != "keys":
+            return []
+        (q,), config = queries, self.model.config
+        keys = np.concatenate([self._sides[layer][0].astype(np.float32), x.swapaxes(0, 1)], axis=1)
+        grouped = q.reshape(len(q), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
+        scores = grouped @ keys[:, None].swapaxes(2, 3) * self.model.attention_scale  # (K, G, T, S)
+        length = self._sequence.length
+        scores[..., length:][..., ~np.tri(len(q), dtype=bool)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        coded = weights[..., self._block : length].sum(axis=-1) / weights.sum(axis=-1)
+        return coded.mean(axis=(0, 1)).tolist()
+
+    def release(self) -> None:
+        self.model.store.release(self._sequence)
+
+
+def whole_store(coded: Transformer, settings: Mapping[str, Any]) -> KVStore:
+    """A store for `_Prompt` of `ctx_size` tokens in one block; settings: those of the coded model's store."""
+    config = settle(None, None, {**settings, "block_size": -(-settings["ctx_size"] // 4) * 4})
+    ops, layers = coded.ops, coded.config.layers
+    shape = cache_shape(config, WHOLE, ops, coded.config)
+    plan = store_plan(config, ops, coded.config, shape, ops.room_beside(0))
+    return KVStore(ops, plan, coded.store.conditioning, [(None, None)] * layers)
+
+
+def measure(coded: Transformer, store: KVStore, cut: Sequence[Sequence[int]]) -> list[Depth]:
+    """The figures of all windows (T,), T alike; store: of one block as long as a window."""
+    block, length = coded.store.shape.block_size, len(cut[0])
+    depths, tokens = [], _FIRST
+    while tokens + _CHUNKS * block <= length:
+        depths.append(Depth(tokens))
+        tokens *= 2
+    with tqdm(total=len(cut) * (2 + len(depths)), desc="Computing", unit="part", disable=None) as bar:
+        for window in cut:
+            prompt = _Prompt(coded, store)
+            exact = exact_states(prompt.model, window)
+            bar.update()
+            served = served_states(coded, window)
+            bar.update()
+            for depth in depths:
+                for first in range(depth.tokens, depth.tokens + _CHUNKS * block, block):
+                    rows = slice(first, first + block)
+                    both = (model.logits(states[rows]) for model, states in ((prompt.model, exact), (coded, served)))
+                    depth.kl.setdefault(SERVED, []).extend(compare(*both).kl.tolist())
+                    prompt.grow(window[:first], depth)
+                    _compare(prompt, window[rows], first, depth)
+                bar.update()
+            prompt.release()
+    return depths
+
+
+def _compare(prompt: _Prompt, ids: Sequence[int], length: int, depth: Depth) -> None:
+    """Add the figures of `ids`, one block after a prompt of `length` tokens."""
+    block, none = len(ids), slice(0, 0)
+    shares: list[list[float]] = []
+    queries: list[Array] = []
+
+    def taps(name: str, layer: int, position: int, x: Array) -> None:
+        shares.extend([found] if (found := prompt.share(name, layer, x, queries)) else [])
+
+    exact = prompt.logits(ids, none, none, taps)
+    depth.on_codes += np.mean(shares, axis=0).tolist()
+    every, middle = slice(block, length), max(block, length - _NEWEST)
+    newest, older = slice(middle, length), slice(block, middle)
+    parts = {ALL: (every, every), "keys": (every, none), "values": (none, every), "newest": (newest, newest)}
+    for name, coded in (parts | {"older": (older, older)}).items():
+        depth.kl.setdefault(name, []).extend(compare(exact, prompt.logits(ids, *coded)).kl.tolist())
+
+
+def summary(depth: Depth) -> dict[str, Any]:
+    """Means of a depth's figures, with the standard error of each KL."""
+    kl = {name: (float(np.mean(x)), float(np.std(x) / np.sqrt(len(x)))) for name, x in depth.kl.items()}
+    return {
+        "tokens": depth.tokens,
+        "positions": len(depth.on_codes),
+        "kl": {name: {"mean": mean, "error": error} for name, (mean, error) in kl.items()},
+        "on_codes": float(np.mean(depth.on_codes)),
+        "errors": {name: float(np.mean(x)) for name, x in depth.errors.items()},
+    }
+
+
+def format_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a row for each depth."""
+    names = list(found[0]["kl"])
+    header = ["tokens before", *(f"KL, {name}" for name in names), "attention on codes", "key error", "value error"]
+    rows = [
+        [
+            f"{depth['tokens']:,}",
+            *(f"{small(depth['kl'][name]['mean'])} ± {small(depth['kl'][name]['error'])}" for name in names),
+            f"{100 * depth['on_codes']:.0f} %",
+            *(f"{100 * error:.2f} %" for error in depth["errors"].values()),
+        ]
+        for depth in found
+    ]
+    return report.table(header, rows)
+
+
+def draw(found: Sequence[Mapping[str, Any]], name: str) -> Figure:
+    """KL of each part over the depth, and the share of attention that reads codes."""
+    figure, ((left, right),) = panels(2, 1, (5.2, 4.2))
+    at = [depth["tokens"] for depth in found]
+    for part, colour in _COLOURS.items():
+        seen = [(tokens, depth["kl"][part]["mean"]) for tokens, depth in zip(at, found, strict=True)]
+        left.plot(
+            *zip(*((tokens, kl) for tokens, kl in seen if kl > 0), strict=True), "o-", ms=3.5, color=colour, lw=1.2
+        )
+    right.plot(at, [100 * depth["on_codes"] for depth in found], "o-", ms=3.5, color=_COLOURS[ALL], lw=1.2)
+    right.set_ylim(0, 100)
+    for ax, title in ((left, "KL, nats (mean)"), (right, "attention on codes, %")):
+        ax.set_xscale("log")
+        ax.set_xticks(at, [f"{tokens:,}" for tokens in at])
+        ax.minorticks_off()
+        ax.set_xlabel("tokens before")
+        ax.set_title(title)
+    plain_log(left)
+    spread(left, [found[-1]["kl"][part]["mean"] for part in _COLOURS], list(_COLOURS), list(_COLOURS.values()))
+    figure.suptitle(f"Where the divergence comes from: {name}", fontweight="bold")
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes JSON and a picture, prints the table; returns the exit code."""
+    return run(_measure_and_report, argv)
+
+
+def _measure_and_report(argv: Sequence[str]) -> None:
+    options, destination = parse(
+        argv,
+        {"Causes": Options, "Output": Output},
+        prog="python -m polarlm.bench.quality.causes",
+        description="Which codes the divergence of a cache type comes from, by depth in a text.",
+        checks={"windows": at_least(1), "window": at_least(_FIRST + _CHUNKS * EngineConfig().block_size)},
+    )
+    one = CacheType.read(options.type)
+    if options.text is None:
+        raise FlagError("--text is missing: give a UTF-8 text file, such as the test part of WikiText-2")
+    try:
+        text = Path(options.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlagError(f"--text {options.text} cannot be read as UTF-8 text: {error}") from None
+    ops, settings = NumpyOps(), {"ctx_size": options.window, "kept_sequences": 0, "parallel": 1, **one.settings()}
+    parts = assemble(settle(model_named(options.weights, options.hf_repo), None, settings), note, ops=ops)
+    try:
+        coded, source = parts.model, parts.source
+        if any(window is not None for window, _ in coded.store.shape.groups):
+            raise FlagError(f"{source.name} has sliding windows, in which blocks have no depth: take another model")
+        one.check(source.config.head_dim)
+        output = destination.path("causes", f"{source.name} {one.label}")
+        ids = source.tokenizer.tokenize(text)
+        cut = windows(ids, options.window, source.tokenizer.bos_id)[: options.windows]
+        if len(cut[-1]) < options.window:
+            raise FlagError(f"--text {options.text} is too short for {options.windows} windows of {options.window}")
+        found = [summary(depth) for depth in measure(coded, whole_store(coded, settings), cut)]
+    finally:
+        parts.close()
+    about = {"model": source.name, "type": one.label, "text": Path(options.text).name, "window": options.window}
+    report.write(output, "quality.causes", argv, {**about, "windows": len(cut), "depths": found})
+    note(f"Written to {output}")
+    if can_draw():
+        from matplotlib import rc_context
+
+        with rc_context(STYLE):
+            save(draw(found, f"{source.name}, {one.label}"), output.with_suffix(".png"))
+    else:
+        note(NO_PICTURES)
+    print(
+        f"{source.name} on {about['text']}, {len(cut)} windows of {options.window} tokens, {one.label}. KL from full "
+        f"precision in nats, of the {_CHUNKS} blocks after so many tokens.\n"
+    )
+    print(format_table(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
