@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polarlm.bench.quality.causes import format_table
+from polarlm.bench.quality.scores import position_cells
 from polarlm.engine.kv.cache_types import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +65,30 @@ def key_bias_table() -> str:
         cells = [f"{row[scored]['perplexity']:.2f}, {row[scored]['kl_mean']:.2g}" for scored in (SERVED, CODED)]
         lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", _source(measured, measured["exact_perplexity"])])
+
+
+def positions_table() -> str:
+    """KL by position in the text, of each type and way of scoring."""
+    measured = newest(f"positions-{DEMO}")
+    rows = [
+        (f"{_label(name)}, {scored}", row[scored]["kl_by_position"])
+        for scored in (SERVED, CODED)
+        for name, row in _by_type(measured).items()
+    ]
+    header, cells = position_cells(rows)
+    lines = [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)]
+    return "\n".join([*lines, "", _source(measured, measured["exact_perplexity"])])
+
+
+def causes_table() -> str:
+    """KL of the default type's codes, of all and of parts of them, by the tokens before."""
+    measured = newest("causes-smollm2-135m-instruct-balanced-????-??-??")
+    source = (
+        f"{measured['model']} on {measured['text']}, {measured['windows']} windows of {measured['window']:,} tokens; "
+        f"KL ± its standard error, of 128 positions of each window; measured on {measured['date']} with\n"
+        f"`{measured['command']}`."
+    )
+    return "\n".join([format_table(measured["depths"]), "", source])
 
 
 def weights_table() -> str:
@@ -141,6 +167,8 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT)},
     DOCUMENT: {
         "quality": lambda: quality_table(newest(f"quality-{DEMO}")),
+        "positions": positions_table,
+        "causes": causes_table,
         "ablation": ablation_table,
         "key bias": key_bias_table,
         "weights": weights_table,

@@ -23,6 +23,7 @@ from polarlm.engine.kv.plan import parse_size
 from polarlm.server import journal
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.driver import Driver
+from polarlm.server.early import EarlyClients
 from polarlm.server.listening import (
     BACKLOG,
     ListenError,
@@ -85,6 +86,7 @@ def _run(argv: Sequence[str]) -> None:
         sessions = None
         if config.sessions is not None:
             sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
+        early = bound.enter_context(EarlyClients(http))
         with Engine.load(model.weights, config=model, verbose=_note) as engine:
             if sentence := engine.model.template.missing(engine.model.name):
                 _note(sentence)
@@ -92,7 +94,7 @@ def _run(argv: Sequence[str]) -> None:
             if events is not None:
                 events.watch(engine)
             journal.set_up()
-            asyncio.run(_serve(Driver(engine, config, sessions), make_web, http, lines))
+            asyncio.run(_serve(Driver(engine, config, sessions), make_web, http, lines, early))
 
 
 def _web() -> MakeWeb:
@@ -118,15 +120,20 @@ def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
     return kv_events(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
 
-async def _serve(driver: Driver, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None) -> None:
+async def _serve(
+    driver: Driver, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None, early: EarlyClients
+) -> None:
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     await driver.start()
     try:
-        servers = [make_web(driver, driver.config, http)]
+        web = make_web(driver, driver.config, http)
+        servers = [web]
         if lines is not None:
             servers.append(SocketServer(driver, lines))
+        waiting = early.hand_over()
         for server in servers:
             await server.start()
+        await web.adopt(waiting)
         with _signals() as signalled:
             where = f"Listening at http://{address_of(http)}"
             print(where if lines is None else f"{where} and, for JSON lines, at {address_of(lines)}", flush=True)

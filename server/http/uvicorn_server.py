@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,14 @@ class Web(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._listens.set()
+
+    async def adopt(self, accepted: Sequence[socket.socket]) -> None:
+        """Serve connections that somebody else has accepted."""
+        loop = asyncio.get_running_loop()
+        for connected in accepted:
+            await loop.connect_accepted_socket(
+                lambda: WebConnection(self.config, self.server_state, app_state={}), connected
+            )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
