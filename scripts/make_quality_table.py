@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench.quality.causes import format_table
-from polarlm.bench.quality.scores import position_cells
 from polarlm.engine.kv.cache_types import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,19 +63,6 @@ def key_bias_table() -> str:
     for name, row in sorted(_by_type(measured).items(), key=lambda item: -item[1][SERVED]["kl_mean"]):
         cells = [f"{row[scored]['perplexity']:.2f}, {row[scored]['kl_mean']:.2g}" for scored in (SERVED, CODED)]
         lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _source(measured, measured["exact_perplexity"])])
-
-
-def positions_table() -> str:
-    """KL by position in the text, of each type and way of scoring."""
-    measured = newest(f"positions-{DEMO}")
-    rows = [
-        (f"{_label(name)}, {scored}", row[scored]["kl_by_position"])
-        for scored in (SERVED, CODED)
-        for name, row in _by_type(measured).items()
-    ]
-    header, cells = position_cells(rows)
-    lines = [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)]
     return "\n".join([*lines, "", _source(measured, measured["exact_perplexity"])])
 
 
@@ -167,7 +153,6 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT)},
     DOCUMENT: {
         "quality": lambda: quality_table(newest(f"quality-{DEMO}")),
-        "positions": positions_table,
         "causes": causes_table,
         "ablation": ablation_table,
         "key bias": key_bias_table,

@@ -142,7 +142,7 @@ def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:
     assert lengths[0] != lengths[1]
 
 
-def test_a_session_of_one_salt_can_be_loaded_for_another(tiny: Engine, tmp_path: Path) -> None:
+def test_a_session_of_one_salt_is_loaded_for_it_alone(tiny: Engine, tmp_path: Path) -> None:
     ours, file = PromptOptions(cache_salt="ours"), tmp_path / "talk"
     tiny.generate(PROMPT, GREEDY, ours)
     assert tiny.save_session(file) > 40  # the most recent
@@ -150,9 +150,13 @@ def test_a_session_of_one_salt_can_be_loaded_for_another(tiny: Engine, tmp_path:
     with pytest.raises(EngineError, match="nothing to save"):
         tiny.save_session(file, prompt=PROMPT)
     forget(tiny)
-    tiny.load_session(file, cache_salt="theirs")
-    assert cached(tiny.generate(PROMPT, GREEDY, ours)) == 0
-    assert cached(tiny.generate(PROMPT, GREEDY, PromptOptions(cache_salt="theirs"))) == 32
+    for salt in (None, "theirs"):
+        with pytest.raises(EngineError, match="saved with a cache_salt") as caught:
+            tiny.load_session(file, cache_salt=salt)
+        assert caught.value.code == "session"
+    tiny.load_session(file, cache_salt="ours")
+    assert cached(tiny.generate(PROMPT, GREEDY, PromptOptions(cache_salt="theirs"))) == 0
+    assert cached(tiny.generate(PROMPT, GREEDY, ours)) == 32
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,10 @@ class Fetch(NamedTuple):
 def sample_all(logits: np.ndarray, draws: Sequence[Draw], best: Sequence[int | None] | None = None) -> list[Sampled]:
     """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises.
 
-    best: for each row, as for `sample`. A logit of −infinity is an error, too: a model's logits are finite unless its
-    weights are damaged.
+    best: for each row, as for `sample`.
     """
 
     def one(row: np.ndarray, draw: Draw, best: int | None) -> Sampled:
-        if best is None and not np.isfinite(row[: draw.vocabulary]).all():
-            return EngineError(NOT_FINITE, "model_damaged")
         try:
             token = sample(row, draw, best)
         except EngineError as error:

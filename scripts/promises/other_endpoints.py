@@ -44,10 +44,9 @@ ALL: dict[str, list[Promise]] = {
             '200 and `{"status": "ok"}`, without a key, also at `/v1/health`',
             f"{_PLAIN}::test_health_needs_no_key_with_v1_either",
         ),
-        different(
+        held(
             "503 while the model is loaded",
-            "the connection waits until it is; 503 while the server ends",
-            f"{_PLAIN}::test_a_server_is_healthy_until_it_is_about_to_end",
+            "test_early.py::test_while_a_model_loads_probes_are_told_and_others_wait",
         ),
     ],
 }

@@ -55,7 +55,7 @@ def test_codes_are_those_of_a_prompt(tiny_path: Path, parts: tuple[Parts, dict[s
         model.store.release(sequence)
     found = only_depth(*parts)
     if parts[1]["cache_type"] == "f16":
-        assert max(found.kl[ALL]) < 1e-5
+        assert max(found.kl[ALL]) < 1e-4
     else:
         # Products of other numbers of rows differ in their last bits, and a few codes fall to the other side.
         wanted = np.concatenate(expected)

@@ -225,8 +225,9 @@ def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backe
             codes = [error.code]
         else:
             with engine:
-                codes = [code_of(engine.generate, ids, GREEDY) for ids in (TEXT, TEXT[:3])]
-                codes += [code_of(engine.score, ids) for ids in (TEXT, TEXT[:3])]
+                codes = [code_of(engine.score, ids) for ids in (TEXT, TEXT[:3])]
+                if (name, value) != ("output", math.inf):  # a logit of −infinity is a token that is never drawn
+                    codes += [code_of(engine.generate, ids, GREEDY) for ids in (TEXT, TEXT[:3])]
                 assert_idle(engine)
         assert set(codes) == {"model_damaged"}, (name, value, cache_type)
 

@@ -39,8 +39,8 @@ from polarlm.server.http import streams
 connection.SLOW_SECONDS = streams.SLOW_READER_SECONDS = {slow}
 uvicorn_connection.HEAD_SECONDS = {head}
 bind = program.tcp_socket
-def with_small_buffers(host, port):
-    bound = bind(host, port)
+def with_small_buffers(host, port, *flag):
+    bound = bind(host, port, *flag)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return bound
 program.tcp_socket = with_small_buffers

@@ -40,7 +40,8 @@ class Loop:
         loops = [
             [line for line in lines[first : last + 1] if _VECTOR.search(line)] for first, last in _innermost(lines)
         ]
-        self._lines = max(filter(None, loops), key=_share_of_products if product else len)
+        # Short ones are what is left of longer ones.
+        self._lines = max((loop for loop in loops if len(loop) > 7), key=_share_of_products if product else len)
 
     def __len__(self) -> int:
         """Instructions on vectors."""
