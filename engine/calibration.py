@@ -95,10 +95,10 @@ def calibrate(
     """Statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
 
     progress(rows of layers done, all) is called on the way. Raises ValueError for less than two blocks of ids,
-    EngineError ("model_damaged") if queries, keys or the logits of the first id are not finite.
+    EngineError ("model_damaged") if queries, keys or the logits of the first ids are not finite.
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
-    _check_finite(model, ids[:1])
+    _check_finite(model, ids[:2])
     seen = model.taps = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: list[LayerStatistics] = []
@@ -119,7 +119,8 @@ def calibrate(
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
-    """Raises EngineError for logits that are not finite. Those of one id take little time, and nearly all weights."""
+    """Raises EngineError for logits that are not finite. Two ids take little time, nearly all weights, and kernels of
+    prompts, which loading needs anyway."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     try:
