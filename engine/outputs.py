@@ -179,7 +179,7 @@ class CacheStats:
     tokens: int
     bytes: int  # of its blocks and full-precision slots
     bits_per_value: float  # of a complete encoded block
-    f16_bytes: int  # the same tokens in half precision
+    f16_bytes: int  # of the same blocks, if all were in half precision
     context: int  # tokens that fit
 
 

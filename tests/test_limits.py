@@ -74,7 +74,7 @@ def test_the_error_for_too_little_memory_has_numbers(tiny_path: Path) -> None:
 
 
 def test_memory_limits_the_context(tiny_path: Path) -> None:
-    with Engine.load(tiny_path, device="cpu", block_size=8, kv_memory="16K") as small:
+    with Engine.load(tiny_path, device="cpu", block_size=8, kv_memory="12K") as small:
         assert 16 <= small.context < CONTEXT
         answer = small.generate([7, 8, 9], SamplingParams(ignore_eos=True))
         assert 3 + len(answer.token_ids) == small.context
@@ -98,7 +98,7 @@ def test_a_context_beyond_the_models_own_is_allowed_with_a_warning(tiny_path: Pa
 
 def test_a_context_that_does_not_fit_is_reduced_with_a_warning(tiny_path: Path) -> None:
     said: list[str] = []
-    settings = {"kv_memory": "16K", "ctx_size": CONTEXT, "block_size": 8}
+    settings = {"kv_memory": "12K", "ctx_size": CONTEXT, "block_size": 8}
     with Engine.load(tiny_path, device="cpu", **settings, verbose=said.append) as small:
         (warning,) = [line for line in said if line.startswith("warning: ")]
         assert f"of the {CONTEXT} tokens of context that were asked for, {small.context} fit" in warning

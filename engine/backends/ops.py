@@ -216,10 +216,14 @@ class Ops(Protocol):
         """
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
-        """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share."""
+        """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
 
-    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
-        """Memory for `rows` tokens' K/V of one layer in full precision."""
+        Slots hold halves: numbers beyond ±65504 become these, NaN stays NaN.
+        """
+
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
+        """Memory for `rows` tokens' K/V of one layer in full precision: halves on a GPU; on the CPU float32, or halves
+        with `as_slots`."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, or those of a step, in order of their rows.
@@ -285,10 +289,11 @@ class Ops(Protocol):
         """
 
     def read_full(self, cache: Cache, slot: int, tokens: int) -> tuple[Any, Any]:
-        """The first `tokens` ≤ N tokens of a full-precision slot: k, v (K, tokens, D), float32 or float16 as stored."""
+        """The first `tokens` ≤ N tokens of a full-precision slot: k, v (K, tokens, D) float16, as stored."""
 
     def write_full(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
-        """Write k, v (K, tokens ≤ N, D), float16 or float32, to the first tokens of a full-precision slot.
+        """Write k, v (K, tokens ≤ N, D) to the first tokens of a full-precision slot: float16, or float32 of files that
+        were written when slots of the CPU held that.
 
         Raises ValueError for arrays of another shape or type.
         """

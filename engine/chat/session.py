@@ -242,17 +242,6 @@ def _places(usage: Usage) -> str:
     return f" ({', '.join(found)})" if found else ""
 
 
-def why_larger(engine: Engine) -> str | None:
-    """A sentence for a cache that is larger than in half precision, as in a short conversation; else None."""
-    cache, size = engine.cache_stats(), engine.config.block_size
-    if cache.bytes <= cache.f16_bytes:
-        return None
-    return (
-        f"The first {size} tokens, and the block of {size} that is being filled, are kept in full precision: in a "
-        "short conversation, they take more than the whole cache would as f16."
-    )
-
-
 def kernels(engine: Engine) -> str | None:
     """The compiled kernels of the process, a line for each kind; None if there are none."""
     threads = engine.status().threads

@@ -16,7 +16,7 @@ from contextlib import suppress
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
 from polarlm.engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
 from polarlm.engine.chat.console import Console
-from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended, why_larger
+from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
 from polarlm.engine.commands import BROKEN_PIPE, discard_output
 from polarlm.engine.config import EngineConfig, SamplingParams
 from polarlm.engine.engine import Engine
@@ -202,7 +202,7 @@ class _Conversation:
         session = self._session
         if session.last is None:
             return "There is no answer yet."
-        lines = [numbers(session.last, session.engine), why_larger(session.engine), cpu(session.engine)]
+        lines = [numbers(session.last, session.engine), cpu(session.engine)]
         if self._chat.verbose:
             lines.append(kernels(session.engine))
         return "\n".join(line for line in lines if line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,7 +34,7 @@ class CacheShape:
     head_dim: int  # D
     layers: tuple[LayerShape, ...]
     # Per layer, the bytes of a quantized block and of a full-precision slot on the backend, all KV heads.
-    # None: no padding, and float32 slots.
+    # None: no padding.
     stored: tuple[tuple[int, int], ...] | None = None
 
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
@@ -81,11 +81,11 @@ class CacheShape:
         """Bytes of a full-precision slot of one layer."""
         if self.stored is not None:
             return self.stored[0][1]
-        return 2 * self.kv_heads * self.block_size * self.head_dim * 4
+        return 2 * self.kv_heads * self.block_size * self.head_dim * 2
 
     @property
     def f16_bytes_per_token(self) -> int:
-        """Bytes per token of a cache in half precision, all layers."""
+        """Bytes per token of complete blocks in half precision, all layers."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * 2
 
     @property
@@ -98,14 +98,26 @@ class CacheShape:
 
         Blocks outside a layer's window are not counted.
         """
+        return sum(
+            quantized * self.quantized_bytes(layers) + len(layers) * full * self.full_bytes
+            for layers, quantized, full in self._blocks(tokens)
+        )
+
+    def f16_bytes(self, tokens: int) -> int:
+        """Bytes of the same blocks if all of them were in half precision.
+
+        Whole blocks, as in `sequence_bytes`: one that is being filled has its whole memory in both. So what a codec
+        saves shows from the first quantized block on, and nothing else counts as saved or lost.
+        """
+        count = sum(len(layers) * (quantized + full) for layers, quantized, full in self._blocks(tokens))
+        return count * self.full_bytes
+
+    def _blocks(self, tokens: int) -> Iterator[tuple[Sequence[int], int, int]]:
+        """Of a sequence of `tokens`: (layers of a group, its quantized blocks, those in full precision)."""
         complete, rest = divmod(tokens, self.block_size)
-        total = 0
         for window, layers in self.groups:
             first = 0 if window is None else max(0, tokens - window + 1) // self.block_size  # first visible block
-            full = (rest > 0) + (complete > 0 and first == 0)
-            quantized = max(0, complete - max(1, first))
-            total += quantized * self.quantized_bytes(layers) + len(layers) * full * self.full_bytes
-        return total
+            yield layers, max(0, complete - max(1, first)), (rest > 0) + (complete > 0 and first == 0)
 
     @property
     def bits_per_value(self) -> float:

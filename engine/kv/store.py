@@ -123,15 +123,16 @@ class KVStore:
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
-    def open(self, sequence: SequenceKV, count: int, *, round_trip: bool = False) -> Span:
+    def open(self, sequence: SequenceKV, count: int, *, round_trip: bool = False, as_steps: bool = False) -> Span:
         """A span for `count` more tokens of a prompt. Raises OutOfBlocks and changes nothing.
 
-        round_trip: see `Span`; the new tokens must not reach beyond the current block then.
+        round_trip: see `Span`; the new tokens must not reach beyond the current block then. as_steps: keep the new K/V
+        in the precision of slots, as steps do.
         """
         growth = self._reserve(sequence, lambda group, table: group.grow(table, sequence.length, count))
         rows = sequence.length % self.shape.block_size + count
         try:
-            buffer = self.ops.buffer(self.shape.format(0), rows)
+            buffer = self.ops.buffer(self.shape.format(0), rows, as_slots=as_steps)
         except BaseException:  # there is no memory for it
             for group, grown in zip(self.groups, growth, strict=True):
                 group.abort(grown)

@@ -112,7 +112,7 @@ class Runner:
             tokens=len(newest.ids),
             bytes=newest.bytes,
             bits_per_value=shape.bits_per_value,
-            f16_bytes=len(newest.ids) * shape.f16_bytes_per_token,
+            f16_bytes=shape.f16_bytes(len(newest.ids)),
             context=self._store.plan.tokens,
         )
 
@@ -206,7 +206,7 @@ class Runner:
         assert request.kv is not None
         start = request.kv.length
         stop = request.span_end(start, self._store.shape.block_size)
-        span = self._store.open(request.kv, stop - start)
+        span = self._store.open(request.kv, stop - start, as_steps=start >= len(request.sequence.prompt))
         ids = request.sequence.ids[start:stop]
         reader = request.reader()
         if reader is not None:

@@ -32,7 +32,7 @@ def _window(cache: CacheShape) -> int | None:
 
 
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
-    """A JSON object; with `tokens`, also the memory of a sequence of so many, here and in half precision."""
+    """A JSON object; with `tokens`, also the memory of a sequence of so many, here and if all blocks were halves."""
     cache = engine.cache_shape
     (_, type_k), (_, type_v) = chosen(engine.config)
     found: dict[str, Any] = {
@@ -56,6 +56,6 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "threads": None if now.threads is None else asdict(now.threads),
     }
     if tokens is not None:
-        f16 = tokens * cache.f16_bytes_per_token
-        found["sequence"] = {"tokens": tokens, "bytes": cache.sequence_bytes(tokens), "f16_bytes": f16}
+        sizes = {"bytes": cache.sequence_bytes(tokens), "f16_bytes": cache.f16_bytes(tokens)}
+        found["sequence"] = {"tokens": tokens, **sizes}
     return found

@@ -36,7 +36,7 @@ function meter() {
   $("types").textContent = `Keys as ${stats.cache_type_k}, values as ${stats.cache_type_v}; a token takes ` +
     `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
   const { bytes, f16_bytes: f16 } = stats.sequence;
-  const saves = f16 > 1.05 * bytes; // not at the beginning, as long as most of it is in the blocks that stay exact
+  const saves = f16 > 1.05 * bytes; // not at the beginning: the first and the current block are halves in both
   $("memory").textContent = saves ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";
   $("saved").textContent = saves ? `f16 would take ${size(f16)}` : "";
   $("bars").hidden = !saves;

@@ -34,7 +34,6 @@ class FakeEngine:
     options: list[PromptOptions] = field(default_factory=list)
     cancelled: int = 0
     closed: bool = False
-    cache_bytes: int = 3 << 20
     model: Any = field(
         default_factory=lambda: SimpleNamespace(name="fake", template=ChatTemplate("{{ messages }}", origin="fake"))
     )
@@ -60,7 +59,7 @@ class FakeEngine:
         )
 
     def cache_stats(self) -> CacheStats:
-        return CacheStats(tokens=12, bytes=self.cache_bytes, bits_per_value=4.25, f16_bytes=12 << 20, context=128)
+        return CacheStats(tokens=12, bytes=3 << 20, bits_per_value=4.25, f16_bytes=12 << 20, context=128)
 
     def stream(
         self, prompt: Any, params: SamplingParams, options: PromptOptions, *, progress: bool = False

@@ -277,13 +277,6 @@ def test_the_numbers_of_a_turn(chat, argv, lines):
     assert "cache: 3.0 MiB, 4.25 bits per value (f16: 12.0 MiB, 16 bits)" in err
 
 
-def test_stats_explain_a_cache_that_is_larger_than_f16_would_be(chat, engine):
-    explained = "The first 64 tokens, and the block of 64 that is being filled, are kept in full precision"
-    assert explained not in chat(lines="hi\n/stats\n")[2]
-    engine.cache_bytes = 13 << 20
-    assert chat("--show-timings", lines="hi\n/stats\n")[2].count(explained) == 1
-
-
 @pytest.mark.parametrize("argv", [[], ["--verbose"]])
 def test_the_kernels_are_named_with_verbose(chat, argv):
     """At the start, and by /stats, when there may be more."""

@@ -50,9 +50,9 @@ class Fed:
         self.v = np.zeros((0, KV_HEADS, D), np.float32)
 
     def new(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """K/V of the next tokens."""
-        k = self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float32) + 1
-        return k, self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float32)
+        """K/V of the next tokens, float32: numbers that slots hold exactly, as half precision."""
+        k, v = (self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float16) for _ in "kv")
+        return (k + np.float16(1)).astype(np.float32), v.astype(np.float32)
 
     def feed(
         self, count: int, chunk: int | None = None, *, step: bool = False, kept: int | None = None, commit: bool = True

@@ -119,6 +119,28 @@ def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
     assert f16_tokens(plan_for_tokens(plain, tokens, sequences), tokens) == tokens
 
 
+@given(shapes(), st.integers(0, 600))
+def test_a_sequence_is_compared_with_the_same_blocks_as_f16(shape, tokens) -> None:
+    half = codecs.get("f16")
+    plain = replace(shape, layers=tuple(LayerShape(half, half, window=layer.window) for layer in shape.layers))
+    assert shape.f16_bytes(tokens) == plain.sequence_bytes(tokens) == plain.f16_bytes(tokens)
+    if all(layer.mean_bits == 0 for layer in shape.layers):  # that of halves is never centred
+        assert shape.sequence_bytes(tokens) <= shape.f16_bytes(tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 44, 64, 100, 128, 129, 1000])
+def test_a_short_conversation_takes_as_much_as_with_f16_and_a_longer_one_less(tokens: int) -> None:
+    """The first block and the one that is being filled are halves, as all blocks of f16."""
+    layer = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), 8)
+    shape = CacheShape(64, 3, 64, (layer,) * 30)
+    blocks = -(-tokens // 64)
+    assert shape.f16_bytes(tokens) == blocks * 64 * shape.f16_bytes_per_token
+    quantized = max(0, tokens // 64 - 1)
+    saved = quantized * (64 * shape.f16_bytes_per_token - shape.quantized_bytes(range(30)))
+    assert shape.f16_bytes(tokens) - shape.sequence_bytes(tokens) == saved
+    assert (saved > 0) == (tokens >= 128)
+
+
 @given(shapes(st.integers(1, 64)), st.integers(1, 5))
 def test_any_length_fits_if_every_layer_has_a_window(shape, sequences) -> None:
     enough = plan_for_tokens(shape, 10_000, sequences).bytes * 4

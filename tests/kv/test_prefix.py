@@ -35,11 +35,11 @@ class CachedSequence(Fed):
         self.k, self.v = self._plain(0, self.found)
 
     def _plain(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        k, v = (np.zeros((stop - start, KV_HEADS, D), np.float32) for _ in "kv")
+        k, v = (np.zeros((stop - start, KV_HEADS, D), np.float16) for _ in "kv")
         for row, at in enumerate(range(start, stop)):
             rng = np.random.default_rng(zlib.crc32(np.asarray(self.ids[: at + 1]).tobytes()))
             k[row], v[row] = rng.standard_normal((2, KV_HEADS, D))
-        return k + 1, v
+        return (k + np.float16(1)).astype(np.float32), v.astype(np.float32)  # numbers that slots hold exactly
 
     def new(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._plain(self.kv.length, self.kv.length + count)

@@ -55,6 +55,21 @@ def test_a_snapshot_has_only_what_the_sequence_holds() -> None:
     assert "1.sink.k" not in saved.arrays
 
 
+def test_full_precision_is_half_precision() -> None:
+    """In 16 bits: also where a file has 32, as those of earlier versions do."""
+    sequence = fed(2 * N + 3)
+    saved = export(sequence.store, sequence.kv)
+    places = [name for name in saved.arrays if ".coded." not in name]
+    assert {saved.arrays[name].dtype for name in places} == {np.dtype(np.float16)}
+    rng = np.random.default_rng(0)
+    exact = {name: rng.standard_normal(saved.arrays[name].shape).astype(np.float32) for name in places}
+    exact["0.sink.k"][0, 0, :3] = 1e6, -1e6, 65519.9
+    store = make_store("polarquant", "polarquant", windows=WINDOWS)
+    again = export(store, restore(store, replace(saved, arrays={**saved.arrays, **exact})))
+    for name, wanted in exact.items():
+        assert np.array_equal(again.arrays[name], np.clip(wanted, -65504, 65504).astype(np.float16))
+
+
 def test_an_empty_sequence_has_an_empty_snapshot() -> None:
     store = make_store()
     saved = export(store, store.new_sequence())

@@ -63,7 +63,7 @@ class CacheOps:
                 ("kv_memory", "ctx_size"),
             ) from None
 
-    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
         return self._pools(format, -(-rows // format.block_size))
 
     def _pools(self, format: CacheFormat, count: int) -> Buffer:

@@ -61,10 +61,12 @@ class EncodingOps:
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
         format, full = cache.format, cache.full(place)
         with np.errstate(invalid="ignore", over="ignore"):  # kernels look for what is not finite
-            blocks = fill_up(full[0][:, :tokens], format.block_size), fill_up(full[1][:, :tokens], format.block_size)
-        for side, codec in enumerate((format.codec_k, format.codec_v)):
-            decoded = decode_centred(codec, *self._to_fields([cache], [Place(blocks, 0)], side))
-            full[side][:, :tokens] = decoded[:, 0, :tokens]
+            blocks = [fill_up(side[:, :tokens].astype(np.float32), format.block_size) for side in full]
+        k, v = (
+            decode_centred(codec, *self._to_fields([cache], [Place(blocks, 0)], side))[:, 0, :tokens]
+            for side, codec in enumerate((format.codec_k, format.codec_v))
+        )
+        cache.store(place, (k, v))
 
     def _to_fields(self, layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
         """As `encode_side`."""
@@ -101,7 +103,8 @@ class EncodingOps:
         if arrays:
             addresses += np.concatenate(arrays)[:, None]
         damaged = np.zeros(addresses.shape[:2], np.uint8)
-        self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim,))
+        is_half = layers[0].full(sources[0])[side].dtype == np.float16
+        self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim, is_half))
         if damaged.any():
             raise NotFinite((format.codec_k, format.codec_v)[side].name)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.hadamard import hadamard_signs
-from polarlm.engine.backends.kv import HeadTransform, SpanView
-from polarlm.engine.backends.native.kernels.heads import Heads, transform
+from polarlm.engine.backends.kv import HeadTransform, Place, SpanView
+from polarlm.engine.backends.native.kernels.heads import Heads, to_slot, transform
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.spans import StepTable
 from polarlm.engine.backends.numpy.attention import LayerCache
@@ -50,7 +50,7 @@ class PreparedTransform(HeadTransform):
 
 
 class HeadOps:
-    """The ops `prepare`, `transform_heads` and `place_kv`."""
+    """The ops `prepare`, `transform_heads`, `place_kv` and `copy_full`."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
@@ -99,8 +99,22 @@ class HeadOps:
             return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], table.arrays.places)
         (span,) = spans
         first = span.position - span.current_start
-        k, v = (side[:, first:] for side in cache.full(span.current))
+        full = cache.full(span.current)
+        if full[0].dtype == np.float16:  # tokens that are computed again, as steps have computed them
+            q, k, v = self.transform_heads(qkv, rope, transform, norms)
+            cache.store(span.current, (k.swapaxes(0, 1), v.swapaxes(0, 1)), first)
+            return q
+        k, v = (side[:, first:] for side in full)
         return self._transform(qkv, rope, transform, norms, (k, v), (4 * qkv.shape[2], k.strides[0]))
+
+    def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+        """In NumPy unless a prompt's tokens are rounded for a slot, which takes NumPy many times as long."""
+        (k, v), (to_k, to_v) = cache.full(source), cache.full(target)
+        if k.dtype == to_k.dtype or to_k.dtype != np.float16:
+            cache.store(target, (k[:, :tokens], v[:, :tokens]))
+            return
+        integers = tokens, k.strides[0], to_k.strides[0]
+        self._launch(to_slot(cache.format.head_dim), len(k), (k, v, to_k, to_v), integers)
 
     def _transform(
         self,

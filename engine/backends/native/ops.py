@@ -7,7 +7,6 @@ from copy import copy
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Place
 from polarlm.engine.backends.native.attention import AttentionOps
 from polarlm.engine.backends.native.cache import CacheOps
 from polarlm.engine.backends.native.encoding import EncodingOps
@@ -21,7 +20,6 @@ from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.backends.native.workers import workers
 from polarlm.engine.backends.numpy import host_memory
-from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Rehearsal, Result
 from polarlm.engine.outputs import Threads
@@ -68,6 +66,7 @@ class NativeOps:
         self.prepare = heads.prepare
         self.transform_heads = heads.transform_heads
         self.place_kv = heads.place_kv
+        self.copy_full = heads.copy_full
 
         caches = CacheOps(plain)
         self.cache_bytes = caches.cache_bytes
@@ -78,7 +77,6 @@ class NativeOps:
         attention = AttentionOps(launch, plain)
         self.spans = attention.spans
         self.attention = attention.attention
-        self.copy_full = plain.copy_full
         encoding = EncodingOps(launch)
         self.round_trip = encoding.round_trip
         self.encode_blocks = encoding.encode_blocks
@@ -103,7 +101,6 @@ class NativeOps:
         ops = copy(self)
         ops._compose(self._plain, launch)
         ops.load = ops._matrices.load_shapes
-        ops.copy_full = _no_copy
         return Rehearsal(ops, launch.wait, ops._notes, ())
 
     def room_beside(self, weights: int) -> int:
@@ -153,7 +150,3 @@ class NativeOps:
 
     def fetch_tokens(self, chosen: np.ndarray, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
         return sample_all(logits, draws, [None if best == NONE else best for best in chosen.tolist()])
-
-
-def _no_copy(cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
-    """Nothing: a rehearsal's keys and values are zeros, which take no memory until they are written."""

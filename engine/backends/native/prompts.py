@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.kv import Place, SpanView
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
@@ -152,6 +152,7 @@ def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[
     """The keys and values in full precision at positions from `oldest` up to `end`."""
     size = cache.format.block_size
     if span.sink is not None and oldest < size:
-        yield _Segment(cache.full_k[span.sink], cache.full_v[span.sink], 0, size)
-    k, v = cache.full(span.current)
+        k, v = (side.astype(np.float32) for side in cache.full(Place(None, span.sink)))
+        yield _Segment(k, v, 0, size)
+    k, v = (side.astype(np.float32, copy=False) for side in cache.full(span.current))
     yield _Segment(k, v, span.current_start, min(end - span.current_start, k.shape[1]))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat, Place, SpanView
+from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import read_mean
 
 # Query rows per KV head that attend together.
@@ -20,7 +21,7 @@ _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
 Fields = dict[str, np.ndarray]
-Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D)
+Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16
 
 
 class Sides(NamedTuple):
@@ -37,7 +38,7 @@ class LayerCache:
 
     k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
     mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
-    full_k, full_v: (slots, K, N, D) float32: sinks and current blocks.
+    full_k, full_v: (slots, K, N, D) float16: sinks and current blocks.
     """
 
     format: CacheFormat
@@ -59,21 +60,38 @@ class LayerCache:
                 array[:, blocks] = given[name]
 
     def full(self, place: Place) -> Buffer:
-        """k, v (K, S, D) at `place`: the N tokens of a slot, or those of a buffer from that block on."""
+        """k, v (K, S, D) as stored at `place`: the N tokens of a slot, float16, or a buffer's from that block on."""
         if place.buffer is None:
             return self.full_k[place.block], self.full_v[place.block]
         first = place.block * self.format.block_size
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
 
+    def store(self, place: Place, kv: Buffer, first: int = 0) -> None:
+        """Write k, v (K, T, D) to the tokens from `first` on at `place`, rounded to what lies there; see `rounded`."""
+        for full, x in zip(self.full(place), kv, strict=True):
+            full[:, first : first + x.shape[1]] = rounded(x, full.dtype)
+
     def complete(self, places: Sequence[Place]) -> Buffer:
-        """k, v (K, B, N, D) of B complete blocks, in full-precision slots or consecutive in a buffer."""
+        """k, v (K, B, N, D) float32 of B complete blocks, in full-precision slots or consecutive in a buffer."""
         if places[0].buffer is None:
             slots = [place.block for place in places]
-            return self.full_k[slots].swapaxes(0, 1), self.full_v[slots].swapaxes(0, 1)
+            k, v = (full[slots].swapaxes(0, 1).astype(np.float32) for full in (self.full_k, self.full_v))
+            return k, v
         format, count = self.format, len(places)
         shape = format.kv_heads, count, format.block_size, format.head_dim
-        k, v = (x[:, : count * format.block_size].reshape(shape) for x in self.full(places[0]))
+        k, v = (
+            x[:, : count * format.block_size].reshape(shape).astype(np.float32, copy=False)
+            for x in self.full(places[0])
+        )
         return k, v
+
+
+def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """x as memory of `dtype` stores it: as float16 the nearest one, and ±65504 for numbers beyond them, as on a GPU.
+
+    NaN stays NaN, which logits and codecs are checked for.
+    """
+    return x if dtype in (np.float32, x.dtype) else np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
 
 
 def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, window: int | None) -> None:
@@ -163,7 +181,7 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
     block_size = cache.full_k.shape[2]
     oldest = 0 if window is None else max(0, position - window + 1)
     if span.sink is not None and oldest < block_size:
-        yield _Tile(0, cache.full_k[span.sink], cache.full_v[span.sink])
+        yield _full_tile(0, cache.full(Place(None, span.sink)), slice(None))
 
     ids = np.asarray(span.table, np.intp)
     skipped = max(0, (oldest - span.table_start) // block_size)
@@ -171,15 +189,18 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
         part = ids[first : first + _BLOCK_TILE]
         yield _Tile(span.table_start + first * block_size, *read_blocks(cache, part))
 
-    size = last + 1 - span.current_start
-    current_k, current_v = (whole[:, :size] for whole in cache.full(span.current))
+    size, current = last + 1 - span.current_start, cache.full(span.current)
+    end = min(size, current[0].shape[1])
     skipped = max(0, (oldest - span.current_start) // _KEY_TILE * _KEY_TILE)
-    for first in range(skipped, current_k.shape[1], _KEY_TILE):
-        rows = slice(first, first + _KEY_TILE)
-        yield _Tile(span.current_start + first, current_k[:, rows], current_v[:, rows])
+    for first in range(skipped, end, _KEY_TILE):
+        yield _full_tile(span.current_start + first, current, slice(first, min(first + _KEY_TILE, end)))
     for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
-        current_k, current_v = (whole[:, : size - first] for whole in cache.full(Place(None, slot)))
-        yield _Tile(span.current_start + first, current_k, current_v)
+        yield _full_tile(span.current_start + first, cache.full(Place(None, slot)), slice(0, size - first))
+
+
+def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:
+    """Some tokens in full precision, the first of them at position `start`."""
+    return _Tile(start, *(side[:, tokens].astype(np.float32, copy=False) for side in full))
 
 
 def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -17,7 +17,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone
+from polarlm.engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone, rounded
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.backends.numpy.steps import (
@@ -199,7 +199,7 @@ class NumpyOps:
         quantized = sum(
             field.nbytes for field in itertools.chain(*(fields.values() for fields in transfer.fields(format).values()))
         )
-        return format.kv_heads * quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 4
+        return format.kv_heads * quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """On systems with overcommit, pages that are never written take no memory."""
@@ -208,11 +208,11 @@ class NumpyOps:
             for fields in transfer.fields(format).values()
         )
         shape = (full, format.kv_heads, format.block_size, format.head_dim)
-        return LayerCache(format, k, v, mean, zeros(shape, np.float32), zeros(shape, np.float32))
+        return LayerCache(format, k, v, mean, zeros(shape, np.float16), zeros(shape, np.float16))
 
-    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
-        shape = (format.kv_heads, rows, format.head_dim)
-        return np.empty(shape, np.float32), np.empty(shape, np.float32)
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
+        k, v = np.empty((2, format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
+        return k, v
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Sequence[SpanView]:
         return StepSpans(spans) if is_step(spans) else spans
@@ -222,14 +222,13 @@ class NumpyOps:
             start, count = span.position - span.current_start, span.rows.stop - span.rows.start
             new_kv = k[span.rows].swapaxes(0, 1), v[span.rows].swapaxes(0, 1)
             if not span.following:
-                for current, new in zip(cache.full(span.current), new_kv, strict=True):
-                    current[:, start : start + count] = new
+                cache.store(span.current, new_kv, start)
                 continue
             # A few rows of a step, which go to more than one slot.
             positions = np.arange(start, start + count)
             slots = np.array([span.current.block, *span.following])[positions // cache.format.block_size]
             for full, new in zip((cache.full_k, cache.full_v), new_kv, strict=True):
-                full[slots, :, positions % cache.format.block_size] = new.swapaxes(0, 1)
+                full[slots, :, positions % cache.format.block_size] = rounded(new.swapaxes(0, 1), full.dtype)
 
     def place_kv(
         self,
@@ -279,15 +278,15 @@ class NumpyOps:
             store_fields(layers, blocks, k, mean, v)
 
     def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
-        for to, x in zip(cache.full(target), cache.full(source), strict=True):
-            to[:, :tokens] = x[:, :tokens]
+        k, v = cache.full(source)
+        cache.store(target, (k[:, :tokens], v[:, :tokens]))
 
     @_quiet
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
-        k, v = (full[:, :tokens] for full in cache.full(place))
+        k, v = (full[:, :tokens].astype(np.float32) for full in cache.full(place))
         format = cache.format
-        k[...] = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
-        v[...] = read_back(format.codec_v, v, format.metric_v, format.block_size)
+        k = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
+        cache.store(place, (k, read_back(format.codec_v, v, format.metric_v, format.block_size)))
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         sides = cache.read(np.asarray(blocks, np.intp))
@@ -303,9 +302,8 @@ class NumpyOps:
         return k[:, :tokens].copy(), v[:, :tokens].copy()
 
     def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
-        tokens = transfer.full_tokens(cache.format, k, v)
-        for to, given in zip(cache.full(Place(None, slot)), (k, v), strict=True):
-            to[:, :tokens] = given
+        transfer.full_tokens(cache.format, k, v)
+        cache.store(Place(None, slot), (k, v))
 
 
 def _whole(matrix: Matrix | Linear) -> np.ndarray:

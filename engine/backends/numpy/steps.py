@@ -118,7 +118,7 @@ def attend_together(q: np.ndarray, cache: LayerCache, blocks: StepBlocks, window
         q[blocks.rows[blocks.owner]].transpose(2, 0, 1, 3, 4).reshape(kv_heads, len(blocks.owner), most * group, dim)
     )
     hidden = blocks.hidden(window)
-    k, v = (whole[blocks.slots].swapaxes(0, 1) for whole in (cache.full_k, cache.full_v))
+    k, v = (whole[blocks.slots].swapaxes(0, 1).astype(np.float32) for whole in (cache.full_k, cache.full_v))
     # A slot may hold anything after its last token, and 0 · NaN is not 0.
     v[np.broadcast_to(hidden[:full].all(axis=1), v.shape[:3])] = 0
     scores, values = [queries[:, :full] @ k.swapaxes(2, 3)], [v]

@@ -58,7 +58,7 @@ def format_of(shape: Shape) -> CacheFormat:
 def step(
     shape: Shape, sequences: Sequence[Sequence_], window: int | None, seed: int = 0, dtype: type = np.float32
 ) -> Step:
-    """A step whose cache holds NaN wherever no token of a sequence lies."""
+    """A step whose cache holds NaN wherever no token of a sequence lies. Slots hold its keys and values exactly."""
     rng, n, format = np.random.default_rng(seed), shape.block_size, format_of(shape)
     most = sum(sequence.length // n + 1 for sequence in sequences)
     slots = iter(rng.permutation(len(sequences) * (3 + 16 // n) + 2).tolist())
@@ -69,6 +69,7 @@ def step(
     for length, rows in sequences:
         k, v = rng.standard_normal((2, length + rows, shape.kv_heads, shape.dim)).astype(dtype).astype(np.float32)
         k += rng.standard_normal((shape.kv_heads, shape.dim)).astype(dtype).astype(np.float32)
+        k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
         complete, oldest = length // n, 0 if window is None else max(0, length - window + 1)
         own = list(range(max(1, oldest // n), complete))
         table = ids[taken : taken + len(own)].tolist()

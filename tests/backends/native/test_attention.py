@@ -227,6 +227,17 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
         ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
 
 
+@every_level
+@pytest.mark.parametrize("side", ["full_k", "full_v"])
+def test_nan_in_a_slot_gives_nan(side: str, level: Level) -> None:
+    """Damaged weights are found by their results. The second sequence has a slot of its own."""
+    case = step(Shape(), [Sequence_(5), Sequence_(40)], None)
+    getattr(case.cache, side)[case.views[0].current.block, :, 2, 7] = np.nan
+    found = attended(case, level, None)
+    assert (np.isnan(found[0]).any(-1)).all()
+    np.testing.assert_array_equal(found[1:], attended(alone(case, 1), level, None))
+
+
 @with_plain_tiles
 @special_levels
 def test_instructions_over_blocks_in_full_precision(level: Level) -> None:

@@ -78,6 +78,12 @@ def slots(*numbers: int) -> list[Place]:
     return [Place(None, number) for number in numbers]
 
 
+def in_buffer(k: np.ndarray, v: np.ndarray) -> list[Place]:
+    """Where blocks k, v (B, K, N, D) lie in a buffer: as float32, which holds more than slots do."""
+    buffer = [x.astype(np.float32).swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in (k, v)]
+    return [Place(tuple(buffer), number) for number in range(len(k))]
+
+
 def points(cache: LayerCache, side: int) -> np.ndarray:
     """The points that the codes of keys or values stand for, float32 (K, B, N, D)."""
     codec, fields = ((cache.format.codec_k, cache.k), (cache.format.codec_v, cache.v))[side]
@@ -192,11 +198,10 @@ def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, alon
 def test_tiles_are_those_of_the_fields(k: str, v: str, dim: int, size: int, along: bool, level: Level) -> None:
     """Kernels that write tiles, in any order of blocks, and leave other blocks as they are."""
     (format,) = formats(11, k, v, dim, size, 8, along=along)
-    ops, places = EncodingOps(launcher(level)), slots(0, 2, 1)
+    ops = EncodingOps(launcher(level))
     plain, tiled = cache(format, 4, seed=1), CacheOps(NumpyOps(1)).cache(format, 4, 4)
-    for full, same in (tiled.full_k, plain.full_k), (tiled.full_v, plain.full_v):
-        same *= np.float32(1e4)  # half norms saturate
-        full[...] = same
+    large = (full[[0, 2, 1]].astype(np.float32) * 1e4 for full in (plain.full_k, plain.full_v))  # half norms saturate
+    places = in_buffer(*large)
     ops.encode_blocks([FilledBlocks([plain], [3, 1, 0], places)])
     ops.encode_blocks([FilledBlocks([tiled], [3, 1, 0], places)])
     assert isinstance(tiled, TileCache)
@@ -221,20 +226,22 @@ def test_tiles_are_those_of_the_fields(k: str, v: str, dim: int, size: int, alon
 def test_tiles_without_a_metric_are_those_of_numpy(
     k: str, v: str, dim: int, size: int, mean_bits: int, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zeros, tiny values and values beyond half precision included. Kernels encode them."""
+    """From a buffer, zeros, tiny values and values beyond half precision included, and from slots. Kernels encode."""
     monkeypatch.setattr(encoding, "encode_side", None)
     format = CacheFormat(codecs.get(k), codecs.get(v), None, None, mean_bits, size, HEADS, dim)
     compiled, plain = (CacheOps(NumpyOps(1)).cache(format, 3, 3) for _ in range(2))
-    rng = np.random.default_rng(12)
+    rng, given_ = np.random.default_rng(12), []
     for full, same in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
-        full[...] = rng.standard_normal(full.shape) * np.exp(rng.standard_normal((*full.shape[:3], 1)))
-        full[0, 0, 0], full[0, 0, 1], full[0, 1, 2], full[1, 1, 1, 3] = 0, full[0, 0, 1] * 1e-30, 1e-42, 3e38
-        full[2, 0, :, : dim // 2] = 0.5 * rng.integers(-254, 255, (size, dim // 2))  # ties
-        same[...] = full
-    EncodingOps(launcher(level)).encode_blocks([FilledBlocks([compiled], [2, 0], slots(0, 2))])
-    NumpyOps(1).encode_blocks([FilledBlocks([plain], [2, 0], slots(0, 2))])
-    for name, array in arrays(plain).items():
-        np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
+        x = rng.standard_normal(full.shape) * np.exp(rng.standard_normal((*full.shape[:3], 1)))
+        x[2, 0, :, : dim // 2] = 0.5 * rng.integers(-254, 255, (size, dim // 2))  # ties
+        full[...] = same[...] = x
+        x[0, 0, 0], x[0, 0, 1], x[0, 1, 2], x[1, 1, 1, 3] = 0, x[0, 0, 1] * 1e-30, 1e-42, 3e38
+        given_.append(x)
+    for places in in_buffer(*given_), slots(0, 2, 1):
+        EncodingOps(launcher(level)).encode_blocks([FilledBlocks([compiled], [2, 0, 1], places)])
+        NumpyOps(1).encode_blocks([FilledBlocks([plain], [2, 0, 1], places)])
+        for name, array in arrays(plain).items():
+            np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
 
 
 @given(
@@ -272,18 +279,18 @@ def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
     format = replace(metric, metric_k=None, metric_v=None)
     compiled, plain = (cache(format, 2, seed=1) for _ in range(2))
     tiled = CacheOps(NumpyOps(1)).cache(format, 2, 2)
-    for made in compiled, plain:
-        for full in made.full_k, made.full_v:
-            full[0, :, 3] = 0
-            full[1, 1, 4] = np.linspace(-1, 1, 24) * largest
-    tiled.full_k[...], tiled.full_v[...] = plain.full_k, plain.full_v
+    k, v = plain.full_k.astype(np.float32), plain.full_v.astype(np.float32)
+    for x in k, v:
+        x[0, :, 3] = 0
+        x[1, 1, 4] = np.linspace(-1, 1, 24) * largest
+    places = in_buffer(k, v)
     for made in compiled, tiled:
-        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1], slots(0, 1))])
+        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1], places)])
     written = tiled.read(np.arange(2))
     for fields, expected in (written.k, compiled.k), (written.v, compiled.v):
         for field, array in fields.items():
             np.testing.assert_array_equal(array, expected[field])
-    NumpyOps(1).encode_blocks([FilledBlocks([plain], [0, 1], slots(0, 1))])
+    NumpyOps(1).encode_blocks([FilledBlocks([plain], [0, 1], places)])
     for side, (fields, expected) in enumerate([(compiled.k, plain.k), (compiled.v, plain.v)]):
         same = np.isclose(points(compiled, side), points(plain, side), atol=1e-3)
         assert same.mean() > 0.999
@@ -291,13 +298,14 @@ def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
         np.testing.assert_allclose(fields["norm"].astype(float), expected["norm"].astype(float), rtol=2e-2)
 
 
+@pytest.mark.parametrize("level", FLOAT_LEVELS[:: len(FLOAT_LEVELS) - 1 or 1], ids=lambda level: level.name)
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16", "polarquant"])
 @pytest.mark.parametrize("side", [0, 1])
-def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int) -> None:
+def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int, level: Level) -> None:
     format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 0, 16, HEADS, 32)
     made = CacheOps(NumpyOps(1)).cache(format, 2, 2)
     (made.full_k, made.full_v)[side][1, 1, 3, 17] = np.nan
-    ops = EncodingOps(launcher(levels()[-1]))
+    ops = EncodingOps(launcher(level))
     ops.encode_blocks([FilledBlocks([made], [0], slots(0))])
     with pytest.raises(NotFinite, match=name):
         ops.encode_blocks([FilledBlocks([made], [0], slots(1))])
@@ -369,19 +377,20 @@ def test_what_is_not_finite_is_refused(side: int, bad: float) -> None:
     (format,) = formats(7, "ring4", "ring3.5", 16, 16, 8)
     made = cache(format, 3, seed=1)
     (made.full_k, made.full_v)[side][1, 0, 5, 7] = bad
+    places = in_buffer(made.full_k, made.full_v)
     with pytest.raises(NotFinite, match=(format.codec_k, format.codec_v)[side].name):
-        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1, 2], slots(0, 1, 2))])
+        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1, 2], places)])
 
 
 def test_extreme_values() -> None:
     """A vector of zeros, values beyond half precision, values that are almost 0."""
     (format,) = formats(8, "ring4", "ring3.5", 16, 16, 0)
     compiled, plain = (cache(format, 1, seed=1) for _ in range(2))
-    for made in compiled, plain:
-        for full in made.full_k, made.full_v:
-            full[0, :, 0], full[0, 0, 1], full[0, 1, 3] = 0, 3e38, full[0, 1, 3] * 1e-30
-    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [0], slots(0))])
-    NumpyOps(1).encode_blocks([FilledBlocks([plain], [0], slots(0))])
+    k, v = plain.full_k.astype(np.float32), plain.full_v.astype(np.float32)
+    for x in k, v:
+        x[0, :, 0], x[0, 0, 1], x[0, 1, 3] = 0, 3e38, x[0, 1, 3] * 1e-30
+    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [0], in_buffer(k, v))])
+    NumpyOps(1).encode_blocks([FilledBlocks([plain], [0], in_buffer(k, v))])
     np.testing.assert_array_equal(compiled.k["norm"], plain.k["norm"])
     np.testing.assert_array_equal(compiled.v["norm"], plain.v["norm"])
 

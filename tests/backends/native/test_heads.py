@@ -64,6 +64,13 @@ def check(found: np.ndarray, wanted: np.ndarray) -> None:
     assert (np.abs(found - wanted) <= 1e-6 * size).all()
 
 
+def check_halves(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Each number is the nearest half of one that is within 1e-6 of the vector's norm."""
+    assert found.dtype == np.float16
+    size = np.linalg.norm(wanted, axis=-1, keepdims=True)
+    assert (np.abs(found - wanted) <= 1e-6 * size + np.spacing(np.abs(wanted).astype(np.float16)) / 2).all()
+
+
 @every_level
 @pytest.mark.parametrize("rotations", [("none", "none"), ("hadamard", "two-sided"), ("dense", "hadamard")])
 @pytest.mark.parametrize(("dim", "scaled", "normed"), [(64, False, False), (48, True, True), (256, True, False)])
@@ -109,11 +116,53 @@ def test_keys_and_values_go_to_the_slots_of_a_step(x: Case, start: int, threads:
     check(ops.place_kv(x.qkv, x.rope, prepared, cache, spans, x.norms), x.q)
     slots = [(3, start % 8)] + [((1, 4)[(start % 8 + i) // 8], (start % 8 + i) % 8) for i in range(4)]
     for row, (slot, offset) in enumerate(slots):
-        check(cache.full_k[slot, :, offset], x.k[row])
-        check(cache.full_v[slot, :, offset], x.v[row])
+        check_halves(cache.full_k[slot, :, offset], x.k[row])
+        check_halves(cache.full_v[slot, :, offset], x.v[row])
         cache.full_k[slot, :, offset] = cache.full_v[slot, :, offset] = 0
     assert not cache.full_k.any()
     assert not cache.full_v.any()
+
+
+# Between two halves, and next to them; beyond ±65504; NaN, as of a damaged model, which stays.
+NUMBERS = np.array(
+    [1 + 2**-11, 1 + 2**-10, -(2**-25), 3e-8, 65519, 65520, -1e30, np.inf, -np.inf, np.nan, 7], np.float32
+)
+
+
+@every_level
+def test_tokens_of_a_prompt_go_to_a_slot_as_the_halves_of_the_reference(level: Level) -> None:
+    """And back, and from slot to slot, as they are."""
+    format = CacheFormat(get("f16"), get("f16"), None, None, 0, 16, 3, 24)
+    compiled, plain = (NumpyOps(1).cache(format, 0, 2) for _ in range(2))
+    buffer = tuple(np.resize(NUMBERS[i:], (3, 40, 24)) for i in (0, 1))
+    for ops, cache in (HeadOps(launcher(level)), compiled), (NumpyOps(1), plain):
+        ops.copy_full(cache, Place(None, 1), Place(buffer, 2), 7)
+        ops.copy_full(cache, Place(None, 0), Place(None, 1), 5)
+    assert np.isnan(plain.full_k[1, 2, :7]).any()
+    for found, wanted in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
+        np.testing.assert_array_equal(found, wanted)
+        assert not found[1, :, 7:].any()
+    again = NumpyOps(1).buffer(format, 16)
+    HeadOps(launcher(level)).copy_full(compiled, Place(again, 0), Place(None, 1), 7)
+    np.testing.assert_array_equal(again[0][:, :7], compiled.full_k[1, :, :7])
+
+
+@every_level
+def test_slots_hold_the_halves_of_the_reference(level: Level) -> None:
+    qkv = np.resize(NUMBERS, (2, 3, 24))  # a query, a key and a value a row
+    rope = np.ones((2, 12), np.float32), np.zeros((2, 12), np.float32)
+    format = CacheFormat(get("f16"), get("f16"), None, None, 0, 16, 1, 24)
+    compiled, plain = (NumpyOps(1).cache(format, 0, 1) for _ in range(2))
+    spans = [SpanView(slice(0, 2), 3, Place(None, 0), 0, None, (), 16)]
+    ops = HeadOps(launcher(level))
+    ops.place_kv(qkv.copy(), rope, ops.prepare([HeadTransform(1)])[0], compiled, spans)
+    NumpyOps(1).append_kv(plain, spans, qkv[:, 1:2], qkv[:, 2:])
+    np.testing.assert_array_equal(compiled.full_v, plain.full_v)
+    finite = np.isfinite(qkv[:, 1, :12] * qkv[:, 1, 12:])  # 0 · infinity of RoPE is NaN
+    pairs = np.concatenate([finite, finite], axis=1)
+    np.testing.assert_array_equal(compiled.full_k[0, 0, 3:5][pairs], plain.full_k[0, 0, 3:5][pairs])
+    assert np.isnan(compiled.full_v).any()
+    assert not np.isinf(compiled.full_v).any()
 
 
 @given(cases, starts, threads)

@@ -38,10 +38,10 @@ def test_the_pieces_are_what_a_step_attends_to(shape: Shape, window: int | None)
     count, offsets = pieces[0], pieces[1 : 1 + pieces[0]]
     assert len(set(offsets.tolist())) == count
 
-    token_bytes, listed = 4 * shape.dim, np.zeros(keys.nbytes + PIECE, bool)
+    token_bytes, listed = 2 * shape.dim, np.zeros(keys.nbytes + PIECE, bool)
     for offset in offsets:
         assert offset % block_bytes % PIECE == 0
-        assert not np.isnan(keys.reshape(-1)[offset // 4])  # a piece begins with a token
+        assert not np.isnan(keys.reshape(-1)[offset // 2])  # a piece begins with a token
         listed[offset : offset + PIECE] = True
     seen = np.zeros(keys.shape[:3], bool)
     for view in case.views:

@@ -70,7 +70,7 @@ def attend(spec: Attention) -> Kernel:
 
     q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
     value_stride bytes from head to head. mean, mean_scale (K, blocks, …): the block means. full_k, full_v
-    (slots, K, N, D) float32. headers, table, full, units: of a `StepTable`, with rows of `width` and `most_full`. A
+    (slots, K, N, D) float16. headers, table, full, units: of a `StepTable`, with rows of `width` and `most_full`. A
     row sees the positions above its own minus `window`. scale: multiplies the scores.
     """
 
@@ -310,8 +310,8 @@ class _Body:
     # -- blocks in full precision ------------------------------------------------------------------------------
 
     def _full_blocks(self, queries: Sequence[_Query], full: Value) -> None:
-        e, n, dim = self.e, self.spec.block_size, self.spec.head_dim
-        following = self._first_keys(self.unit_after, nbytes := 4 * n * dim)
+        e, spec, n, dim = self.e, self.spec, self.spec.block_size, self.spec.head_dim
+        following = self._first_keys(self.unit_after, nbytes := 2 * n * dim)
         with e.loop(0, self.header.full) as number:
             at = full + number * (8 * FULL)
             slot, start = e.load(at, I64), e.load(at, I64, 8)
@@ -321,7 +321,9 @@ class _Body:
             with e.when(count > e.most(lows[0], 0)):
                 offset = (slot * self.kv_heads + self.head) * nbytes
                 first, keys, values = queries[0], self.full_k + offset, self.full_v + offset
-                full_blocks.scores(e, keys, values, dim, count, first.vector, first.scores, len(queries), self._stride)
+                widened = self.scratch + spec.at_once * self._stride
+                places = first.vector, first.scores, len(queries), self._stride, widened
+                full_blocks.scores(e, keys, values, dim, count, *places)
                 self._hide(queries, lows, highs, e.i64(n))
                 self._soften(queries, e.i64(n))
                 after = e.least(number + 1, self.header.full - 1) * (8 * FULL)

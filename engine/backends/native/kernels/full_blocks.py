@@ -1,11 +1,11 @@
-"""Attention over a block in full precision: (N, D) float32, token by token."""
+"""Attention over a block in full precision: (N, D) float16, token by token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.backends.native.values import F32, I16, Value, vector
 
 _TOKENS_AHEAD = 16  # from a value that is read to the one that is prefetched
 
@@ -16,19 +16,33 @@ def _lanes(e: Emitter, dim: int) -> int:
 
 
 def scores(
-    e: Emitter, keys: Value, after: Value, dim: int, count: Value, query: Value, out: Value, queries: int, stride: int
+    e: Emitter,
+    keys: Value,
+    after: Value,
+    dim: int,
+    count: Value,
+    query: Value,
+    out: Value,
+    queries: int,
+    stride: int,
+    widened: Value,
 ) -> None:
     """The scores of the first `count` tokens, and perhaps of some more, with each of the queries (D,).
 
     after: what is read next, whose first tokens are prefetched while the last ones of this block are read. stride:
-    bytes from one query to the next, and from one's scores to the next one's.
+    bytes from one query to the next, and from one's scores to the next one's. widened: scratch, for the keys of a
+    vector of tokens as float32.
     """
     lanes, sums = _lanes(e, dim), min(16, dim & -dim)
     kind = vector(F32, lanes)
-    lines = -(-4 * lanes * dim // (64 * queries))  # to be prefetched with each query: many at once stall the core
+    lines = -(-2 * lanes * dim // (64 * queries))  # to be prefetched with each query: many at once stall the core
     with e.loop(0, count, lanes) as token:
         following = token + lanes
-        ahead = e.variable(e.select(following < count, keys + following * (4 * dim), after))
+        ahead = e.variable(e.select(following < count, keys + following * (2 * dim), after))
+        with e.loop(0, lanes * dim, dim) as channel:
+            for first in range(0, dim, lanes):
+                halves = e.load(keys + (token * dim + channel) * 2, vector(I16, lanes), 2 * first)
+                e.store(e.half_to_float(halves), widened + channel * 4, 4 * first)
         with e.loop(0, queries * stride, stride) as own:
             parts = []  # of the sums of a dot product: as many at every level, so that all levels add in one order
             for part in range(0, sums, lanes):
@@ -36,9 +50,10 @@ def scores(
                 for number in range(lanes):
                     for line in range(number * lines // lanes, (number + 1) * lines // lanes) if not part else ():
                         e.prefetch(ahead.get() + 64 * line, 64)
-                    row, dot = keys + (token + number) * (4 * dim), e.zero(kind)
+                    dot = e.zero(kind)
                     for offset in range(4 * part, 4 * dim, 4 * sums):
-                        dot = e.fma(e.load(row, kind, offset), e.load(query + own, kind, offset), dot)
+                        key = e.load(widened, kind, 4 * dim * number + offset)
+                        dot = e.fma(key, e.load(query + own, kind, offset), dot)
                     dots.append(dot)
                 parts.append(_sums(e, dots))
             ahead.set(ahead.get() + 64 * lines)
@@ -53,25 +68,26 @@ def mix(
     """Add the values of the first `count` tokens, by each of the weights, to each of the sums (D,). after: as above."""
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
-    size = 4 * lanes * max(1, e.level.registers // 2 // len(weights))
+    size = lanes * max(1, e.level.registers // 2 // len(weights))
     distance = e.least(count, _TOKENS_AHEAD)
-    for first in range(0, 4 * dim, size):
-        offsets = range(first, min(first + size, 4 * dim), 4 * lanes)
-        totals = [[e.variable(e.load(at, kind, offset)) for offset in offsets] for at in sums]
+    for first in range(0, dim, size):
+        channels = range(first, min(first + size, dim), lanes)
+        totals = [[e.variable(e.load(at, kind, 4 * channel)) for channel in channels] for at in sums]
         with e.loop(0, count) as token:
             if not first:
                 ahead = token + distance
                 is_own = ahead < count
-                place = e.select(is_own, ahead, ahead - count) * (4 * dim)
-                e.prefetch(e.select(is_own, values, after) + place, 4 * dim)
-            row = [e.load(values + token * (4 * dim), kind, offset) for offset in offsets]
+                place = e.select(is_own, ahead, ahead - count) * (2 * dim)
+                e.prefetch(e.select(is_own, values, after) + place, 2 * dim)
+            halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
+            row = [e.half_to_float(own) for own in halves]
             for at, own in zip(weights, totals, strict=True):
                 weight = e.broadcast(at + token * 4, F32, lanes)
                 for value, total in zip(row, own, strict=True):
                     total.set(e.fma(value, weight, total.get()))
         for at, own in zip(sums, totals, strict=True):
-            for offset, total in zip(offsets, own, strict=True):
-                e.store(total.get(), at, offset)
+            for channel, total in zip(channels, own, strict=True):
+                e.store(total.get(), at, 4 * channel)
 
 
 def _sums(e: Emitter, vectors: list[Value]) -> Value:

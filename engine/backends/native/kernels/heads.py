@@ -7,6 +7,7 @@ from functools import cache
 
 from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native.float_ops import to_full_precision
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
 from polarlm.engine.backends.native.kernels.rows import inverse_rms
 from polarlm.engine.backends.native.values import F32, I64, Value, vector
@@ -40,8 +41,8 @@ def transform(spec: Heads) -> Kernel:
 
     group: H / K. cos, sin (T, D/2). key_factor (H + K, D) and value_factor (K, D), or one row for all heads, if
     *_factor_stride, bytes from head to head, is 0. key_rotation, value_rotation: memory of a `Rotation`. Row t of KV
-    head j goes to k and v, in bytes: t · row_stride + j · head_stride; or, in slots, slot · row_stride +
-    j · head_stride + offset · 4D, with slot and offset from `places` (T, 2) int64.
+    head j goes to k and v, in bytes: as float32 to t · row_stride + j · head_stride; or, in slots, as float16 to
+    slot · row_stride + j · head_stride + offset · 2D, with slot and offset from `places` (T, 2) int64.
     """
     dim, row_bytes, order = spec.dim, 4 * spec.dim, spec.keys[1]
 
@@ -55,14 +56,17 @@ def transform(spec: Heads) -> Kernel:
             heads_at, half_at = qkv + row * (queries + kv_heads * 2) * row_bytes, row * (row_bytes // 2)
             if spec.in_slots:
                 at = places + row * 16
-                place = e.load(at, I64) * row_stride + head * head_stride + e.load(at, I64, 8) * row_bytes
+                place = e.load(at, I64) * row_stride + head * head_stride + e.load(at, I64, 8) * (2 * dim)
+                # Float32 on its way to a slot: after the vectors for a matrix.
+                own_k = own_v = scratch + (group + (1 + _TOGETHER)) * row_bytes
             else:
                 place = row * row_stride + head * head_stride
+                own_k, own_v = k + place, v + place
 
             def target_of(i: Value) -> Value:
                 """Where query i of the group goes, or its key, which follows the queries."""
                 query = q + (row * queries + head * group + i) * row_bytes
-                return e.select(i >= group, k + place, query)
+                return e.select(i >= group, own_k, query)
 
             # For a matrix, all of them lie in scratch first, so that several share each pass over it.
             with e.loop(0, group + 1) as i:
@@ -80,14 +84,18 @@ def transform(spec: Heads) -> Kernel:
                         for member, value in enumerate(vectors):
                             with e.when(first + member <= group):
                                 e.store(value, target_of(first + member), offset)
-            source, target = heads_at + (queries + kv_heads + head) * row_bytes, v + place
+            if spec.in_slots:
+                _put(e, own_k, k + place, dim)
+            source = heads_at + (queries + kv_heads + head) * row_bytes
             if spec.values[0]:
                 factor = value_factor + head * value_factor_stride
                 for channel, lanes in pieces(dim):
                     kind, offset = vector(F32, lanes), 4 * channel
                     e.store(e.load(source, kind, offset) * e.load(factor, kind, offset), scratch, offset)
                 source = scratch
-            rotate(e, source, target, value_rotation, dim, spec.values[1])
+            rotate(e, source, own_v, value_rotation, dim, spec.values[1])
+            if spec.in_slots:
+                _put(e, own_v, v + place, dim)
 
     factors = "key_factor", "value_factor", "key_rotation", "value_rotation"
     strides = "row_stride", "head_stride", "key_factor_stride", "value_factor_stride"
@@ -112,3 +120,24 @@ def _norm_and_rope(
         turned = e.fma(low, c, -(high * s)), e.fma(high, c, low * s)
         for part, place in zip(turned, places, strict=True):
             e.store(part * e.load(factor, kind, place) if spec.keys[0] else part, target, place)
+
+
+@cache
+def to_slot(dim: int) -> Kernel:
+    """Tokens of k and v (K, tokens, D) float32 → a slot, float16; unit by KV head. Strides: bytes from head to head."""
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        from_k, from_v, to_k, to_v, tokens, from_stride, to_stride = args
+        with e.loop(begin, end) as head, e.loop(0, tokens) as token:
+            for source, target in ((from_k, to_k), (from_v, to_v)):
+                own, place = source + head * from_stride, target + head * to_stride
+                _put(e, own + token * (4 * dim), place + token * (2 * dim), dim)
+
+    pointers = "from_k", "from_v", "to_k", "to_v"
+    return Kernel(f"to_slot_{dim}", emit, pointers, ("tokens", "from_stride", "to_stride"))
+
+
+def _put(e: Emitter, x: Value, target: Value, dim: int) -> None:
+    """x (D,) float32 → target (D,) float16."""
+    for first, lanes in pieces(dim):
+        e.store(to_full_precision(e, e.load(x, vector(F32, lanes), 4 * first)), target, 2 * first)

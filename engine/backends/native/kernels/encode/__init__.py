@@ -29,14 +29,14 @@ from polarlm.engine.quantization.encode import LARGEST
 def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:
     """Encodes blocks; into tiles, if they are given.
 
-    addresses (units, len(POINTERS)): int64, of each unit; dim: D. A byte of `damaged` (units,) becomes 1 where x is not
-    finite. Scratch: `scratch_bytes`.
+    addresses (units, len(POINTERS)): int64, of each unit; dim: D; is_half: whether all x are float16, as in slots. A
+    byte of `damaged` (units,) becomes 1 where x is not finite. Scratch: `scratch_bytes`.
     """
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        addresses, damaged, dim = args
+        addresses, damaged, dim, is_half = args
         with e.loop(begin, end) as number:
-            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, scratch)
+            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, is_half, scratch)
             e.store(load(unit, LARGEST if encoding.has_metric else ANY), damaged + number)
             measure(unit)
             if not encoding.has_metric:
@@ -59,4 +59,4 @@ def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:
                 tiles.emit_pack(e, unit.codes, unit.norms, unit.given["tiles"])
 
     name = encoding.name + ("" if tiles is None else f"_{tiles.name}")
-    return Kernel(name, emit, ("addresses", "damaged"), ("dim",))
+    return Kernel(name, emit, ("addresses", "damaged"), ("dim", "is_half"))

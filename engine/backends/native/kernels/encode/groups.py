@@ -20,9 +20,9 @@ def encode_groups(encoding: Encoding, tiles: PackedTiles) -> Kernel:
     choose = _round_to_bytes if encoding.bits == 8 else _round_to_nibbles
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        addresses, damaged, dim = args
+        addresses, damaged, dim, is_half = args
         with e.loop(begin, end) as number:
-            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, scratch)
+            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, is_half, scratch)
             e.store(load(unit, float(SATURATION)), damaged + number)
             scales = unit.take(dim // _GROUP * unit.row)
             with e.loop(0, dim // _GROUP) as group, unit.vectors() as offset:
@@ -35,7 +35,7 @@ def encode_groups(encoding: Encoding, tiles: PackedTiles) -> Kernel:
                 codes = unit.errors
             tiles.emit_pack(e, codes, scales, unit.given["tiles"])
 
-    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, ("addresses", "damaged"), ("dim",))
+    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, ("addresses", "damaged"), ("dim", "is_half"))
 
 
 def _inverse(e: Emitter, scale: Value) -> Value:
@@ -83,9 +83,9 @@ def encode_halves(encoding: Encoding, is_keys: bool, name: str) -> Kernel:
     """Blocks as `f16` into tiles of this name; arguments as of `encode`."""
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        addresses, damaged, dim = args
+        addresses, damaged, dim, is_half = args
         with e.loop(begin, end) as number:
-            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, scratch)
+            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, is_half, scratch)
             tile = unit.given["tiles"]
             if is_keys:
                 e.store(load(unit, float(HALF_MAX)), damaged + number)
@@ -94,4 +94,4 @@ def encode_halves(encoding: Encoding, is_keys: bool, name: str) -> Kernel:
             else:
                 e.store(load_halves(unit, tile), damaged + number)
 
-    return Kernel(f"encode_mean{encoding.mean_bits}_{name}", emit, ("addresses", "damaged"), ("dim",))
+    return Kernel(f"encode_mean{encoding.mean_bits}_{name}", emit, ("addresses", "damaged"), ("dim", "is_half"))

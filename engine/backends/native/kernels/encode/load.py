@@ -9,7 +9,7 @@ import numpy as np
 from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.float_ops import float_to_half
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
-from polarlm.engine.backends.native.values import F32, I8, I32, Value, Variable, vector
+from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, Variable, vector
 from polarlm.engine.codecs._arrays import HALF_MAX
 
 ANY = float(np.finfo(np.float32).max)
@@ -20,12 +20,12 @@ _F8, _F16, _I16 = vector(F32, 8), vector(F32, LANES), vector(I32, LANES)
 
 def load(unit: Unit, limit: float) -> Value:
     """x of the unit to `x`, centred and clipped to ±limit. Returns a byte: whether it is not finite."""
-    e, stride = unit.e, unit.dim * 4
+    e, stride, given = unit.e, unit.dim * 4, _as_floats(unit)
     if unit.encoding.mean_bits:
-        _centre(unit)
+        _centre(unit, given)
     bad = e.variable(e.zero(_I16))
     with e.loop(0, unit.dim, 8) as channel, unit.vectors() as offset:
-        source = unit.given["x"] + channel * 4 + (offset >> 2) * stride
+        source = given + channel * 4 + (offset >> 2) * stride
         halves = []
         for _ in range(LANES):
             halves.append(e.load(source, _F8))
@@ -43,13 +43,21 @@ def load(unit: Unit, limit: float) -> Value:
 
 def load_halves(unit: Unit, out: Value) -> Value:
     """x of the unit → float16 rows at `out`, of D rounded up to 16. Returns a byte: whether it is not finite."""
-    e = unit.e
+    e, given = unit.e, _as_floats(unit)
     bad = e.variable(e.zero(vector(I32, 8)))
     with e.loop(0, unit.tokens) as token, e.loop(0, unit.dim, 8) as channel:
-        value = e.load(unit.given["x"] + (token * unit.dim + channel) * 4, _F8)
+        value = e.load(given + (token * unit.dim + channel) * 4, _F8)
         half = float_to_half(e, _clipped(e, value, float(HALF_MAX), bad))
         e.store(half, out + (token * ((unit.dim + 15) & -16) + channel) * 2)
     return _any_byte(e, bad)
+
+
+def _as_floats(unit: Unit) -> Value:
+    """The address of x (N, D) as float32; if it is given as halves, these are written to `errors`."""
+    e = unit.e
+    with e.when(unit.is_half > 0), e.loop(0, unit.dim * unit.tokens, LANES) as i:
+        e.store(e.half_to_float(e.load(unit.given["x"] + i * 2, vector(I16, LANES))), unit.errors + i * 4)
+    return e.select(unit.is_half > 0, unit.errors, unit.given["x"])
 
 
 def _clipped(e: Emitter, value: Value, limit: float, bad: Variable) -> Value:
@@ -78,9 +86,9 @@ def measure(unit: Unit) -> None:
         e.store(e.select(norm > 0.0, inverse, e.zero(_F16)), unit.inverses + offset)
 
 
-def _centre(unit: Unit) -> None:
-    """The mean to its fields, and as it reads back to `mean`: as `conditioning.centre` does it."""
-    e, source, stride = unit.e, unit.given["x"], unit.dim * 4
+def _centre(unit: Unit, source: Value) -> None:
+    """The mean of the vectors at `source` to its fields, and as it reads back to `mean`: as `conditioning.centre`."""
+    e, stride = unit.e, unit.dim * 4
     top = e.variable(e.zero(_F8))
     with e.loop(0, unit.dim, 8) as channel:
         total = e.variable(e.load(source + channel * 4, _F8))

@@ -21,9 +21,9 @@ def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel:
     """Blocks into tiles; arguments as of `encode`."""
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        addresses, damaged, dim = args
+        addresses, damaged, dim, is_half = args
         with e.loop(begin, end) as number:
-            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, scratch)
+            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, is_half, scratch)
             e.store(load(unit, ANY), damaged + number)
 
             def write(channels: Value, halves: int) -> None:
@@ -40,7 +40,7 @@ def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel:
             if tiles.head_dim % 16:
                 write(e.i64(tiles.head_dim // 16), 1)
 
-    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, ("addresses", "damaged"), ("dim",))
+    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, ("addresses", "damaged"), ("dim", "is_half"))
 
 
 def _quantize(e: Emitter, x: Sequence[Value], levels: int) -> tuple[list[Value], list[Value], list[Value]]:

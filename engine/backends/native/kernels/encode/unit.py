@@ -17,8 +17,9 @@ from polarlm.engine.backends.native.values import F32, I8, I16, POINTER, Type, V
 LANES = 16
 _F16 = vector(F32, LANES)
 
-# Addresses of a unit, int64 each: x (N, D) float32; the metric's arrays of its KV head, as `Encoding` describes them;
-# where the results are written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the fields of the mean.
+# Addresses of a unit, int64 each: x (N, D) float32 or float16; the metric's arrays of its KV head, as `Encoding`
+# describes them; where the results are written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the
+# fields of the mean.
 POINTERS = ("x", "feedback", "matrix", "mean_query", "along", "codes", "norms", "tiles", "mean", "mean_scale")
 ROW_PAD = LANES  # zeros before and after the coefficients of a row of tokens
 
@@ -94,8 +95,11 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
 class Unit:
     """Writes the code for one block."""
 
-    def __init__(self, e: Emitter, encoding: Encoding, addresses: Value, dim: Value, scratch: Value) -> None:
-        self.e, self.encoding, self.dim = e, encoding, dim
+    def __init__(
+        self, e: Emitter, encoding: Encoding, addresses: Value, dim: Value, is_half: Value, scratch: Value
+    ) -> None:
+        """is_half: above 0 if x is float16."""
+        self.e, self.encoding, self.dim, self.is_half = e, encoding, dim, is_half
         self.given = {name: e.load(addresses, POINTER, 8 * place) for place, name in enumerate(POINTERS)}
         self.width, self.tokens = encoding.width, encoding.tokens
         self.row = 4 * self.tokens  # bytes
