@@ -51,11 +51,18 @@ def bare_model(
 
 
 def feed(
-    model: Transformer, kv: SequenceKV, ids: Sequence[int], *, step: bool = False, round_trip: bool = False
+    model: Transformer,
+    kv: SequenceKV,
+    ids: Sequence[int],
+    *,
+    step: bool = False,
+    round_trip: bool = False,
+    as_steps: bool = False,
 ) -> np.ndarray:
     """Feed `ids` in one span of a prompt or of a step → logits (T, V)."""
     store = model.store
-    span = store.open_step(kv, len(ids)) if step else store.open(kv, len(ids), round_trip=round_trip)
+    prompt = {"round_trip": round_trip, "as_steps": as_steps}
+    span = store.open_step(kv, len(ids)) if step else store.open(kv, len(ids), **prompt)
     hidden = model.forward([span], ids)
     model.store.commit(span)
     return model.logits(hidden)

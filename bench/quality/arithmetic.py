@@ -125,7 +125,7 @@ def chunk_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndar
     start = prompt
     while start < len(ids):
         chunk = ids[start : (start // size + 1) * size]
-        span = model.store.open(sequence, len(chunk))
+        span = model.store.open(sequence, len(chunk), as_steps=True)
         kept.append(model.logits(model.forward([span], chunk)))
         model.store.commit(span)
         start += len(chunk)

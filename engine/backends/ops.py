@@ -218,7 +218,7 @@ class Ops(Protocol):
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
         """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
 
-        Slots hold halves: numbers beyond ±65504 become these, NaN stays NaN.
+        Slots hold halves: numbers beyond ±65504 become these, and NaN stays NaN; on the CPU infinity becomes NaN.
         """
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:

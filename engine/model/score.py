@@ -50,7 +50,7 @@ def states(
     size = model.store.shape.block_size
     for start in range(0, len(ids), size):
         chunk = ids[start : start + size]
-        span = model.store.open(kv, len(chunk), round_trip=every_token_coded)
+        span = model.store.open(kv, len(chunk), round_trip=every_token_coded, as_steps=not every_token_coded)
         try:
             hidden = model.forward([span], chunk)
         except BaseException:

@@ -187,11 +187,11 @@ def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
     assert served.bits_per_value - plain.bits_per_value == pytest.approx((8 + 16 / 8) / 64 / 2)
 
 
-def test_where_all_is_in_full_precision_nothing_is_lost(measured: Quality) -> None:
-    """The first two blocks have no codes as served: they are the first and the current one."""
+def test_where_nothing_is_coded_hardly_anything_is_lost(measured: Quality) -> None:
+    """The first two blocks have no codes as served: they are the first and the current one, as halves."""
     served, coded = (row for row in measured.rows if row.type == "polarquant")
-    assert served.kl_by_position[0].kl_mean < 1e-6 < coded.kl_by_position[0].kl_mean
-    assert all(one.kl_mean > 1e-6 for one in served.kl_by_position[1:])
+    assert served.kl_by_position[0].kl_mean < 1e-5 < coded.kl_by_position[0].kl_mean
+    assert all(one.kl_mean > 1e-5 for one in served.kl_by_position[1:])
     assert len(served.kl_by_position) > 1
 
 

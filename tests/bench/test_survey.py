@@ -57,13 +57,13 @@ def test_float32_is_left_out_only_where_it_does_not_fit(tiny_path: Path, monkeyp
 
 def test_a_window_is_as_long_as_memory_allows(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "most", lambda: 1 << 30)
-    monkeypatch.setattr(host_memory, "available", lambda: 300_000)
+    monkeypatch.setattr(host_memory, "available", lambda: 250_000)
     survey = Survey(str(tiny_path), cache_types("f16,compact"), 256, NumpyOps(1), lambda sentence: None)
     assert 64 < survey.context < 256
     for _ in survey.score(IDS[: survey.context]):
         pass
     survey.close()
-    monkeypatch.setattr(host_memory, "available", lambda: 200_000)
+    monkeypatch.setattr(host_memory, "available", lambda: 150_000)
     with pytest.raises(EngineError, match="too little") as caught:
         Survey(str(tiny_path), cache_types("f16,compact"), 256, NumpyOps(1), lambda sentence: None)
     assert caught.value.code == "out_of_memory"

@@ -128,8 +128,9 @@ def test_codes_of_accepted_tokens_are_those_of_plain_runs(path_of: PathOf, ops: 
                 assert ops.__class__ is NumpyOps  # then the stored tokens differ
                 continue
             assert drafts.accepted > 20
-            for one, other in zip(stored(engine, whole), wanted, strict=True):
-                same = np.array_equal(one.view(np.uint8), other.view(np.uint8))
-                assert same or (ops.__class__ is NumpyOps and np.mean(one != other) < 0.02)
-                compared += one.size
+            found = [array.view(np.uint8) for array in stored(engine, whole)]
+            different = [one != other.view(np.uint8) for one, other in zip(found, wanted, strict=True)]
+            size = sum(one.size for one in found)
+            assert sum(map(np.sum, different)) <= (0.02 * size if ops.__class__ is NumpyOps else 0)
+            compared += size
     assert compared > 1000

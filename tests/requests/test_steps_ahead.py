@@ -22,7 +22,7 @@ from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.sample import NEWEST, NOT_FINITE, Draw, Fetch, Sampled
 from tests.sampling.constrained import InTurn
-from tests.tiny import VOCABULARY, assert_idle, blocks_left, held, load_tiny, make_model, preemptions
+from tests.tiny import VOCABULARY, assert_idle, blocks_left, forget, held, load_tiny, make_model, preemptions
 
 BLOCK, PARALLEL, CONTEXT = 8, 4, 160
 ANEW = PromptOptions(cache_prompt=False)
@@ -106,8 +106,10 @@ def test_the_row_behind_a_stop_token_leaves_nothing(engine: Engine, plain: Engin
     prompt = [*range(5, 5 + BLOCK)]
     whole = plain.generate(prompt, drawn()).token_ids
     end = next(i for i in range(number, len(whole)) if whole[i] not in whole[:i])
-    answer = engine.generate(prompt, drawn(stop_token_ids=(whole[end],)))
-    assert (answer.token_ids, answer.finish_reason) == (whole[:end], "stop")
+    forget(plain)
+    for one in (plain, engine):
+        answer = one.generate(prompt, drawn(stop_token_ids=(whole[end],)))
+        assert (answer.token_ids, answer.finish_reason) == (whole[:end], "stop")
     assert ops.events.count("begins") == ops.events.count("tokens") + 1  # in vain
     assert not any(map(any, held(engine)))
     turn = [*prompt, *answer.token_ids, 30, 31]

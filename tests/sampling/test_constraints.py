@@ -17,6 +17,7 @@ from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.sampling.constraints import allowed_bits, checked_mask
 from polarlm.engine.sampling.sample import Draw, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
+from tests.requests.drafters import ANEW
 from tests.sampling.constrained import InTurn, mask_of
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
 
@@ -152,7 +153,7 @@ def with_others(engine: Engine, constraint: InTurn) -> tuple[list[Chunk | Except
     trays: list[list[Chunk | Exception]] = [[], [], []]
     for number, tray in enumerate(trays):
         given = constraint if number == 1 else None
-        engine.submit(PROMPT, replace(PARAMS, seed=number), into=tray, constraint=given)
+        engine.submit(PROMPT, replace(PARAMS, seed=number), ANEW, into=tray, constraint=given)
     while engine.work():
         pass
     return trays[1], [fold(tray) for tray in (trays[0], trays[2])]
@@ -174,7 +175,7 @@ def test_an_error_ends_only_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, constraint: InTurn, tokens: int, error: str
 ) -> None:
     by_count(engine, monkeypatch)
-    alone = [fold(engine.stream(PROMPT, replace(PARAMS, seed=number))) for number in (0, 2)]
+    alone = [fold(engine.stream(PROMPT, replace(PARAMS, seed=number), ANEW)) for number in (0, 2)]
     given, others = with_others(engine, constraint)
     assert [answer.token_ids for answer in others] == [answer.token_ids for answer in alone]
     *chunks, last = given

@@ -107,8 +107,9 @@ def test_echo_puts_the_prompt_before_the_answer(shared: Serving, prompt: Any) ->
 
 def test_echo_with_logprobs_has_those_of_the_prompt(shared: Serving) -> None:
     ids = shared.engine.tokenize("then he ran")
-    expected = shared.engine.generate(ids, SamplingParams(max_tokens=0, prompt_logprobs=2)).prompt_logprobs
-    answer = shared.engine.generate(ids, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    answer = shared.engine.generate(ids, params)
+    expected = answer.prompt_logprobs
     for prompt in ("then he ran", ids):
         (choice,) = choices(shared, prompt=prompt, echo=True, logprobs=2)
         found = choice.logprobs

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import Engine, PromptOptions, SamplingParams
 from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import CONTEXT, forget
@@ -129,9 +129,10 @@ def test_timings_count_and_time_both_parts(shared: Serving) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_probabilities_of_the_most_likely_tokens(shared: Serving, n: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=n)
-    expected = shared.engine.generate(PROMPT, params).logprobs
-    found = complete(shared, n_probs=n)["completion_probabilities"]
-    assert [part for event in events(shared, n_probs=n)[:-1] for part in event["completion_probabilities"]] == found
+    expected = shared.engine.generate(PROMPT, params, PromptOptions(cache_prompt=False)).logprobs
+    asked = {"n_probs": n, "cache_prompt": False}
+    found = complete(shared, **asked)["completion_probabilities"]
+    assert [part for event in events(shared, **asked)[:-1] for part in event["completion_probabilities"]] == found
     for one, known in zip(found, expected, strict=True):
         assert (one["id"], one["logprob"]) == (known.id, known.logprob)
         assert [(top["id"], top["logprob"]) for top in one["top_logprobs"]] == list(known.top)

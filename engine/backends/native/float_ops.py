@@ -47,11 +47,9 @@ def to_full_precision(e: Emitter, x: Value) -> Value:
     """float32 → the float16, as int16, that sinks and current blocks have for it: as `numpy.attention.rounded`."""
     integers = vector(I32, x.lanes) if x.lanes else I32
     limit = float(HALF_MAX)
-    clipped = e.select(x > limit, e.like(limit, x), x)  # unlike `minimum`, keeps NaN
-    half = float_to_half(e, e.select(clipped < -limit, e.like(-limit, x), clipped))
-    if e.level.has("f16c"):
-        return half
-    return e.select((x.bits(integers) & 0x7FFFFFFF) > 0x7F800000, e.like(0x7E00, half), half)
+    clipped = e.select(x > limit, e.like(limit, x), e.select(x < -limit, e.like(-limit, x), x))
+    half = float_to_half(e, clipped)
+    return e.select((x.bits(integers) & 0x7FFFFFFF) < 0x7F800000, half, e.like(0x7E00, half))
 
 
 def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Value], Value]:

@@ -89,9 +89,13 @@ class LayerCache:
 def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """x as memory of `dtype` stores it: as float16 the nearest one, and ±65504 for numbers beyond them, as on a GPU.
 
-    NaN stays NaN, which logits and codecs are checked for.
+    What is not finite becomes NaN, for which logits and codecs are checked.
     """
-    return x if dtype in (np.float32, x.dtype) else np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
+    if dtype in (np.float32, x.dtype):
+        return x
+    halves = np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
+    halves[~np.isfinite(x)] = np.nan
+    return halves
 
 
 def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, window: int | None) -> None:

@@ -12,7 +12,7 @@ from polarlm.engine.codecs import NotFinite
 from tests.kv.fed import KV_HEADS, D, N, make_store
 
 GIVEN = np.array([1 / 3, -1e-9, 65504, 65519, 65520, -1e30, np.inf, -np.inf, np.nan], np.float32)
-STORED = np.array([0.33325195, 0, 65504, 65504, 65504, -65504, 65504, -65504, np.nan], np.float16)
+STORED = np.array([0.33325195, 0, 65504, 65504, 65504, -65504, np.nan, np.nan, np.nan], np.float16)
 
 
 def tokens(count: int = N) -> np.ndarray:
@@ -41,7 +41,7 @@ def test_a_slot_takes_two_bytes_a_value() -> None:
 
 @pytest.mark.parametrize("way", ["step", "two slots", "prompt", "session"])
 def test_what_a_slot_stores(way: str) -> None:
-    """The nearest halves; beyond ±65504 these, as on a GPU; NaN, which a damaged model gives, stays to be found."""
+    """The nearest halves; beyond ±65504 these, as on a GPU; NaN for what is not finite, as of a damaged model."""
     ops, cache = caches()
     given = tokens()
     if way == "session":
