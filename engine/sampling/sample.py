@@ -117,7 +117,7 @@ class Fetch(NamedTuple):
     wait: Callable[[], list[Sampled]]
 
 
-def sample_all(logits: np.ndarray, draws: Sequence[Draw], best: Sequence[int | None] | None = None) -> list[Sampled]:
+def sample_all(logits: np.ndarray, draws: Sequence[Draw], best: Sequence[int] | None = None) -> list[Sampled]:
     """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises.
 
     best: for each row, as for `sample`.
@@ -130,11 +130,13 @@ def sample_all(logits: np.ndarray, draws: Sequence[Draw], best: Sequence[int | N
             return error
         return token if draw.logprobs is None else token_logprob(row[: draw.vocabulary], token, draw.logprobs)
 
-    return [one(*given) for given in zip(logits, draws, best or [None] * len(draws), strict=True)]
+    known: Sequence[int | None] = [None] * len(draws) if best is None else best
+    return [one(*given) for given in zip(logits, draws, known, strict=True)]
 
 
 def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
-    """Draw a token id from logits (V,). best: the id of the largest logit, where it is known; all are finite then.
+    """Draw a token id from logits (V,). best: the id of the largest logit, where it is known: negative if one of them is
+    not finite. Else −infinity is the logit of a token that is never drawn.
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
@@ -142,7 +144,9 @@ def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
     if best is None:
         best = int(given.argmax())
         if not math.isfinite(given[best]):  # the argmax of an array with NaN is that of a NaN
-            raise EngineError(NOT_FINITE, "model_damaged")
+            best = -1
+    if best < 0:
+        raise EngineError(NOT_FINITE, "model_damaged")
     logits = _adjust(given, params, draw.recent)
     if draw.dry is not None:
         logits = _subtract(logits, draw.dry)

@@ -226,7 +226,8 @@ def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backe
         else:
             with engine:
                 codes = [code_of(engine.score, ids) for ids in (TEXT, TEXT[:3])]
-                if (name, value) != ("output", math.inf):  # a logit of −infinity is a token that is never drawn
+                # In NumPy, as on a GPU, a logit of −infinity is a token that is never drawn.
+                if (name, value) != ("output", math.inf) or not isinstance(engine._model.ops, NumpyOps):
                     codes += [code_of(engine.generate, ids, GREEDY) for ids in (TEXT, TEXT[:3])]
                 assert_idle(engine)
         assert set(codes) == {"model_damaged"}, (name, value, cache_type)
