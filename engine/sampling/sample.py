@@ -135,8 +135,8 @@ def sample_all(logits: np.ndarray, draws: Sequence[Draw], best: Sequence[int] | 
 
 
 def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
-    """Draw a token id from logits (V,). best: the id of the largest logit, where it is known: negative if one of them is
-    not finite. Else −infinity is the logit of a token that is never drawn.
+    """Draw a token id from logits (V,). best: the id of the largest logit, where it is known: negative if some logits
+    are not finite. Else −infinity is the logit of a token that is never drawn.
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """

@@ -226,6 +226,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
         ({"output_config": {"effort": 5}}, "output_config.effort"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management.edits[0]"),
     ],

@@ -203,6 +203,8 @@ def test_a_base_url_may_lack_the_version(server: Serving) -> None:
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": 5}}}, "text.format.strict"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
@@ -219,6 +221,15 @@ def test_a_wrong_value_is_a_bad_request_that_names_the_field(
     error = response.json()["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert error["message"].startswith(param)
+
+
+def test_keywords_that_are_not_supported_are_refused_where_a_format_is_strict(server: Serving) -> None:
+    format = {"type": "json_schema", "schema": {"type": "integer", "not": {}}}
+    assert server.post("/v1/responses", arguments(text={"format": format})).status_code == 200
+    refused = server.post("/v1/responses", arguments(text={"format": {**format, "strict": True}}))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "text.format"
+    assert '"not"' in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

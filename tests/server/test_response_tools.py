@@ -87,6 +87,30 @@ def test_a_function_outside_of_a_namespace_has_none(agent: Serving) -> None:
     assert (call.name, call.namespace) == ("exec_command", None)
 
 
+def test_some_of_the_functions_are_allowed(agent: Serving) -> None:
+    named = {"type": "function", "namespace": "multi_agent_v1", "name": "exec_command"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [named, {"type": "web_search"}]}
+    response = agent.openai.responses.create(**_without_seed({**CODEX, "tool_choice": choice}))
+    assert {(call.name, call.namespace) for call in response.output} == {("exec_command", "multi_agent_v1")}
+    assert response.tool_choice.model_dump() == {**choice, "tools": [named]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"mode": "never", "tools": [function("exec_command")]}, "tool_choice.mode"),
+        ({"mode": "auto", "tools": [function("none")]}, "tool_choice.tools[0]"),
+        ({"mode": "auto", "tools": []}, "tool_choice.tools"),
+        ({"mode": "auto"}, "tool_choice.tools"),
+    ],
+)
+def test_a_wrong_choice_of_functions_is_a_bad_request(agent: Serving, choice: dict[str, Any], param: str) -> None:
+    body = {**CODEX, "tool_choice": {"type": "allowed_tools", **choice}}
+    response = agent.post("/v1/responses", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
 @pytest.mark.parametrize("kind", ["web_search", "image_generation", "local_shell", "mcp", "custom"])
 def test_tools_that_are_no_functions_are_left_out_with_a_warning(agent: Serving, kind: str) -> None:
     body = {**CODEX, "max_output_tokens": 2, "tools": [function("f"), {"type": kind}, {"type": kind}]}

@@ -70,9 +70,19 @@ def read_choice(value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, str):
         return {} if value is None else {"tool_choice": value}
     choice = members("tool_choice", value)
-    if choice.get("type") != "function":
-        raise wrong("tool_choice.type", "function", choice.get("type"))
-    return {"tool_choice": {"type": "function", "function": {"name": named_function("tool_choice", choice)}}}
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        some = [(at, tool) for at, tool, _ in _each("tool_choice.tools", choice.get("tools"))]
+        functions = [_function(at, tool) for at, tool in some if tool.get("type") == "function"]
+        return {"tool_choice": {"type": kind, kind: {"mode": choice.get("mode"), "tools": functions}}}
+    if kind != "function":
+        raise wrong("tool_choice.type", "function or allowed_tools", kind)
+    return {"tool_choice": _function("tool_choice", choice)}
+
+
+def _function(at: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a choice names a function by, in our own names. Raises BadRequest."""
+    return {"type": "function", "function": {"name": named_function(at, given)}}
 
 
 def left_out(body: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from polarlm.server.http.generation import About
@@ -34,9 +35,11 @@ def read_own(
     for i, tool in enumerate(body.get("tools", ())):
         places |= _absolute(f"tools[{i}]", tool)
     try:
-        return read(body, about.model.tokenizer.tokenize, takes, parse_special=about.parse_special)
+        asked = read(body, about.model.tokenizer.tokenize, takes, parse_special=about.parse_special)
     except BadRequest as error:
         raise _renamed(error, {**places, **names}) from None
+    by = asked.constrained_by
+    return asked if by is None else replace(asked, constrained_by=names.get(by, by))
 
 
 def _absolute(at: str, given: Any) -> dict[str, str]:

@@ -28,6 +28,7 @@ _SAME_NAMES = (
 _NAMES = {
     "stop": "stop_sequences",
     "tool_choice": "tool_choice",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
 }  # of fields that are called otherwise here

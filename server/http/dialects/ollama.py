@@ -41,6 +41,7 @@ _OPTIONS = {
 }  # that change an answer, and our names for them; the others are about memory and speed
 _NAMES = {
     **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
+    "response_format.json_schema.schema": "format",
     "response_format": "format",
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",

@@ -35,7 +35,9 @@ _SAME_NAMES = (
 _NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "tool_choice.allowed_tools": "tool_choice",
     "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }  # of fields that are called otherwise here
@@ -218,7 +220,11 @@ def _call(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choice(own: Any, tools: ResponseTools) -> Any:
     """The `tool_choice` of a response."""
-    return own if isinstance(own, str) else {"type": "function", **tools.named(own["function"]["name"])}
+    if isinstance(own, str):
+        return own
+    if (allowed := own.get("allowed_tools")) is not None:
+        return {"type": "allowed_tools", **allowed, "tools": [_choice(one, tools) for one in allowed["tools"]]}
+    return {"type": "function", **tools.named(own["function"]["name"])}
 
 
 def _text_settings(value: Any) -> dict[str, Any]:
@@ -234,7 +240,7 @@ def _text_settings(value: Any) -> dict[str, Any]:
             raise wrong("text.format.type", "text, json_object or json_schema", kind)
         own["response_format"] = {"type": kind}
         if kind == "json_schema":
-            own["response_format"]["json_schema"] = {"schema": format.get("schema")}
+            own["response_format"]["json_schema"] = {"schema": format.get("schema"), "strict": format.get("strict")}
     return own
 
 
