@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polarlm.bench import report
 from polarlm.bench.quality.causes import format_table
+from polarlm.bench.quality.scores import position_cells
 from polarlm.engine.kv.cache_types import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,6 +77,13 @@ def causes_table() -> str:
         f"`{measured['command']}`."
     )
     return "\n".join([format_table(measured["depths"]), "", source])
+
+
+def positions_table() -> str:
+    """KL by position in a long text, by type and way of scoring."""
+    measured = newest(f"positions-{DEMO}")
+    rows = [(f"{_label(row['type'])}, {row['scored_as']}", row["kl_by_position"]) for row in measured["rows"]]
+    return "\n".join([report.table(*position_cells(rows)), "", _source(measured, measured["exact_perplexity"])])
 
 
 def weights_table() -> str:
@@ -153,6 +162,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT)},
     DOCUMENT: {
         "quality": lambda: quality_table(newest(f"quality-{DEMO}")),
+        "positions": positions_table,
         "causes": causes_table,
         "ablation": ablation_table,
         "key bias": key_bias_table,
