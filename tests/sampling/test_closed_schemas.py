@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,21 +13,11 @@ from polarlm.engine import EngineError, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.sampling.schemas import STRICT
-from polarlm.model_loaders.tokenizers import load_for_gguf
-from tests.model_loaders import vocabularies as vocab
 
 NUMBER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": NUMBER}, "required": ["b"]}
 OPEN = {**A, "additionalProperties": True}
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    tokenizer = load_for_gguf(vocab.tiny_bpe())
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    yield grammars
-    grammars.close()
 
 
 def is_answer(grammars: Grammars, schema: dict[str, Any] | str, text: str) -> bool:

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,6 @@ from tests.model_loaders import vocabularies as vocab
 SECONDS = 25.0  # for each, on a busy machine; without limits some take minutes
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the system has no such limits")
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    tokenizer = load_for_gguf(vocab.tiny_bpe())
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    yield grammars
-    grammars.close()
 
 
 def chain(count: int) -> str:

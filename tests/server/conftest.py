@@ -118,3 +118,10 @@ def hermes_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A model of random weights that calls tools as Hermes does."""
     with tool_engine(tmp_path_factory.mktemp("model"), call_templates.HERMES) as engine:
         yield engine
+
+
+@pytest.fixture
+def hermes(hermes_engine: Engine) -> Iterator[Serving]:
+    """Serves that model."""
+    with serving(hermes_engine) as running:
+        yield running

@@ -6,7 +6,7 @@ One real text, with a call after another one, is cut behind every character, by 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jiter
@@ -22,7 +22,7 @@ from polarlm.server.http.openai import OpenAI
 from polarlm.server.http.shapes import CHAT
 from polarlm.server.parameters import Asked
 from polarlm.server.pieces import Piece, fold
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 
 ARGUMENTS = r'{"city": "Ro\"me}", "days": [1, 25], "so": {"a": true, "b": -1.5e2}, "none": null}'
 CALLS = [("time", "{}", ""), ("weather", ARGUMENTS, "")]
@@ -253,44 +253,38 @@ BODY: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def server(hermes_engine: Engine) -> Iterator[Serving]:
-    with serving(hermes_engine) as running:
-        yield running
-
-
-def chat(server: Serving, **more: Any) -> dict[str, Any]:
-    response = server.post("/v1/chat/completions", {**BODY, **more})
+def chat(hermes: Serving, **more: Any) -> dict[str, Any]:
+    response = hermes.post("/v1/chat/completions", {**BODY, **more})
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return choice
 
 
-def test_a_conversation_goes_on_after_a_call_that_is_cut_off(server: Serving) -> None:
-    cut = chat(server, max_tokens=60)
+def test_a_conversation_goes_on_after_a_call_that_is_cut_off(hermes: Serving) -> None:
+    cut = chat(hermes, max_tokens=60)
     (call,) = cut["message"]["tool_calls"]
     with pytest.raises(ValueError):
         json.loads(call["function"]["arguments"])
     result = {"role": "tool", "tool_call_id": call["id"], "content": "The arguments are no JSON."}
     messages = [QUESTION, cut["message"], result]
-    assert chat(server, messages=messages, tool_choice="none", max_tokens=4)["finish_reason"] == "length"
-    shown = server.post("/apply-template", {"messages": messages}).json()["prompt"]
+    assert chat(hermes, messages=messages, tool_choice="none", max_tokens=4)["finish_reason"] == "length"
+    shown = hermes.post("/apply-template", {"messages": messages}).json()["prompt"]
     assert (
         json.dumps(call["function"]["arguments"], ensure_ascii=False) in shown
     )  # this template writes the text as a JSON string
 
 
 @pytest.mark.parametrize("stop", ['"city"', '{"city": "', '"name"', "weather"])
-def test_a_stop_string_ends_a_call_as_it_ends_text(server: Serving, stop: str) -> None:
-    choice = chat(server, max_tokens=200, stop=[stop])
+def test_a_stop_string_ends_a_call_as_it_ends_text(hermes: Serving, stop: str) -> None:
+    choice = chat(hermes, max_tokens=200, stop=[stop])
     assert choice["finish_reason"] == "stop"
     assert not choice["message"]["content"]
     for call in choice["message"].get("tool_calls", ()):
         assert '{"city": "'.startswith(call["function"]["arguments"])
 
 
-def test_a_stop_string_after_the_arguments_leaves_the_call_whole(server: Serving) -> None:
-    choice = chat(server, max_tokens=400, stop=["\n</tool_call>"], logit_bias={'"': 30})
+def test_a_stop_string_after_the_arguments_leaves_the_call_whole(hermes: Serving) -> None:
+    choice = chat(hermes, max_tokens=400, stop=["\n</tool_call>"], logit_bias={'"': 30})
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls"
     json.loads(call["function"]["arguments"])

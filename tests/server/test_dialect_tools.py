@@ -27,14 +27,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 @pytest.fixture
-def server(hermes_engine: Engine) -> Iterator[Serving]:
-    with serving(hermes_engine) as running:
-        yield running
-
-
-@pytest.fixture
-def claude(server: Serving) -> Iterator[anthropic.Anthropic]:
-    url = f"http://127.0.0.1:{server.port}"
+def claude(hermes: Serving) -> Iterator[anthropic.Anthropic]:
+    url = f"http://127.0.0.1:{hermes.port}"
     with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
         yield client
 
@@ -85,10 +79,10 @@ def test_a_conversation_with_calls_finds_its_whole_prefix(claude: anthropic.Anth
         assert (usage.cache_read_input_tokens or 0) >= 0.98 * before, seed
 
 
-def test_a_result_without_its_call_is_named_by_the_clients_place(server: Serving) -> None:
+def test_a_result_without_its_call_is_named_by_the_clients_place(hermes: Serving) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
     body = {"system": "on", "messages": [*MESSAGES, {"role": "user", "content": [result]}], "tools": TOOLS}
-    response = server.post("/v1/messages", body)
+    response = hermes.post("/v1/messages", body)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("messages[1].content[0].tool_use_id")
 
@@ -101,24 +95,24 @@ FUNCTIONS: list[Any] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openais_client_gets_a_call_and_sends_the_result(server: Serving, stream: bool) -> None:
+def test_openais_client_gets_a_call_and_sends_the_result(hermes: Serving, stream: bool) -> None:
     given: dict[str, Any] = {"model": "any", "tools": FUNCTIONS, "max_output_tokens": 200, "temperature": 1}
     given["extra_body"] = {"seed": 5}
     choice: Any = {"type": "function", "name": "weather"}
     if stream:
-        with server.openai.responses.stream(**given, input=QUESTION, tool_choice=choice) as events:
+        with hermes.openai.responses.stream(**given, input=QUESTION, tool_choice=choice) as events:
             done = [event for event in events if event.type == "response.function_call_arguments.done"]
             response = events.get_final_response()
         assert len(done) == 1
     else:
-        response = server.openai.responses.create(**given, input=QUESTION, tool_choice=choice)
+        response = hermes.openai.responses.create(**given, input=QUESTION, tool_choice=choice)
     (call,) = response.output
     assert call.type == "function_call"
     assert (call.name, call.status, response.status) == ("weather", "completed", "completed")
     jsonschema.validate(json.loads(call.arguments), WEATHER)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     again: list[Any] = [*MESSAGES, call.model_dump(exclude_none=True), result]
-    second = server.openai.responses.create(**given | {"max_output_tokens": 8}, input=again, tool_choice="none")
+    second = hermes.openai.responses.create(**given | {"max_output_tokens": 8}, input=again, tool_choice="none")
     assert second.usage is not None
     assert response.usage is not None
     assert second.usage.input_tokens_details.cached_tokens >= 0.98 * response.usage.total_tokens
@@ -127,10 +121,10 @@ def test_openais_client_gets_a_call_and_sends_the_result(server: Serving, stream
 # -- Ollama ------------------------------------------------------------------------------------------------------------
 
 
-def test_ollamas_client_gets_calls_of_a_model_that_wants_to(server: Serving, hermes_engine: Engine) -> None:
+def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, hermes_engine: Engine) -> None:
     """There is no way to ask for a call: the marker is made likely."""
     (marker,) = hermes_engine.tokenize("<tool_call>")
-    client = ollama.Client(f"http://127.0.0.1:{server.port}", timeout=60)
+    client = ollama.Client(f"http://127.0.0.1:{hermes.port}", timeout=60)
     tools = [
         {"type": "function", "function": {"name": tool["name"], "parameters": tool["input_schema"]}} for tool in TOOLS
     ]
@@ -160,7 +154,7 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(server: Serving, her
 @pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", "")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_litellm_gets_a_call(
-    server: Serving, monkeypatch: pytest.MonkeyPatch, model: str, path: str, stream: bool
+    hermes: Serving, monkeypatch: pytest.MonkeyPatch, model: str, path: str, stream: bool
 ) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches a list of prices when it is imported
     import litellm
@@ -170,7 +164,7 @@ def test_litellm_gets_a_call(
     answer: Any = litellm.completion(
         model,
         MESSAGES,
-        api_base=f"http://127.0.0.1:{server.port}{path}",
+        api_base=f"http://127.0.0.1:{hermes.port}{path}",
         api_key="any",
         tools=tools,
         tool_choice=choice,
@@ -187,11 +181,11 @@ def test_litellm_gets_a_call(
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_langchain_binds_tools(server: Serving, responses: bool) -> None:
+def test_langchain_binds_tools(hermes: Serving, responses: bool) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
-    url = f"http://127.0.0.1:{server.port}/v1"
+    url = f"http://127.0.0.1:{hermes.port}/v1"
     model = ChatOpenAI(model="any", base_url=url, api_key="any", temperature=1, max_tokens=200, seed=3)  # type: ignore[call-arg,arg-type]
     if responses:
         model = ChatOpenAI(
@@ -209,12 +203,12 @@ def test_langchain_binds_tools(server: Serving, responses: bool) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_pydantic_ai_calls_tools_and_has_structured_output(server: Serving, number: int) -> None:
+def test_pydantic_ai_calls_tools_and_has_structured_output(hermes: Serving, number: int) -> None:
     from pydantic_ai import Agent
 
     from tests.server.test_clients import Weather, pydantic_models
 
-    model = list(pydantic_models(f"http://127.0.0.1:{server.port}"))[number]
+    model = list(pydantic_models(f"http://127.0.0.1:{hermes.port}"))[number]
     agent = Agent(model, output_type=Weather, model_settings={"temperature": 1, "max_tokens": 300})
     assert isinstance(agent.run_sync(QUESTION).output, Weather)
 
@@ -306,13 +300,13 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_no_body_with_tools_breaks_the_server(server: Serving, path: str) -> None:
-    assert server.post(path, BODIES[path]).status_code == 200
+def test_no_body_with_tools_breaks_the_server(hermes: Serving, path: str) -> None:
+    assert hermes.post(path, BODIES[path]).status_code == 200
     rng = random.Random(path)
     seen = Counter[int]()
     for _ in range(250):
         data = json.dumps(changed(BODIES[path], rng)).encode()
-        response = server.http.post(path, content=data, headers={"Content-Type": "application/json"})
+        response = hermes.http.post(path, content=data, headers={"Content-Type": "application/json"})
         assert response.status_code in (200, 400), f"{data!r} → {response.text}"
         assert response.status_code == 200 or has_shape(path, response.json())
         seen[response.status_code] += 1

@@ -48,12 +48,6 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-@pytest.fixture
-def hermes(hermes_engine: Engine) -> Iterator[Serving]:
-    with serving(hermes_engine) as server:
-        yield server
-
-
 def ask(server: Serving, **more: Any) -> Any:
     given = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 200, **more}
     return server.openai.chat.completions.create(**given)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from polarlm.engine import Engine
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 
 
 def function(name: str) -> dict[str, Any]:
@@ -45,30 +43,24 @@ CODEX: dict[str, Any] = {  # the shape of its request
 }
 
 
-@pytest.fixture
-def agent(hermes_engine: Engine) -> Iterator[Serving]:
-    with serving(hermes_engine) as running:
-        yield running
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_functions_of_a_namespace_are_called_and_taken_back(agent: Serving, stream: bool) -> None:
+def test_functions_of_a_namespace_are_called_and_taken_back(hermes: Serving, stream: bool) -> None:
     """A function outside may have the same name."""
     choice = {"type": "function", "namespace": "multi_agent_v1", "name": "exec_command"}
     body = {**CODEX, "tool_choice": choice}
     if stream:
-        with agent.openai.responses.stream(**_without_seed(body)) as events:
+        with hermes.openai.responses.stream(**_without_seed(body)) as events:
             done = [event for event in events if event.type == "response.output_item.done"]
             response = events.get_final_response()
         assert [event.item.id for event in done] == [item.id for item in response.output]
     else:
-        response = agent.openai.responses.create(**_without_seed(body))
+        response = hermes.openai.responses.create(**_without_seed(body))
     (call,) = response.output
     assert (call.type, call.name, call.namespace) == ("function_call", "exec_command", "multi_agent_v1")
     assert response.tool_choice.model_dump()["namespace"] == "multi_agent_v1"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "closed"}
     again = {**CODEX, "input": [*CODEX["input"], call.model_dump(exclude_none=True), result], "max_output_tokens": 2}
-    second = agent.post("/v1/responses", again)
+    second = hermes.post("/v1/responses", again)
     assert second.status_code == 200, second.text
     cached = second.json()["usage"]["input_tokens_details"]["cached_tokens"]
     assert cached >= 0.98 * response.usage.total_tokens
@@ -79,18 +71,18 @@ def _without_seed(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in own} | {"extra_body": own}
 
 
-def test_a_function_outside_of_a_namespace_has_none(agent: Serving) -> None:
-    response = agent.openai.responses.create(
+def test_a_function_outside_of_a_namespace_has_none(hermes: Serving) -> None:
+    response = hermes.openai.responses.create(
         **_without_seed({**CODEX, "tool_choice": {"type": "function", "name": "exec_command"}})
     )
     (call,) = response.output
     assert (call.name, call.namespace) == ("exec_command", None)
 
 
-def test_some_of_the_functions_are_allowed(agent: Serving) -> None:
+def test_some_of_the_functions_are_allowed(hermes: Serving) -> None:
     named = {"type": "function", "namespace": "multi_agent_v1", "name": "exec_command"}
     choice = {"type": "allowed_tools", "mode": "required", "tools": [named, {"type": "web_search"}]}
-    response = agent.openai.responses.create(**_without_seed({**CODEX, "tool_choice": choice}))
+    response = hermes.openai.responses.create(**_without_seed({**CODEX, "tool_choice": choice}))
     assert {(call.name, call.namespace) for call in response.output} == {("exec_command", "multi_agent_v1")}
     assert response.tool_choice.model_dump() == {**choice, "tools": [named]}
 
@@ -104,21 +96,21 @@ def test_some_of_the_functions_are_allowed(agent: Serving) -> None:
         ({"mode": "auto"}, "tool_choice.tools"),
     ],
 )
-def test_a_wrong_choice_of_functions_is_a_bad_request(agent: Serving, choice: dict[str, Any], param: str) -> None:
+def test_a_wrong_choice_of_functions_is_a_bad_request(hermes: Serving, choice: dict[str, Any], param: str) -> None:
     body = {**CODEX, "tool_choice": {"type": "allowed_tools", **choice}}
-    response = agent.post("/v1/responses", body)
+    response = hermes.post("/v1/responses", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("kind", ["web_search", "image_generation", "local_shell", "mcp", "custom"])
-def test_tools_that_are_no_functions_are_left_out_with_a_warning(agent: Serving, kind: str) -> None:
+def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving, kind: str) -> None:
     body = {**CODEX, "max_output_tokens": 2, "tools": [function("f"), {"type": kind}, {"type": kind}]}
-    response = agent.post("/v1/responses", body)
+    response = hermes.post("/v1/responses", body)
     assert response.status_code == 200
     told = response.headers["X-PolarLM-Warning"]
     assert told == f"tools of type '{kind}' are left out: only functions are called"
-    alone = agent.post("/v1/responses", {**body, "tools": [function("f")]})
+    alone = hermes.post("/v1/responses", {**body, "tools": [function("f")]})
     assert alone.json()["usage"]["input_tokens"] == response.json()["usage"]["input_tokens"]
     assert "X-PolarLM-Warning" not in alone.headers
 
@@ -135,7 +127,7 @@ def test_tools_that_are_no_functions_are_left_out_with_a_warning(agent: Serving,
         ([{"type": 5}], "tools[0].type"),
     ],
 )
-def test_a_wrong_tool_is_named_by_its_place(agent: Serving, tools: Any, field: str) -> None:
-    response = agent.post("/v1/responses", {**CODEX, "tools": tools})
+def test_a_wrong_tool_is_named_by_its_place(hermes: Serving, tools: Any, field: str) -> None:
+    response = hermes.post("/v1/responses", {**CODEX, "tools": tools})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
