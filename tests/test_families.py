@@ -39,6 +39,6 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
     config, weights = read_model(FIXTURES / "phi3_longrope_partial")
     for tokens, logits in found.items():
         expected = prefill_logits(bare_model(config.for_context(tokens), weights), IDS[:24])
-        np.testing.assert_allclose(logits, expected, atol=1e-3)
+        np.testing.assert_allclose(logits, expected, atol=2**-10 * np.ptp(expected))  # the cache holds halves
     np.testing.assert_array_equal(found[33], found[0])
     assert np.abs(found[32] - found[0]).max() > 0.1

@@ -20,9 +20,9 @@ from polarlm.model_loaders import LoadError
 from scripts.make_golden import FILE, TYPES, answer, opened, scores
 
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-# Nats. Another order of float32 sums moves these log-probabilities by 10⁻⁵, and by 7·10⁻⁴ at most where a value in the
-# cache rounds the other way: so much was it with OPENBLAS_CORETYPE Prescott, Nehalem, Sandybridge and SkylakeX.
-TOLERANCE = 2e-3
+# Nats. Another order of float32 sums moves these log-probabilities by 10⁻⁵, and by 0.0072 at most where values in the
+# cache round the other way: so much was it with OPENBLAS_CORETYPE Prescott, Nehalem, Sandybridge, Haswell and SkylakeX.
+TOLERANCE = 1e-2
 RUNS = [(model, cache_type) for model in TYPES for cache_type in TYPES[model]]
 
 
