@@ -241,7 +241,7 @@ class _Unit:
             weights = [e.select(own, e.exp(score - top), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)]
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
-            # `exp` of NaN is a number: the sum takes NaN and infinity from the scores.
+            # A score of −infinity has the weight 0: the sum takes what is not finite from the scores.
             marked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
             e.store(top, own_top)
             e.store(before - top, fade)
