@@ -1,0 +1,215 @@
+"""Changes the product in small ways, one at a time, and counts how many of the changes the tests find.
+
+    python -m scripts.mutate [--number 100] [--seed 0] [--rooms engine/kv,cuda] [--suite FOLDER] [--jobs 1]
+
+Each mutation is made in a copy of the tracked files, and the tests of the room that it is in run there until the first
+one fails. `--suite` takes the tests of another checkout: the same seed gives the same mutations of the same product, so
+that two suites can be compared. Those that survive are printed: some change nothing that could be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import keyword
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+KILLED, SURVIVED = "killed", "survived"
+_SECONDS = 600  # for the tests of one mutation; one that hangs is found
+
+# Room → the tests that are about it.
+ROOMS: Mapping[str, Sequence[str]] = {
+    "engine/kv": ("tests/kv", "tests/model/test_forward.py", "tests/test_prefix.py"),
+    "engine/requests": ("tests/requests", "tests/test_engine.py"),
+    "engine/model": ("tests/model", "tests/test_golden.py"),
+    "engine/sampling": ("tests/sampling",),
+    "engine/tiers": ("tests/tiers",),
+    "engine/codecs": ("tests/codecs",),
+    "engine/quantization": ("tests/quantization", "tests/codecs"),
+    "engine/backends/native/kernels": ("tests/backends/native",),
+    "model_loaders": ("tests/model_loaders",),
+    "server": ("tests/server",),
+    "cuda": ("tests/cuda",),
+}
+
+_PYTHON = {
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==",
+    "+": "-", "-": "+", "*": "+", "//": "*", "%": "*", "<<": ">>", ">>": "<<", "&": "|", "|": "&",
+    "and": "or", "or": "and", "not": "", "True": "False", "False": "True",
+}  # fmt: skip
+_CUDA = re.compile(r"(?<=[\w)\]] )(<=?|>=?|==|!=|[+\-*%]|&&|\|\|)(?= [\w(])|\b__syncthreads\(\);")
+_IN_CUDA = {**_PYTHON, "&&": "||", "||": "&&", "__syncthreads();": ";"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one token. place: its first character in the text of the file."""
+
+    room: str
+    file: str
+    line: int
+    place: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.old} → {self.new or 'nothing'}"
+
+
+def mutations(root: Path, rooms: Sequence[str] = tuple(ROOMS)) -> Iterator[Mutation]:
+    """All mutations of the product in `root`."""
+    for room in rooms:
+        for path in sorted((root / room).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                text = path.read_text(encoding="utf-8")
+                found = _in_python(text) if path.suffix == ".py" else _in_cuda(text)
+                for place, old, new in found:
+                    line = text.count("\n", 0, place) + 1
+                    yield Mutation(room, path.relative_to(root).as_posix(), line, place, old, new)
+
+
+def _in_python(text: str) -> Iterator[tuple[int, str, str]]:
+    """Operators and truth values, and numbers that grow by 1, of statements that run: no signatures or imports."""
+    starts = [0]
+    for row in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(row))
+    runs, before = _rows_that_run(text), ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        (row, column), word = token.start, token.string
+        is_binary = re.search(r"[\w)\]}'\"]$", before) and not keyword.iskeyword(before)
+        before = word
+        if row not in runs:
+            continue
+        if token.type == tokenize.NUMBER and word.isdigit():
+            yield starts[row - 1] + column, word, str(int(word) + 1)
+        elif token.type in (tokenize.OP, tokenize.NAME) and word in _PYTHON and (is_binary or word not in "+-*"):
+            yield starts[row - 1] + column, word, _PYTHON[word]
+
+
+def _rows_that_run(text: str) -> set[int]:
+    """The rows of statements in functions, without the signatures of these."""
+    rows: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for statement in node.body:
+                if not isinstance(statement, (ast.AnnAssign, ast.Import, ast.ImportFrom, ast.Assert)):
+                    rows |= set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+    return rows
+
+
+def _in_cuda(text: str) -> Iterator[tuple[int, str, str]]:
+    """Operators between words, and barriers, outside of comments and of the preprocessor's lines."""
+    start = 0
+    for row in text.splitlines(keepends=True):
+        code = "" if row.lstrip().startswith(("#", "//", "template")) else row.split("//")[0]
+        for found in _CUDA.finditer(code):
+            yield start + found.start(), found[0], _IN_CUDA[found[0]]
+        start += len(row)
+
+
+def chosen(found: Sequence[Mutation], number: int, seed: int) -> list[Mutation]:
+    """`number` of the mutations, as many of each room as of every other one, in random order."""
+    rng = random.Random(seed)
+    by_room: dict[str, list[Mutation]] = {}
+    for mutation in found:
+        by_room.setdefault(mutation.room, []).append(mutation)
+    for several in by_room.values():
+        rng.shuffle(several)
+    in_turn = [m for place in range(number) for several in by_room.values() for m in several[place : place + 1]]
+    return in_turn[:number]
+
+
+def outcome(mutation: Mutation, product: Path, suite: Path) -> str:
+    """KILLED or SURVIVED, by the tests of `suite` in a copy of `product`."""
+
+    def change(copy: Path) -> None:
+        path = copy / mutation.file
+        text = path.read_text(encoding="utf-8")
+        after = mutation.place + len(mutation.old)
+        path.write_text(text[: mutation.place] + mutation.new + text[after:], encoding="utf-8")
+
+    return SURVIVED if passes(mutation.room, product, suite, change) else KILLED
+
+
+def passes(room: str, product: Path, suite: Path, change: Callable[[Path], None] = lambda copy: None) -> bool:
+    """Whether the tests of a room pass in a copy of `product`, which is changed first."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Path(folder)
+        _copy(product, copy)
+        shutil.rmtree(copy / "tests")
+        shutil.copytree(suite / "tests", copy / "tests", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        change(copy)
+        tests = [test for test in ROOMS[room] if (copy / test).exists()]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, **one_thread, "PYTHONPATH": str(copy)}
+        try:
+            ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return ran.returncode == 0
+
+
+def _copy(product: Path, copy: Path) -> None:
+    """The tracked files, and links as links."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=product, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(product / name, copy / name, follow_symlinks=False)
+
+
+def table(results: Sequence[tuple[Mutation, str]]) -> str:
+    """Killed mutations of all, by room."""
+    rows = Counter(mutation.room for mutation, _ in results)
+    killed = Counter(mutation.room for mutation, what in results if what == KILLED)
+    lines = [f"{room:32} {killed[room]:4} of {count:3}" for room, count in rows.items()]
+    return "\n".join([*lines, f"{'all':32} {killed.total():4} of {rows.total():3}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--number", type=int, default=100, help="mutations [100]")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice [0]")
+    parser.add_argument("--rooms", default=",".join(ROOMS), help="folders of the product, with commas [all]")
+    parser.add_argument("--suite", type=Path, default=ROOT, help="a checkout whose tests run [this one]")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at a time [1]")
+    parser.add_argument("--output", type=Path, help="a file for the results, as JSON")
+    options = parser.parse_args(argv)
+    picked = chosen(list(mutations(ROOT, options.rooms.split(","))), options.number, options.seed)
+    results: list[tuple[Mutation, str]] = []
+    for room in dict.fromkeys(mutation.room for mutation in picked):
+        if not passes(room, ROOT, options.suite):
+            print(f"error: The tests of {room} do not pass as they are, so they tell nothing", file=sys.stderr)
+            return 1
+    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(picked), unit="mutation", disable=None) as bar:
+        for mutation, what in zip(picked, pool.map(lambda m: outcome(m, ROOT, options.suite), picked), strict=True):
+            results.append((mutation, what))
+            bar.update()
+            if what == SURVIVED:
+                tqdm.write(f"survived: {mutation}")
+            if options.output:
+                rows = [{**asdict(one), "outcome": told} for one, told in results]
+                options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
