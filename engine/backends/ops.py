@@ -159,7 +159,7 @@ class Ops(Protocol):
         norm: weight (in,) and eps of an RMS norm of x before the product: x / rms(x) * weight. residual (T, out): the
         result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned.
-        then: the only product that takes the result; it may come in the type in which that takes x.
+        then: the one `linear` that reads the result; it may be returned in that op's input dtype.
         recorded: the call is inside `run_graph`.
         CUDA: gemv up to 2 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
         packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.

@@ -187,7 +187,7 @@ class Request:
 
     @property
     def begins_ahead(self) -> bool:
-        """Whether a step can begin before the last one's token is known. It overwrites logits: of log-probabilities."""
+        """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         return self.params.logprobs is None
 
     @property
@@ -284,7 +284,7 @@ class Request:
         self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage(), stopped_by=stopped_by))
 
     def fail(self, error: Exception) -> None:
-        """Finish the request with an error, which its reader gets in place of a last chunk."""
+        """Fail the request: its reader gets the exception instead of a last chunk."""
         if isinstance(error, MemoryError):
             error = EngineError("There is not enough memory to go on with this request", "out_of_memory")
         self.damaged = isinstance(error, EngineError) and error.code == "model_damaged"
@@ -292,7 +292,7 @@ class Request:
         self.outbox.append(error)
 
     def damage(self, error: EngineError | None) -> None:
-        """Fail because stored K/V are damaged, if there is an error; an answer that has ended stays as it is."""
+        """Fail the request if its stored K/V are damaged; finished answers are unaffected."""
         if error is not None and self.sequence.finished:
             self.damaged = True
         elif error is not None:

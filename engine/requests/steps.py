@@ -59,7 +59,7 @@ class Steps:
         return self._begun is not None
 
     def leave(self, request: Request) -> None:
-        """Abort the request's rows in the step that has begun: they are computed in vain, behind its last token."""
+        """Abort the request's rows in the step that has begun: they come after its final token and are discarded."""
         if self._begun is not None and request in self._begun.spans:
             self._store.abort(self._begun.spans.pop(request))
             self._begun = self._begun if self._begun.spans else None

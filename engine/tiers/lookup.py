@@ -145,8 +145,7 @@ class _Search:
     def _longest(self) -> tuple[int, _Tail | None, int]:
         """How many complete blocks the store and places may hold together, what follows them, and the tokens in all.
 
-        There is no gap that the token behind them sees. What follows them may push a block that is missing out of all
-        windows.
+        No missing block is visible to the next token. (A longer tail may move one out of every window.)
         """
         runs = self._runs()
         for follow in (self._n - 1, 0):

@@ -93,7 +93,7 @@ class Tiers:
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int], salt: str) -> Found | None:
-        """What places hold of the beginning of `ids` and the store lacks; None for nothing, or if they are too slow."""
+        """Blocks of the longest prefix of `ids` that the tiers have and the store lacks; None on a miss or timeout."""
         if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_FOR_NAMES)) is None:
             return None
         seconds = self._patience.seconds(self._lookup.lacking(ids, salt))

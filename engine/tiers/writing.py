@@ -69,7 +69,7 @@ class Writer:
         """names: waits until names are known; None if they will not be. lock: the engine's."""
         self._store, self._prefixes, self._payloads, self._places = store, prefixes, payloads, places
         self._names, self._lock = names, lock
-        self._is_troubled = False  # by an error that should not be, of which the log has been told
+        self._is_troubled = False  # an unexpected error has been logged
         self._closing = self._given_up = False
         self.renew()
         renew_in_children(self)

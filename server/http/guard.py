@@ -48,7 +48,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy between the client and this server may have believed the other one.
+            # A proxy may have honoured the other header (request smuggling).
             sentence = "A request has either Content-Length or Transfer-Encoding, not both"
             return ApiError(400, sentence, "invalid_http", headers=CLOSE)
         if self._key is None and not self._is_ours(headers.getlist("host"), scope.get("server")):

@@ -159,7 +159,7 @@ def _content(code: bytes, offset: int, nbytes: int) -> bytes:
 
 def _item(records: Sequence[_Record], number: int) -> _Record:
     if number >= len(records):
-        raise ValueError(f"it has {len(records)} of what it wants number {number} of")
+        raise ValueError(f"index {number} out of range ({len(records)} entries)")
     return records[number]
 
 

@@ -109,9 +109,9 @@ class Launcher:
             self._workers.run(Tape([call]), self.threads)
 
     def offer_prefetch(self, pieces: int) -> np.ndarray:
-        """The words that tell a product what to prefetch, which has the time for a number of pieces.
+        """Prefetch descriptor for a product with time for `pieces`; empty outside a recording.
 
-        Nothing but in a recording, where the attention that is launched next changes them.
+        The attention that is launched next fills it in.
         """
         if self._recording is None or not pieces:
             return NOTHING

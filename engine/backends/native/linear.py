@@ -129,8 +129,8 @@ class LinearOps:
         lanes, rows = self._launch.level.lanes, len(x)
         at_once = {packed: rows_at_once(rows, lanes, packed=packed) for packed in kinds}
         most = {packed: most_rows(lanes, packed=packed) for packed in kinds}
-        # Each number of rows has kernels of its own, and a prompt may have any. It takes those of the most rows while
-        # its own are compiled. Results are the same.
+        # Kernels are specialized by row count. Until the exact one is compiled, the largest is used; results are
+        # equal.
         can_choose = not recorded and rows > 1 and at_once != most and self._launch.has_loaded(kernels(most))
         if can_choose and not self._launch.has_loaded(kernels(at_once)):
             self._launch.library.expect(kernels(at_once))

@@ -73,7 +73,7 @@ class NativeOps:
         self.cache = caches.cache
         self.without_kernels = caches.without_kernels
         self.buffer = plain.buffer
-        self.append_kv = plain.append_kv  # of a calibration: `place_kv` does it otherwise
+        self.append_kv = plain.append_kv  # used only by calibration; other paths use `place_kv`
         attention = AttentionOps(launch, plain)
         self.spans = attention.spans
         self.attention = attention.attention
