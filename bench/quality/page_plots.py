@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.bench.plot_labels import beside_points
 from polarlm.bench.plot_style import STYLE, can_draw, colour_of, panels, plain_log
-from polarlm.bench.quality.plots import draw_positions, reached
+from polarlm.bench.quality.plots import draw_positions, name_lines, reached
 
 Result = Mapping[str, Any]
 
@@ -87,7 +87,8 @@ def _positions(result: Result) -> str:
     if not rows:
         return ""
     figure, ((ax,),) = panels(1, 1, _SIZE)
-    draw_positions(ax, rows, [_colour(row) for row in rows])
+    for draw in (draw_positions, name_lines):
+        draw(ax, rows, [_colour(row) for row in rows])
     ax.set_ylabel("KL divergence, nats (mean)")
     return _svg(figure)
 

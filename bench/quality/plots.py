@@ -111,9 +111,10 @@ def positions(result: Result, name: str) -> Figure | None:
         return None
     by_scoring = _by_scoring(rows)
     figure, (axes,) = panels(len(by_scoring), 1, (5.6, 4.4), sharey=True)
-    for ax, (scoring, lines) in zip(axes, by_scoring.items(), strict=True):
-        ax.set_title(scoring)
-        draw_positions(ax, lines, [colour_of(row["type"]) for row in lines])
+    for draw in (draw_positions, name_lines):  # names last: each panel changes the axis of all
+        for ax, (scoring, lines) in zip(axes, by_scoring.items(), strict=True):
+            ax.set_title(scoring)
+            draw(ax, lines, [colour_of(row["type"]) for row in lines])
     axes[0].set_ylabel("KL divergence from full precision, nats (mean)")
     figure.suptitle(f"What a cache type costs, by position in the text: {name}", fontweight="bold")
     return figure
@@ -125,7 +126,7 @@ def reached(row: Result) -> list[Mapping[str, Any]]:
 
 
 def draw_positions(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> None:
-    """A line over positions for each row, with its label at the end."""
+    """A line over positions for each row."""
     for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
         stretches, earlier = reached(row), colours[:i].count(colour)
         middle = [np.sqrt(one["start"] * one["end"]) for one in stretches]
@@ -137,6 +138,10 @@ def draw_positions(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> 
     ax.set_xticks(edges, [f"{edge:,}" for edge in edges])
     ax.minorticks_off()
     ax.set_xlabel("position")
+
+
+def name_lines(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> None:
+    """The types of the rows at the ends of their lines over positions."""
     spread(ax, [reached(row)[-1]["kl_mean"] for row in rows], [row["type"] for row in rows], colours)
 
 
