@@ -124,17 +124,6 @@ __device__ __forceinline__ void load_chunks(unsigned (&words)[COUNT], const unsi
     }
 }
 
-__device__ __forceinline__ __half2 as_half2(unsigned bits) {
-    __half2 pair;
-    memcpy(&pair, &bits, 4);
-    return pair;
-}
-__device__ __forceinline__ unsigned as_bits(__half2 pair) {
-    unsigned bits;
-    memcpy(&bits, &pair, 4);
-    return bits;
-}
-
 // The mean of a block of keys, divided by mean_scale, for channels 16s + 2tg + {0, 1} and + {8, 9}. Exact in half.
 template <class L>
 __device__ __forceinline__ void mean_tile(unsigned (&mean)[2], const unsigned char *record, int s, int tg) {

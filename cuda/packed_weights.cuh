@@ -27,11 +27,15 @@ struct PackedWeights {
     static constexpr int VALUES = F::VALUES, NBYTES = F::NBYTES, BITS = F::BITS, GROUP = F::GROUP;
     static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits of the planes
     static constexpr int PART_GROUPS = 32 / GROUP;
+    static constexpr bool OFFSETS = F::OFFSETS;
 
     // Bytes of scales and offsets, of a group's parts of them, and of both, in a block of `groups` groups.
     static constexpr int NUMBERS = F::OFFSETS ? 64 : 32, SUB_NUMBERS = F::SUBS ? NUMBERS / 2 : 0;
     static constexpr int codes(int groups) { return NUMBERS + SUB_NUMBERS * groups; }
     static constexpr int BLOCK = codes(VALUES / GROUP) + 2 * BITS * VALUES;
+
+    // Where the codes of inputs k … k + 31 of a block are in it.
+    static constexpr int plane(int k) { return codes(VALUES / GROUP) + k / 32 * 64 * BITS; }
 
     // Copies for one part, 32 inputs of a tile: a block of PART_GROUPS groups, PIECES times 16 bytes.
     static constexpr int PIECES = codes(PART_GROUPS) / 16 + 4 * BITS;
@@ -70,20 +74,22 @@ struct PackedWeights {
         float scale = F::POWERS ? __uint_as_float(f.numbers << 16)
                                 : __half2float(__ushort_as_half((unsigned short)(f.numbers & 0xffff)));
         float offset = __half2float(__ushort_as_half((unsigned short)(f.numbers >> 16)));
-        if (F::SUBS) scale *= int(f.sub_numbers & 0xff) - 128;
-        if (F::SUBS) offset *= int(f.sub_numbers >> 8);
+        if (F::SUBS) {
+            const float2 subs = __half22float2(sub_products(f));
+            scale = __fmul_rn(scale, subs.x), offset = __fmul_rn(offset, subs.y);
+        }
         return make_float2(scale, offset);
+    }
+    // sub_scale and sub_offset.
+    static __device__ __forceinline__ __half2 sub_products(const Factors &f) {
+        const unsigned pair = __byte_perm(f.sub_numbers, 0x64u, 0x4140);  // as halves, 1024 + byte
+        return __hsub2(*reinterpret_cast<const __half2 *>(&pair), __floats2half2_rn(1024.0f + 128.0f, 1024.0f));
     }
     // The same in half precision, rounded once.
     static __device__ __forceinline__ __half2 rounded_products(const Factors &f) {
         if (F::POWERS) return __floats2half2_rn(within<__half>(__uint_as_float(f.numbers << 16)), 0.0f);
         __half2 numbers = *reinterpret_cast<const __half2 *>(&f.numbers);
-        if (F::SUBS) {
-            const unsigned pair = __byte_perm(f.sub_numbers, 0x64u, 0x4140);  // as halves, 1024 + byte
-            numbers = __hmul2(numbers, __hsub2(*reinterpret_cast<const __half2 *>(&pair),
-                                               __floats2half2_rn(1024.0f + 128.0f, 1024.0f)));
-        }
-        return numbers;
+        return F::SUBS ? __hmul2(numbers, sub_products(f)) : numbers;
     }
 
     // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, base(pair) + code. Those of a
@@ -93,6 +99,7 @@ struct PackedWeights {
     };
     static constexpr int raised(int p) { return F::TABLED || LOW == 8 ? 0 : LOW == 4 ? p % 2 * 4 : p * 2; }
     static constexpr float base(int p) { return 1024 >> raised(p); }
+    static constexpr float zero(int p) { return base(p) + F::ZERO; }  // the pair of weights 0 without an offset
     static constexpr unsigned bits_of_base(int p) { return 0x64006400u - raised(p) * 0x04000400u; }
 
     // plane: the codes of 32 inputs. lane: 4 · (row % 8) + (k % 32) / 8; half: row / 8. zero: 0. Where the compiler
@@ -149,7 +156,7 @@ struct PackedWeights {
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
             const __half2 pair = *reinterpret_cast<const __half2 *>(&c.pairs[p]);
-            const __half2 code = __hsub2(pair, __float2half2_rn(base(p) + F::ZERO));  // exact
+            const __half2 code = __hsub2(pair, __float2half2_rn(zero(p)));  // exact
             const __half2 w = F::OFFSETS ? __hfma2(code, scale, offset) : __hmul2(code, scale);
             *to[p] = *reinterpret_cast<const unsigned *>(&w);
         }
@@ -161,10 +168,8 @@ struct PackedWeights {
         Factors factors;
     };
     static __device__ __forceinline__ Eight load8(const unsigned char *matrix, int row, int in, int k) {
-        constexpr int groups = VALUES / GROUP;
         const unsigned char *const block = block_at(matrix, row / 16, in, k);
-        const unsigned char *const plane = block + codes(groups) + k % VALUES / 32 * 64 * BITS;
-        return {unpack(plane, row % 8 * 4 + k % 32 / 8, row % 16 / 8),
+        return {unpack(block + plane(k % VALUES), row % 8 * 4 + k % 32 / 8, row % 16 / 8),
                 factors(block, row % 16, k % VALUES / GROUP)};
     }
     // Exactly the numbers of the file: factors are multiplied in the order of the formula, and nothing is fused.

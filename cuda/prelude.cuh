@@ -126,6 +126,17 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 #endif
 
+__device__ __forceinline__ __half2 as_half2(unsigned bits) {
+    __half2 pair;
+    memcpy(&pair, &bits, 4);
+    return pair;
+}
+__device__ __forceinline__ unsigned as_bits(__half2 pair) {
+    unsigned bits;
+    memcpy(&bits, &pair, 4);
+    return bits;
+}
+
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
 __device__ __forceinline__ float to_float(float x) { return x; }

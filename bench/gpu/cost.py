@@ -223,16 +223,24 @@ def _busiest(loop: Counts, iterations: float, nbytes: float, cached: float, mach
     return clocks[limit], limit
 
 
-_UNITS = ("decode_attention", "gemv", "gemv_packed", "gemm_small")  # kernels whose hot loop is counted
+_UNITS = ("decode_attention", "gemv", "gemv_packed", "gemm_packed", "gemm_small")  # kernels whose hot loop is counted
 
 
 def _units(launch: Launch, loop: Counts) -> float:
     """Values or weights that a warp reads in one iteration of the hot loop."""
+    if launch.kernel == "gemv_packed":
+        rows, steps = _define(launch, "ROWS"), _define(launch, "TILES") * packed_steps(launch.text)
+        return 16 * 16 * loop.hmma / rows * steps / (steps + 1)  # the others add up x
     if launch.kernel != "gemv":
         rows = 8 if launch.kernel == "decode_attention" else max(8, _define(launch, "ROWS"))
         return 16 * 16 * loop.hmma / (rows // 8)  # rows of x by 8 share the weights
     outputs, rows, normed = (_define(launch, name) for name in ("OUTPUTS", "ROWS", "NORMED"))
     return 32 * 8 * outputs * loop.wide_loads / (outputs + 2 * rows + 2 * normed)
+
+
+def packed_steps(text: str) -> int:
+    """The steps of 32 inputs of a span of `gemv_packed`, of whose text this is."""
+    return 4 if "GROUP = 16" in text or "#define UNIT 128\n" in text else 8
 
 
 def _define(launch: Launch, name: str) -> int:

@@ -114,7 +114,7 @@ gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float 
     float *const joined = reinterpret_cast<float *>(shared);
     store_sums(joined + warp_k * ROWS * PITCH + column, sums);
     __syncthreads();
-    store_tile<WARPS_K, TILE>(y, joined, tile, bias, rows, pitch);
+    store_tile<WARPS_K, TILE>(y, joined, tile, bias, rows, pitch, threadIdx.x);
 }
 
 // Adds parts (count, rows, rows of weights) in their order, then bias, into y, as gemm_small_kernel does with one part.

@@ -1,184 +1,236 @@
-// The op `linear` for up to 16 rows and packed weights on tensor cores, with RMS norm before it and the residual sum
+// The op `linear` for one or two rows and packed weights on tensor cores, with RMS norm before it and the residual sum
 // after it: y = x @ weightᵀ + bias.
 //
-// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. One or two
-// rows of x are rounded to half precision here, clipped to ±65504, more of them come rounded from `narrow`; sums are
-// float. With NORMED, x is replaced by x / rms(x) · norm, norm (in) float: every block computes 1 / rms(x) while its
-// first weights are on their way. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are
-// [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. x is
+// rounded to half precision, clipped to ±65504; sums are float. With NORMED, x is replaced by x / rms(x) · norm, norm
+// (in) float: every block computes 1 / rms(x) while its first weights are on their way. With ADD, y += instead of y =.
+// With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
-// A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
-// up. Of the inputs, its 8 warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
-// alone: it copies a unit of each tile, whole blocks of the format, which lie together, to SLOTS in shared memory, and
-// its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands. Of
-// one or two rows, lanes give each other what they have rounded in shared memory. Columns of B behind the last row
-// repeat rows: their sums are not read.
-// Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
-// DEFINES: ACT (of x: float of one and two rows, else __half), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8,
-// 16), TILES (even if GATED), SLOTS (more than TILES), NORMED (0 or 1; 0 from 4 rows on), ADD (0 or 1), ACTIVATION (a
-// function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
+// Codes are multiplied as they are, as halves base + code, and the factors of a group of inputs with the group's sum:
+//     Σ w x = scale · (Σ (base + code) x − Σ (base + ZERO) x) + offset · Σ x
+// so that weights are not rounded, and a group costs as many instructions as eight weights. Tensor cores keep the sums
+// of 8 groups apart: in mma.m16n8k16, column n of B has the inputs of group n, and is zero while others are multiplied.
+// One product of those columns with a constant A gives all Σ (base + ZERO) x and Σ x.
+//
+// Blocks stay: block b multiplies every gridDim.x-th set of TILES tiles of 16 rows, from set b on; with GATED a set's
+// tiles are in turn one of gate and the matching one of up. Of the inputs, the WARPS warps of a block take turns at
+// units of UNIT, and their sums are added in shared memory. A warp works alone: it copies a unit of each tile, whole
+// blocks of the format, which lie together, to SLOTS in shared memory, those of the next set while it multiplies and
+// adds, and its lanes unpack from there the A operands (packed_weights.cuh).
+// Grid (sets of tiles, or fewer), 32 · WARPS threads.
+// DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of
+// VALUES), TILES (even if GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), NORMED (0 or
+// 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
 // JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh.
-// Dynamic shared memory: 8 · max(SLOTS · BYTES + X, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile; X:
-// 2 · ROWS · UNIT, or 0 from 4 rows on.
-// Cost: bytes of the weights, of which at least 8 · (SLOTS − TILES) units per block are in flight; each block reads all
-// rows of x from L2 or L1, which for 16 rows is about the bytes of four tiles of 4-bit weights.
+// Dynamic shared memory: WARPS · (SLOTS · BYTES + 8 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile.
+// Cost: bytes of the weights, of which at least WARPS · (SLOTS − TILES) units per block are in flight; each block reads
+// all rows of x from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
 
-constexpr int WARPS = 8, TILE = 16 * TILES;
-constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
-constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x
-constexpr int OCTETS = ROWS * UNIT / 8;             // 8 inputs of a row each
-constexpr bool CONSTANTS_KEPT = TILES <= 2 || WEIGHT::HIGH == 0;  // in registers, of which more planes need more
-static_assert(ROWS <= 2 || !NORMED && (8 % ROWS == 0 || ROWS == 16), "as the head says");
-static_assert(SLOTS > TILES && !(GATED && TILES % 2), "as the head says");
+constexpr int TILE = 16 * TILES, THREADS = 32 * WARPS;
+constexpr int BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
+constexpr int SPAN = 8 * WEIGHT::GROUP < UNIT ? 8 * WEIGHT::GROUP : UNIT;  // inputs of up to 8 groups
+constexpr int UNROLLED = ROWS == 1 && TILES == 1 ? UNIT / SPAN : 1;         // spans: more would need more registers
+constexpr bool WHOLE = UNIT == WEIGHT::VALUES;                             // then the inputs are whole units
+constexpr int JOINED = WARPS * ROWS * pitch_of(TILE);                      // floats: the sums of all warps
+static_assert(SLOTS > TILES && !(GATED && TILES % 2) && UNIT % WEIGHT::VALUES == 0 && UNIT <= 256, "as the head says");
+static_assert(WEIGHT::GROUP == 32 || WEIGHT::GROUP == 16, "a step has one group or two");
 
-// A warp's share of x as B operands.
-#if ROWS > 2
+// A row of x: lane l has inputs 8l … 8l + 7 of a unit, and zeros behind it.
 struct Inputs {
-    const __half *first[COLUMNS_N];  // the lane's first inputs
+    const ACT *row;
+    float factor;     // 1 / rms
+    float values[8];  // of the next unit
 
-    __device__ __forceinline__ Inputs(const __half *x, uint4 *, int rows, int in) {
-        const int lane = threadIdx.x % 32;
+    // Loads inputs k … k + 7, or zeros from `in` on.
+    __device__ __forceinline__ void fetch(int k, int in) {
+        if (k < in) {
+            load_floats(values, row + k);
+        } else {
 #pragma unroll
-        for (int n = 0; n < COLUMNS_N; ++n)
-            first[n] = x + min(n * 8 + lane / 4, rows - 1) * (long long)in + lane % 4 * 8;
+            for (int j = 0; j < 8; ++j) values[j] = 0.0f;
+        }
     }
-    __device__ __forceinline__ void begin(const float *, int, int) {}
-    __device__ __forceinline__ uint4 at(int unit, int k, int n) const {
-        return *reinterpret_cast<const uint4 *>(first[n] + unit + k);
-    }
-};
-#else
-struct Inputs {
-    const ACT *row;       // the row that the lane rounds: lane / 4 % ROWS
-    uint4 *shared;        // [OCTETS] of a unit, for each 32 inputs those of each row in turn
-    float factor = 1.0f;  // 1 / rms of the row
-
-    __device__ __forceinline__ Inputs(const ACT *x, uint4 *shared_, int rows, int in)
-        : row(x + min(threadIdx.x % 32 / 4 % ROWS, rows - 1) * (long long)in), shared(shared_) {}
-    // 8 inputs of the lane's row, from k on.
-    __device__ __forceinline__ uint4 rounded(const float *norm, int k) const {
-        float values[8];
-        load_floats(values, row + k);
-#if NORMED
-        float g[8];
-        load_floats(g, norm + k);
+    __device__ __forceinline__ uint4 rounded(const float (&norm)[8]) {
+        if (NORMED) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) values[j] = values[j] * factor * g[j];
-#endif
+            for (int j = 0; j < 8; ++j) values[j] = values[j] * factor * norm[j];
+        }
         uint4 octet;
         store_within(reinterpret_cast<__half *>(&octet), values);
         return octet;
     }
-    // Lanes share a unit, which begins with input `unit`. The warp must meet before and after.
-    __device__ __forceinline__ void begin(const float *norm, int unit, int in) const {
-#pragma unroll
-        for (int first = 0; first < OCTETS; first += 32) {
-            const int octet = first + threadIdx.x % 32, k = unit + octet / (4 * ROWS) * 32 + octet % 4 * 8;
-            if (octet < OCTETS && (UNIT == WEIGHT::VALUES || k < in)) shared[octet] = rounded(norm, k);
-        }
-    }
-    // Inputs k + 8 * (lane % 4) … + 7 of the unit, of row lane / 4 % ROWS.
-    __device__ __forceinline__ uint4 at(int, int k, int) const {
-        return shared[k / 8 * ROWS + threadIdx.x % (4 * ROWS)];
-    }
 };
-#endif
 
-// The A operands of 16 rows of weights and 32 inputs, k … of a unit. zero: see PackedWeights.
-__device__ __forceinline__ void unpack(uint4 (&w)[2], const unsigned char *unit, int k, unsigned zero) {
-    const int lane = threadIdx.x % 32, group = (k % WEIGHT::VALUES + lane % 4 * 8) / WEIGHT::GROUP;
-    const unsigned char *const block = unit + k / WEIGHT::VALUES * WEIGHT::BLOCK;
-    const unsigned char *const plane =
-        block + WEIGHT::codes(WEIGHT::VALUES / WEIGHT::GROUP) + k % WEIGHT::VALUES / 32 * 64 * WEIGHT::BITS;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const auto factors = WEIGHT::factors(block, half * 8 + lane / 4, group);
-        w[half] = WEIGHT::halves(WEIGHT::unpack(plane, lane, half, zero), factors);
-    }
+// The lane's part of B for a span of a unit whose inputs the warp has in `octet`: in column n = lane / 4 those of group
+// n, zeros elsewhere.
+__device__ __forceinline__ uint4 columns_of(const uint4 &octet, int span) {
+    if (WEIGHT::GROUP == 32) return octet;
+    const int lane = threadIdx.x % 32, from = span * 16 + lane / 8 * 4 + lane % 4;
+    const bool own = lane % 4 / 2 == lane / 4 % 2;  // a step has the inputs of two groups
+    const uint4 other = {__shfl_sync(0xffffffffu, octet.x, from), __shfl_sync(0xffffffffu, octet.y, from),
+                         __shfl_sync(0xffffffffu, octet.z, from), __shfl_sync(0xffffffffu, octet.w, from)};
+    return own ? other : make_uint4(0, 0, 0, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+// d += the A operand (w0, w1) of 16 rows and 32 inputs, rows 0 … 7 in w0, times x.
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&w0)[4], const unsigned (&w1)[4],
+                                         const uint4 &x) {
+    mma_m16n8k16_f16(d, {w0[0], w1[0], w0[1], w1[1]}, {x.x, x.y});
+    mma_m16n8k16_f16(d, {w0[2], w1[2], w0[3], w1[3]}, {x.z, x.w});
+}
+
+// Of columns 2t and 2t + 1, t = lane % 4: Σ x in [0] and [1], Σ (base + ZERO) x in [2] and [3].
+__device__ __forceinline__ void add_up(float (&sums)[4], const uint4 &columns) {
+    unsigned ones[4], bases[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) ones[p] = 0x3c003c00u, bases[p] = as_bits(__float2half2_rn(WEIGHT::zero(p)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
+    multiply(sums, ones, bases, columns);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
                    int in, int out, long long pitch, float eps) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int units = (in + UNIT - 1) / UNIT;
-    const Tile tile = {int(blockIdx.x) * (GATED ? TILE / 2 : TILE), out};
+    const int units = (in + UNIT - 1) / UNIT, sets = ((GATED ? 2 : 1) * out + TILE - 1) / TILE;
+    const auto tile_of = [&](int set) { return Tile{set * (GATED ? TILE / 2 : TILE), out}; };
     unsigned char *const places = shared + warp * (SLOTS * BYTES);
-    Inputs inputs(x, reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS, rows, in);
-    const unsigned char *tiles[TILES];
-#pragma unroll
-    for (int m = 0; m < TILES; ++m) tiles[m] = WEIGHT::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
 
-    // Commits one group of copies, of unit `unit` of tile m; behind the last unit it is empty.
-    const auto copy = [&](int slot, int unit, int m) {
-        if (unit < units) {
-            const int left = UNIT == WEIGHT::VALUES ? UNIT : min(UNIT, in - unit * UNIT);
+    // The unit and the set whose weights are copied next.
+    int next_unit = warp, next_set = blockIdx.x;
+    const unsigned char *tiles[TILES];
+    const auto point = [&] {
+        const Tile tile = tile_of(next_set);
+#pragma unroll
+        for (int m = 0; m < TILES; ++m)
+            tiles[m] = WEIGHT::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
+    };
+    // Commits one group of copies, of that unit of tile m; it is empty after the last unit.
+    const auto copy = [&](int slot, int m) {
+        if (next_unit < units && next_set < sets) {
+            const int left = WHOLE ? UNIT : min(UNIT, in - next_unit * UNIT);
             const int end = left / WEIGHT::VALUES * WEIGHT::BLOCK;
-            const unsigned char *const from = tiles[m] + unit * (long long)BYTES;
+            const unsigned char *const from = tiles[m] + next_unit * (long long)BYTES;
 #pragma unroll
             for (int at = 0; at < BYTES; at += 512)
                 if (at + 16 * lane < end) cp_async<16>(places + slot + 16 * lane + at, from + at);
         }
         cp_async_commit();
+        if (m < TILES - 1) return;
+        next_unit += WARPS;
+        if (next_unit >= units) next_unit = warp, next_set += gridDim.x, point();
+    };
+    point();
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) copy(i * BYTES, i % TILES);
+    wait_for_previous();
+
+    Inputs inputs[ROWS];
+    float norms[8];  // of the next unit
+    const auto fetch = [&](int unit) {
+        const int k = 8 * lane < UNIT ? unit * UNIT + 8 * lane : in;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) inputs[r].fetch(k, in);
+        if (NORMED && k < in) load_floats(norms, norm + k);
     };
 #pragma unroll
-    for (int i = 0; i < SLOTS; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
-    wait_for_previous();
+    for (int r = 0; r < ROWS; ++r) inputs[r].row = x + min(r, rows - 1) * (long long)in;
+    fetch(warp);
 #if NORMED
     __shared__ float partial[ROWS][32];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const float factor = r < rows ? inverse_rms(x + r * (long long)in, in, eps, partial[r]) : 0.0f;
-        if (lane / 4 % ROWS == r) inputs.factor = factor;
-    }
+    for (int r = 0; r < ROWS; ++r) inputs[r].factor = inverse_rms(inputs[r].row, in, eps, partial[r]);
 #endif
-    float sums[TILES][COLUMNS_N][4] = {};
-    int slots[TILES];  // of the unit's tiles
+    const unsigned zero = unsigned(rows) >> 31;  // see PackedWeights::unpack
+    int slots[TILES];                            // of the unit's tiles
 #pragma unroll
     for (int m = 0; m < TILES; ++m) slots[m] = m * BYTES;
-    for (int unit = warp; unit < units; unit += WARPS) {
-        inputs.begin(norm, unit * UNIT, in);
-        cp_async_wait<SLOTS - TILES>();
-        __syncwarp();
+    float *joined = reinterpret_cast<float *>(shared + WARPS * SLOTS * BYTES);
+    int first = 0;  // of the threads that write to y: others for the next set, whose sums have another place
+    for (int set = blockIdx.x; set < sets; set += gridDim.x) {
+        float sums[TILES][ROWS][2] = {};  // of rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
+        for (int unit = warp; unit < units; unit += WARPS) {
+            uint4 octets[ROWS];
 #pragma unroll
-        for (int k = 0; k < UNIT; k += 32) {
-            if (UNIT != WEIGHT::VALUES && unit * UNIT + k >= in) break;
-            uint4 x[COLUMNS_N];
+            for (int r = 0; r < ROWS; ++r) octets[r] = inputs[r].rounded(norms);
+            fetch(unit + WARPS < units ? unit + WARPS : warp);
+            const int left = WHOLE ? UNIT : min(UNIT, in - unit * UNIT);
+            cp_async_wait<SLOTS - TILES>();
+            __syncwarp();
+#pragma unroll UNROLLED
+            for (int span = 0; span < UNIT / SPAN; ++span) {
+                uint4 columns[ROWS];
+                float constants[ROWS][4], products[TILES][ROWS][4] = {};
 #pragma unroll
-            for (int n = 0; n < COLUMNS_N; ++n) x[n] = inputs.at(unit * UNIT, k, n);
+                for (int r = 0; r < ROWS; ++r) {
+                    columns[r] = columns_of(octets[r], span);
+                    add_up(constants[r], columns[r]);
+                }
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-                uint4 w[2];
-                unpack(w, places + slots[m], k, CONSTANTS_KEPT ? unsigned(rows) >> 31 : 0);
+                for (int step = 0; step < SPAN / 32; ++step) {
+                    const int k = span * SPAN + 32 * step;
+                    if (!WHOLE && k >= left) break;
+                    uint4 x[ROWS];
 #pragma unroll
-                for (int n = 0; n < COLUMNS_N; ++n) {
-                    mma_m16n8k16_f16(sums[m][n], {w[0].x, w[1].x, w[0].y, w[1].y}, {x[n].x, x[n].y});
-                    mma_m16n8k16_f16(sums[m][n], {w[0].z, w[1].z, w[0].w, w[1].w}, {x[n].z, x[n].w});
+                    for (int r = 0; r < ROWS; ++r)
+                        x[r] = lane / 4 * WEIGHT::GROUP / 32 == step ? columns[r] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+                    for (int m = 0; m < TILES; ++m) {
+                        const unsigned char *const block = places + slots[m] + k / WEIGHT::VALUES * WEIGHT::BLOCK;
+                        const unsigned char *const plane = block + WEIGHT::plane(k % WEIGHT::VALUES);
+                        const auto low = WEIGHT::unpack(plane, lane, 0, zero);
+                        const auto high = WEIGHT::unpack(plane, lane, 1, zero);
+#pragma unroll
+                        for (int r = 0; r < ROWS; ++r) multiply(products[m][r], low.pairs, high.pairs, x[r]);
+                    }
+                }
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int k = span * SPAN + (lane % 4 * 2 + c) * WEIGHT::GROUP;
+                    if (!WHOLE && k >= left) continue;
+#pragma unroll
+                    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const unsigned char *const block = places + slots[m] + k / WEIGHT::VALUES * WEIGHT::BLOCK;
+                            const int group = k % WEIGHT::VALUES / WEIGHT::GROUP;
+                            const float2 f = WEIGHT::products(WEIGHT::factors(block, half * 8 + lane / 4, group));
+#pragma unroll
+                            for (int r = 0; r < ROWS; ++r) {
+                                float &sum = sums[m][r][half];
+                                sum += f.x * (products[m][r][2 * half + c] - constants[r][2 + c]);
+                                if (WEIGHT::OFFSETS) sum += f.y * constants[r][c];
+                            }
+                        }
                 }
             }
-        }
-        __syncwarp();
+            __syncwarp();
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) {
-            copy(slots[m], unit + (m + SLOTS) / TILES * WARPS, (m + SLOTS) % TILES);
-            slots[m] += slots[m] >= (SLOTS - TILES) * BYTES ? (TILES - SLOTS) * BYTES : TILES * BYTES;
+            for (int m = 0; m < TILES; ++m) {
+                copy(slots[m], (m + SLOTS) % TILES);
+                slots[m] += slots[m] >= (SLOTS - TILES) * BYTES ? (TILES - SLOTS) * BYTES : TILES * BYTES;
+            }
         }
-    }
 
-    cp_async_wait<0>();
-    __syncthreads();
-    float *const joined = reinterpret_cast<float *>(shared);
 #pragma unroll
-    for (int m = 0; m < TILES; ++m)
+        for (int m = 0; m < TILES; ++m)
 #pragma unroll
-        for (int i = 0; i < 4 * COLUMNS_N; ++i) {
-            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;  // of x
-            float *const to = joined + (warp * ROWS + row) * pitch_of(TILE) + m * 16;
-            if (row < ROWS) to[i % 4 / 2 * 8 + lane / 4] = sums[m][i / 4][i % 4];
-        }
-    __syncthreads();
-    store_tile<WARPS, TILE>(y, joined, tile, bias, rows, pitch);
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float sum = sums[m][r][half];
+#pragma unroll
+                    for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                    float *const to = joined + (warp * ROWS + r) * pitch_of(TILE) + m * 16;
+                    if (lane % 4 == 0) to[half * 8 + lane / 4] = sum;
+                }
+        __syncthreads();
+        store_tile<WARPS, TILE>(y, joined, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
+        joined += first % 64 == 0 ? JOINED : -JOINED;
+        first += 32;
+    }
 }

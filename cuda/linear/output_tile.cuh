@@ -17,10 +17,11 @@ struct Tile {
 // Floats between the sums of neighbouring rows of x, in shared memory: 8 of them are in different banks.
 constexpr int pitch_of(int tile) { return tile + 4; }
 
-// Adds the sums of COUNT warps, `joined` [COUNT][ROWS][pitch_of(TILE_ROWS)], and writes them to y.
+// Adds the sums of COUNT warps, `joined` [COUNT][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the caller's
+// number, of the first of which some write.
 template <int COUNT, int TILE_ROWS>
 __device__ __forceinline__ void store_tile(TO *y, const float *joined, const Tile &tile, const float *bias,
-                                           int rows, long long pitch) {
+                                           int rows, long long pitch, int thread) {
     constexpr int COLUMNS_OF_Y = GATED ? TILE_ROWS / 2 : TILE_ROWS;
     const auto sum_of = [&](int row, int c) {
         float total = 0.0f;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void store_tile(TO *y, const float *joined, const Til
     };
     if (gridDim.y > 1) {
         const long long width = GATED ? 2ll * tile.out : tile.out;
-        for (int i = threadIdx.x; i < rows * TILE_ROWS; i += blockDim.x) {
+        for (int i = thread; i < rows * TILE_ROWS; i += blockDim.x) {
             const int row = i / TILE_ROWS, c = i % TILE_ROWS;
             if (tile.column_of(c) < tile.out)
                 y[(blockIdx.y * (long long)rows + row) * width + tile.row_of(c)] = from_float<TO>(sum_of(row, c));
@@ -40,7 +41,7 @@ __device__ __forceinline__ void store_tile(TO *y, const float *joined, const Til
     const auto product = [&](int row, int c) {
         return bias ? sum_of(row, c) + bias[tile.row_of(c)] : sum_of(row, c);
     };
-    for (int i = threadIdx.x; i < rows * COLUMNS_OF_Y; i += blockDim.x) {
+    for (int i = thread; i < rows * COLUMNS_OF_Y; i += blockDim.x) {
         const int row = i / COLUMNS_OF_Y, place = i % COLUMNS_OF_Y, c = GATED ? place / 16 * 32 + place % 16 : place;
         if (tile.column_of(c) >= tile.out) continue;
         float total = product(row, c);

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from polarlm.bench.gpu import nvrtc, sass
+from polarlm.bench.gpu.cost import packed_steps
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler, parse
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.errors import EngineError
@@ -104,6 +105,9 @@ class Budget:
         if self.kernel == "gemv":
             rows, normed = int(self.variant.defines["ROWS"]), int(self.variant.defines["NORMED"])
             return 32 * 8 * 4 * loop.wide_loads / (4 + 2 * rows + 2 * normed)  # 4 outputs share the loads of x
+        if self.kernel == "gemv_packed":
+            steps = int(self.variant.defines["TILES"]) * packed_steps(self.variant.text())
+            return 16 * 16 * loop.hmma * steps / (steps + 1)
         columns = max(1, int(self.variant.defines.get("ROWS", 8)) // 8)  # tiles of 8 rows of x share weights
         return 16 * 16 * loop.hmma / columns  # of the operand that is read: keys, values, weights
 
@@ -122,6 +126,7 @@ def product(kernel: str, rows: int, constants: Mapping[str, Define], weight: str
     return Variant(kernel, {**types, **constants})
 
 
+STAYING: dict[str, Define] = {"WARPS": 8, "RESIDENT": 3, "UNIT": 256}
 ROUNDED: dict[str, Define] = {"ACT": "__half", "NORMED": 0}  # x as `narrow` gives it
 
 POLARQUANT = attention("decode_attention", "polarquant", "polarquant")
@@ -136,14 +141,18 @@ BUDGETS = [
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}, "f16"), 128, 4.438),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 2, "ACT": "__nv_bfloat16", "NORMED": 0}), 48, 5.500),
     Budget("gemm_small", product("gemm_small", 32, {"WARPS_OUT": 4, **ROUNDED}, "q4_k"), 84, 8.156),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 4}, "q4_k"), 45, 3.242),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4}, "q4_k"), 70, 2.883),
-    Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 78, 2.793),
-    Budget("gemv_packed", product("gemv_packed", 16, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 107, 2.969),
-    Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 4, "SLOTS": 5, **ROUNDED}, "q4_k"), 92, 2.744),
-    Budget("gemv_packed", product("gemv_packed", 16, {"TILES": 4, "SLOTS": 5, **ROUNDED}, "q4_k"), 128, 2.902),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 3}, "q6_k"), 83, 4.098),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 4}, "q8_0"), 48, 3.562),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 2, **STAYING}, "q4_k"), 66, 2.383),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4, **STAYING}, "q4_k"), 70, 2.004),
+    Budget("gemm_packed", product("gemm_packed", 8, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 78, 2.793),
+    Budget("gemm_packed", product("gemm_packed", 16, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 107, 2.969),
+    Budget("gemm_packed", product("gemm_packed", 8, {"TILES": 4, "SLOTS": 5, **ROUNDED}, "q4_k"), 92, 2.744),
+    Budget("gemm_packed", product("gemm_packed", 16, {"TILES": 4, "SLOTS": 5, **ROUNDED}, "q4_k"), 128, 2.902),
+    Budget(
+        "gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4, **STAYING, "RESIDENT": 2}, "q6_k"), 103, 3.000
+    ),
+    Budget(
+        "gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 2, **STAYING, "UNIT": 128}, "q8_0"), 70, 3.953
+    ),
     Budget("prefill_attention", PREFILL, 253, 0.747),
 ]
 

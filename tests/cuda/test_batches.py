@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine.backends.cuda import batches, launch_configs
 from polarlm.engine.backends.cuda.batches import bucket
-from polarlm.engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
+from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.sampling.sample import Draw, Sampled
 from tests.cuda.emulated import open_device
@@ -28,12 +28,13 @@ def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
         parts = [min(SMALL_ROWS, rows - first) for first in range(0, rows, SMALL_ROWS)]
         made: list[object] = [len(parts)]
         for part in parts:
-            made.append([part > most for most in (GEMV_ROWS, GEMV_PACKED_ROWS)])
+            made.append([part > most for most in (GEMV_ROWS, GEMM_PACKED_ROWS)])
             for out, width, machine in [(4096, 4096, (132, 228 << 10)), (640, 11008, (6, 100 << 10))]:
                 if part <= GEMV_ROWS:
                     made.append(launch_configs.gemv(part, out, width, machine[0]))
-                if part <= GEMV_PACKED_ROWS:
                     made.append(launch_configs.gemv_packed(part, out, *machine, 256, 148))
+                elif part <= GEMM_PACKED_ROWS:
+                    made.append(launch_configs.gemm_packed(part, out, *machine, 256, 148))
                 made.append(launch_configs.gemm_small(part, out, width, *machine))
         return made
 

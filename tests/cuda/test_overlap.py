@@ -31,11 +31,18 @@ from tests.cuda_emulator.build import kernel_names
 
 # Kernels of steps and of prompts that wait; the others begin when the one before them has ended.
 WAITING = {
-    *("embed_kernel", "narrow_kernel", "rms_norm_kernel", "gemv_kernel", "gemv_packed_kernel", "gemm_small_kernel"),
-    *("gemm_small_sum_kernel", "place_kv_kernel", "transform_heads_kernel", "append_kv_kernel", "rotate_kernel"),
+    *("embed_kernel", "narrow_kernel", "rms_norm_kernel", "gemv_kernel", "gemv_packed_kernel", "gemm_packed_kernel"),
+    *(
+        "gemm_small_kernel",
+        "gemm_small_sum_kernel",
+        "place_kv_kernel",
+        "transform_heads_kernel",
+        "append_kv_kernel",
+        "rotate_kernel",
+    ),
     *("rotate_dense_kernel", "decode_attention_kernel", "sample_kernel"),
 }
-PRODUCTS = ("gemv", "gemv_packed", "gemm_small")  # whose loads of weights come first
+PRODUCTS = ("gemv", "gemv_packed", "gemm_packed", "gemm_small")  # whose loads of weights come first
 
 
 @pytest.fixture
@@ -90,7 +97,7 @@ def test_compiled_kernels_wait_as_their_texts_say(kernel: str) -> None:
 
 
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("kernel", ["gemv", "gemv_packed", "gemm_small", "place_kv", "sample"])
+@pytest.mark.parametrize("kernel", ["gemv", "gemv_packed", "gemm_packed", "gemm_small", "place_kv", "sample"])
 def test_without_the_constant_the_calls_change_no_instruction(kernel: str) -> None:
     text = VARIANTS[kernel][0].text()
     without = re.sub(r"^ +(let_next_begin|wait_for_previous)\(\);$", "", text, flags=re.MULTILINE)

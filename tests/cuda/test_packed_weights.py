@@ -157,6 +157,20 @@ def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, n
     check_activation(ops, rng, name, rows, half)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["q2_k", "q4_k", "q8_0"])
+def test_blocks_that_stay_multiply_several_sets_of_tiles(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
+    """A GPU of one multiprocessor has fewer blocks than sets. The last set's tiles are not all there."""
+    monkeypatch.setattr(EmulatedDevice, "processors", 1)
+    block = get(name).values, packed.block_bytes(get(name))
+    config, blocks = launch_configs.gemv_packed(rows, 300, 1, 228 << 10, *block)
+    assert 3 * blocks < -(-300 // (16 * config.defines["TILES"]))
+    check_product(ops, rng, name, rows, 300, width_of(name, 11))
+    check_activation(ops, rng, name, rows, 112)
+
+
 @pytest.mark.parametrize("rows", [8, 13])
 @pytest.mark.parametrize("name", ["q3_k", "q4_k", "q8_0"])
 def test_products_of_large_matrices_share_x_among_four_tiles(
@@ -165,7 +179,7 @@ def test_products_of_large_matrices_share_x_among_four_tiles(
     """A GPU of one multiprocessor has many blocks for a small matrix. The last block's tiles are not all there."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
     block = get(name).values, packed.block_bytes(get(name))
-    assert launch_configs.gemv_packed(rows, 70, 1, 228 << 10, *block)[0].defines["TILES"] == 4
+    assert launch_configs.gemm_packed(rows, 70, 1, 228 << 10, *block)[0].defines["TILES"] == 4
     check_product(ops, rng, name, rows, 70, width_of(name, 11))
     check_activation(ops, rng, name, rows, 48)
 

@@ -8,7 +8,7 @@ import pytest
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 
 CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
@@ -54,26 +54,45 @@ PACKED = [get(name) for name in available() if packed.is_packed(get(name))]
 
 @pytest.mark.parametrize("machine", [(132, 228 << 10), (108, 164 << 10), (128, 100 << 10)])
 @pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
+def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(
+    machine: tuple[int, int], format: WeightFormat
+) -> None:
+    """As many blocks as are resident, or fewer; each has room for the next weights while it multiplies."""
+    block = format.values, packed.block_bytes(format)
+    for rows, out, gated in itertools.product((1, 2), (32, 4096, 28672, 128256), (False, True)):
+        config, blocks = launch_configs.gemv_packed(rows, out, *machine, *block, gated)
+        tiles, slots, warps, resident = (config.defines[name] for name in ("TILES", "SLOTS", "WARPS", "RESIDENT"))
+        unit = 16 * block[1] * config.defines["UNIT"] // format.values
+        assert config.defines["ROWS"] == rows
+        assert 8 <= warps * resident <= 24
+        assert tiles == (2 if gated or out >= 64 * machine[0] else 1)
+        assert tiles < slots <= 2 * tiles
+        assert config.shared == warps * (slots * unit + 2 * 4 * rows * (16 * tiles + 4))
+        assert config.shared + 256 + 1024 <= min(machine[1], 100 << 10)
+        assert resident * (config.shared + 256 + 1024) <= machine[1]
+        assert blocks == min(-(-out // (16 * tiles)), resident * machine[0])
+
+
+@pytest.mark.parametrize("machine", [(132, 228 << 10), (108, 164 << 10), (128, 100 << 10)])
+@pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
 def test_packed_products_of_few_rows_fit_shared_memory(machine: tuple[int, int], format: WeightFormat) -> None:
     """With two blocks a multiprocessor where slots for a unit more than their tiles fit it; each block has weights."""
     block = format.values, packed.block_bytes(format)
     unit = 16 * block[1] * max(128, format.values) // format.values
-    for rows, out, gated in itertools.product(range(1, GEMV_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True)):
-        config, blocks = launch_configs.gemv_packed(rows, out, *machine, *block, gated)
+    for rows, out, gated in itertools.product(range(3, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True)):
+        config, blocks = launch_configs.gemm_packed(rows, out, *machine, *block, gated)
         most, tiles, slots = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS"))
-        assert most in (1, 2, 4, 8, 16)
+        assert most in (4, 8, 16)
         assert rows <= most < 2 * rows
         assert tiles in ((2, 4) if gated else (1, 2, 4))
         assert tiles < 4 or (most >= 8 and blocks >= 2 * 0.875 * machine[0] - 2)
         assert (blocks - 1) * 16 * tiles < out <= blocks * 16 * tiles
-        resident = 2 if most <= 2 else 0.875  # blocks a multiprocessor
-        assert tiles == 1 or gated or blocks >= resident * machine[0] - 1
-        inputs = 2 * most * max(128, format.values) * (most <= 2)
+        assert tiles == 1 or gated or blocks >= 0.875 * machine[0] - 1
         assert slots > tiles
-        assert config.shared == 8 * max(slots * unit + inputs, 4 * most * (16 * tiles + 4))
-        assert config.shared + 256 + 1024 <= min(machine[1], 100 << 10)
-        if 8 * ((tiles + 1) * unit + inputs) + 256 + 1024 <= machine[1] // 2:
-            assert 2 * (config.shared + 256 + 1024) <= machine[1]
+        assert config.shared == 8 * max(slots * unit, 4 * most * (16 * tiles + 4))
+        assert config.shared + 1024 <= min(machine[1], 100 << 10)
+        if 8 * (tiles + 1) * unit + 1024 <= machine[1] // 2:
+            assert 2 * (config.shared + 1024) <= machine[1]
 
 
 # Multiprocessors, and bytes of shared memory of one ("Technical Specifications per Compute Capability" in the CUDA

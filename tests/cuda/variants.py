@@ -163,7 +163,7 @@ def _gemm_small() -> list[Variant]:
     """x comes normalised and in the type of the weights."""
     variants = []
     for rows, weight, out in itertools.product((8, 16, 32, 48, 64), _READ, (4096, 14336)):
-        if rows <= launch_configs.GEMV_PACKED_ROWS and weight in _PACKED:
+        if rows <= launch_configs.GEMM_PACKED_ROWS and weight in _PACKED:
             continue
         if rows > 16 and out > 4096:  # the same configuration
             continue
@@ -186,21 +186,23 @@ def _rounded_results(variants: list[Variant]) -> list[Variant]:
     ]
 
 
-def _gemv_packed() -> list[Variant]:
-    """With one tile and two, and the shared memory of the smallest and of the largest GPU."""
-    variants = []
+def _packed() -> dict[str, list[Variant]]:
+    """Both kernels for few rows, with one tile and more, and the shared memory of the smallest and the largest GPU."""
+    variants: dict[str, list[Variant]] = {"gemv_packed": [], "gemm_packed": []}
     for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8, 16), (256, 16384)):
-        format, act = weight_formats.get(weight), "float" if rows <= launch_configs.GEMV_ROWS else "__half"
+        format = weight_formats.get(weight)
+        kernel, act = ("gemv_packed", "float") if rows <= launch_configs.GEMV_ROWS else ("gemm_packed", "__half")
         for memory in (100 << 10, 228 << 10):
-            config, _ = launch_configs.gemv_packed(rows, out, 128, memory, format.values, packed.block_bytes(format))
+            configured = getattr(launch_configs, kernel)
+            config, _ = configured(rows, out, 128, memory, format.values, packed.block_bytes(format))
             constants = {name: (value,) for name, value in config.defines.items()}
-            variants += [
+            variants[kernel] += [
                 replace(variant, dynamic_shared=config.shared)
-                for variant in _linear("gemv_packed", ACT=(act,), WEIGHT=(weight,), **constants)
+                for variant in _linear(kernel, ACT=(act,), WEIGHT=(weight,), **constants)
                 if config.defines["TILES"] != 1 or "ACTIVATION" not in variant.defines
                 if not (act == "__half" and variant.defines["NORMED"])
             ]
-    return [*variants, *_rounded_results(variants)]
+    return {kernel: [*some, *_rounded_results(some)] for kernel, some in variants.items()}
 
 
 def _gemv() -> list[Variant]:
@@ -225,7 +227,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "encode_blocks": _encode_blocks(),
     "gemm_small": _gemm_small(),
     "gemv": _gemv(),
-    "gemv_packed": _gemv_packed(),
+    **_packed(),
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
     "logprobs": _all("logprobs"),
     "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),

@@ -10,12 +10,12 @@ from polarlm.engine.records import Layout, table_bytes
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
 
-# Most rows of gemv, of gemv_packed and of gemm_small. Each row costs gemv as many instructions as the first, while
+# Most rows of gemv and gemv_packed, of gemm_packed and of gemm_small. Each row costs gemv as many instructions as the first, while
 # tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the L2 cache,
 # which from three rows on, as predicted, takes longer than reading the weights. More rows than that are normalised and
 # converted to the weights' type once, by `narrow`, instead of in every block.
 GEMV_ROWS = 2
-GEMV_PACKED_ROWS = 16
+GEMM_PACKED_ROWS = 16
 SMALL_ROWS = 64
 
 # Numbers of rows, beside 1 and those of prompts for cuBLAS, so that each kernel of products is compiled for one of them
@@ -28,8 +28,9 @@ DEQUANTIZED_BYTES = 32 << 20
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
 _GEMV_PACKED_STATIC_BYTES = 256  # static shared memory of gemv_packed: at most 128 GEMV_ROWS
-_GEMV_PACKED_WARPS = 8
-_SLOT_BYTES = 80 << 10  # of its slots, unless these are too few: the rest is left to the L1 cache, for x
+_PACKED_WARPS = 8  # of gemm_packed
+_GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of the weights has more
+_SLOT_BYTES = 80 << 10  # of slots of gemm_packed, unless these are too few: the rest is left to the L1 cache, for x
 _ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
@@ -53,28 +54,52 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
 def gemv_packed(
     rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
 ) -> tuple[LaunchConfig, int]:
-    """The launch for x (rows ≤ GEMV_PACKED_ROWS, in) and packed weights (out, in) → configuration, blocks.
+    """The launch for x (rows ≤ GEMV_ROWS, in) and packed weights (out, in) → configuration, blocks.
 
     values, nbytes: of a block of one row of the format on the device. gated: weights are [gate | up].
     """
-    most, warps = 1 << (rows - 1).bit_length(), _GEMV_PACKED_WARPS
-    # Two tiles share a block's work on x, of which more rows have more; but with few blocks processors are idle.
-    blocks = 2 * processors if most <= 2 else processors * 7 // 8
+    most = 1 << (rows - 1).bit_length()
+    # Two tiles share a block's work on x; but with few blocks processors are idle.
+    tiles = 2 if gated or out >= 32 * 2 * processors else 1
+    unit = 256 if values == 256 or 16 * 256 * nbytes <= _GEMV_PACKED_COPIED * values else 128
+    copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
+    sums = 2 * 4 * most * (16 * tiles + 4)  # bytes of a warp
+    # As many warps of a multiprocessor as shared memory is enough for: 24, if they can do with so few registers.
+    most_warps = 24 if most == 1 and (tiles == 1 or 8 * nbytes <= 5 * values) else 16
+    choices = [(warps, resident) for warps in (8, 4) for resident in range(1, most_warps // warps + 1)]
+    for warps, resident in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice[0]), reverse=True):
+        free = min(SHARED_BYTES, shared_memory // resident) - _SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
+        slots = (free // warps - sums) // copied
+        if slots > tiles:
+            break
+    slots = min(slots, 2 * tiles)  # measured on an H200: more of them make it slower
+    defines: dict[str, int | float | str] = {"ROWS": most, "TILES": tiles, "SLOTS": slots, "WARPS": warps}
+    defines |= {"UNIT": unit, "RESIDENT": resident}
+    config = LaunchConfig(defines, 32 * warps, warps * (slots * copied + sums))
+    return config, min(-(-out // (16 * tiles)), resident * processors)
+
+
+def gemm_packed(
+    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
+) -> tuple[LaunchConfig, int]:
+    """The same for GEMV_ROWS < rows ≤ GEMM_PACKED_ROWS."""
+    most, warps = 1 << (rows - 1).bit_length(), _PACKED_WARPS
+    # Two tiles share a block's work on x; but with few blocks processors are idle.
+    blocks = processors * 7 // 8
     tiles = 2 if gated or out >= 32 * blocks else 1
     unit = max(128, values)  # UNIT
     copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
-    inputs = 2 * most * unit if most <= GEMV_ROWS else 0  # bytes of x in shared memory; else it is in registers
     # Of many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two blocks
     # of so many slots are resident.
-    beside = _SYSTEM_BYTES + _GEMV_PACKED_STATIC_BYTES
+    beside = _SYSTEM_BYTES
     if most >= 8 and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
         tiles = 4
     slots = 0
     for resident in (2, 1):  # blocks of a multiprocessor
         free = min(SHARED_BYTES, shared_memory // resident) - beside
-        slots = slots if slots > tiles else (free // warps - inputs) // copied
+        slots = slots if slots > tiles else free // warps // copied
     slots = max(tiles + 1, min(slots, _SLOT_BYTES // (warps * copied)))
-    shared = warps * max(slots * copied + inputs, 4 * most * (16 * tiles + 4))
+    shared = warps * max(slots * copied, 4 * most * (16 * tiles + 4))
     return LaunchConfig({"ROWS": most, "TILES": tiles, "SLOTS": slots}, 32 * warps, shared), -(-out // (16 * tiles))
 
 

@@ -19,7 +19,7 @@ from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
 from polarlm.engine.backends.cuda.launch_configs import (
     DEQUANTIZED_BYTES,
-    GEMV_PACKED_ROWS,
+    GEMM_PACKED_ROWS,
     GEMV_ROWS,
     SMALL_ROWS,
 )
@@ -184,7 +184,7 @@ class LinearOps:
         if rows > GEMV_ROWS:
             x, product = self._narrowed(x, product), product._replace(norm=None)
         if rows > GEMV_ROWS or is_packed:
-            multiply = self._packed if is_packed and rows <= GEMV_PACKED_ROWS else self._tensor_cores
+            multiply = self._packed if is_packed and rows <= GEMM_PACKED_ROWS else self._tensor_cores
             multiply(y, x, product)
             return
         norm_weight, eps = product.norm or (None, 0.0)
@@ -194,14 +194,20 @@ class LinearOps:
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
     def _packed(self, y: Array, x: Array, product: _Product) -> None:
-        """`linear` of at most GEMV_PACKED_ROWS rows with a packed matrix into y; more than GEMV_ROWS come narrow."""
+        """`linear` of at most GEMM_PACKED_ROWS rows with a packed matrix into y; more than GEMV_ROWS come narrow."""
         (rows, width), device, weight = x.shape, self._device, product.weight
+        shape = device.processors, device.shared_memory, weight.format.values, packed.block_bytes(weight.format)
+        given = rows, weight.shape[0], *shape, product.activation is not None
+        operands, sizes = (y, x, weight.data, product.bias), (rows, width, y.shape[1], row_stride(y))
+        if rows > GEMV_ROWS:
+            config, blocks = launch_configs.gemm_packed(*given)
+            config = product.with_types(x, y, config)
+            self._launch("gemm_packed", (blocks,), config, *operands, *sizes)
+            return
         norm_weight, eps = product.norm or (None, 0.0)
-        block = weight.format.values, packed.block_bytes(weight.format)
-        machine, gated = (device.processors, device.shared_memory), product.activation is not None
-        config, blocks = launch_configs.gemv_packed(rows, weight.shape[0], *machine, *block, gated)
-        operands, sizes = (y, x, weight.data, product.bias, norm_weight), (rows, width, y.shape[1], row_stride(y))
-        self._launch("gemv_packed", (blocks,), product.with_types(x, y, config), *operands, *sizes, float(eps))
+        config, blocks = launch_configs.gemv_packed(*given)
+        config = product.with_types(x, y, config)
+        self._launch("gemv_packed", (blocks,), config, *operands, norm_weight, *sizes, float(eps))
 
     def _tensor_cores(self, y: Array, x: Array, product: _Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y; x is normalised and of the type that the product takes."""
