@@ -98,8 +98,8 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // With OVERLAPS, a kernel that waits for the one before it on the stream is launched before that has ended. Until a
-// thread has waited it may only read what no kernel of a step writes, such as weights, and must write to no global
-// memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
+// thread has waited it may only read what no kernel of a step writes, such as weights and tables, and must write to no
+// global memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
 __device__ __forceinline__ void let_next_begin() {
 #ifdef OVERLAPS
     asm volatile("griddepcontrol.launch_dependents;");

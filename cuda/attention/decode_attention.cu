@@ -121,6 +121,8 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
                         const float *factors, const float *before, const float *behind, int sequences, int span_stride,
                         int kv_heads, int chunks, int window, float scale) {
     let_next_begin();
+    // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units.
+    const typename Tables::Loaded<WARPS * 32> tables(key_tables, value_tables);
     wait_for_previous();
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = at_known_address(dynamic);
@@ -128,7 +130,10 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
     const Plan plan(is_last + 2, spans, span_stride, sequences, kv_heads, window);
     const Pools pools = {keys, values, full_k, full_v, kv_heads};
     const Sums sums = {acc, ml, sequences * kv_heads * chunks};
-    const bool has_units = plan.fill();
+    plan.fill();
+    tables.store(shared);
+    __syncthreads();
+    const bool has_units = plan.begin();
     clear_unseen(plan, out);
     if (!has_units) return;
 
@@ -151,10 +156,6 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         state.start(q + work.columns.vector(g, kv_heads) * D, is_there, scale * LOG2_E, lane);
     };
     begin_turn();
-    if constexpr (Tables::BYTES > 0) {
-        Tables::fill(shared, key_tables, value_tables);
-        __syncthreads();
-    }
 #pragma unroll 1
     for (;;) {
         const int lane = threadIdx.x % 32;

@@ -83,7 +83,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 probe(int *shares, int *units, const int *spans, int span_stride, int sequences, int kv_heads, int window) {
     DYNAMIC_SHARED(int, memory);
     const Plan plan(memory, spans, span_stride, sequences, kv_heads, window);
-    const bool has_units = plan.fill();
+    plan.fill();
+    __syncthreads();
+    const bool has_units = plan.begin();
     const Shares ctas = plan.ctas(), warps = plan.warps();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) {
