@@ -139,17 +139,16 @@ struct Plan {
     // Computes the warp's share of the row. Returns whether the CTA has units.
     __device__ __forceinline__ bool begin() const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const Shares own = warps();
+        const Shares own = warps(ctas());
         if (lane == 0) turns[warp].next = own.begin(warp), turns[warp].end = own.end(warp);
         __syncwarp();
         return own.end(WARPS - 1) > own.first;
     }
 
     __device__ __forceinline__ Shares ctas() const { return Shares(0, *total, gridDim.x); }
-    __device__ __forceinline__ Shares warps() const {
-        const Shares all = ctas();
-        const int begin = all.begin(blockIdx.x);
-        return Shares(begin, all.end(blockIdx.x) - begin, WARPS);
+    __device__ __forceinline__ Shares warps(const Shares &ctas) const {
+        const int begin = ctas.begin(blockIdx.x);
+        return Shares(begin, ctas.end(blockIdx.x) - begin, WARPS);
     }
 
     // The cell with unit `unit`; a warp calls it together.

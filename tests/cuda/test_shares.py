@@ -86,7 +86,7 @@ probe(int *shares, int *units, const int *spans, int span_stride, int sequences,
     plan.fill();
     __syncthreads();
     const bool has_units = plan.begin();
-    const Shares ctas = plan.ctas(), warps = plan.warps();
+    const Shares ctas = plan.ctas(), warps = plan.warps(ctas);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) {
         shares[2 * (blockIdx.x * WARPS + warp)] = warps.begin(warp);
