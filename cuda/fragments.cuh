@@ -37,8 +37,8 @@
 //   QUANTIZED       false for full precision, which needs no decoding
 //   NORMED          whether decoded values are still to be multiplied by the token's norm
 //   RANDOM_ACCESS   whether Decoder::next takes tiles in any order
-//   fill(shared, tables)                        copies the tables; called by all threads, before a barrier. shared: the
-//                                               side's first row
+//   piece(tables, row, number, last)            bytes 16 · number … + 15 of a row of its tables in shared memory; no
+//                                               thread has a row behind `last`, a constant after unrolling
 //   Codes, .load(record, part, lane)            loads the codes of a part into registers
 //   Decoder(codes, shared, lane), .next(t, a)   decodes tile t into registers; t is a constant after unrolling, and
 //                                               ascends from 0 unless RANDOM_ACCESS
@@ -51,6 +51,44 @@
 
 constexpr int ROW_BYTES = 256;
 
+// Rows of the tables of one side on their way to shared memory, in the registers of a block of THREADS threads. All
+// loads are in flight together: each that waited for the one before it would cost the whole way to the L2 cache.
+template <class Codec, int THREADS, int COUNT = Codec::ROWS>
+struct LoadedRows {
+    static constexpr int PIECES = COUNT * 8, OWN = (PIECES + THREADS - 1) / THREADS;
+    uint4 own[OWN > 0 ? OWN : 1];
+
+    // last: no row behind it is among these.
+    __device__ __forceinline__ explicit LoadedRows(const unsigned char *tables, int first = 0, int last = COUNT - 1) {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int at = i * THREADS + threadIdx.x, last_own = min(last, first + (i * THREADS + THREADS - 1) / 8);
+            if (at < PIECES) own[i] = Codec::piece(tables, first + at / 8, at % 8, last_own);
+        }
+    }
+    // shared: the side's first row.
+    __device__ __forceinline__ void store(unsigned char *shared, int first = 0) const {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int at = i * THREADS + threadIdx.x;
+            if (at < PIECES) *reinterpret_cast<uint4 *>(shared + (first + at / 8) * ROW_BYTES + at % 8 * 16) = own[i];
+        }
+    }
+};
+
+// Copies the tables of one side with few registers; called by all threads, before a barrier. Every codec with tables
+// has 256 rows of one kind, and maybe some of another.
+template <class Codec, int THREADS>
+__device__ __forceinline__ void copy_tables(unsigned char *shared, const unsigned char *tables) {
+    constexpr int rows = Codec::ROWS < 256 ? Codec::ROWS : 256, batch = THREADS < 512 ? THREADS / 2 : 256;
+    static_assert(Codec::ROWS == 0 || rows % batch == 0, "a batch is four loads");
+#pragma unroll 1
+    for (int first = 0; first < rows; first += batch)
+        LoadedRows<Codec, THREADS, batch>(tables, first, 255).store(shared, first);
+    if constexpr (Codec::ROWS > 256)
+        LoadedRows<Codec, THREADS, Codec::ROWS - 256>(tables, 256, Codec::ROWS - 1).store(shared, 256);
+}
+
 // Tables of both sides in shared memory. base: BYTES bytes, aligned to 128.
 template <class Keys, class Values>
 struct SharedTables {
@@ -59,11 +97,26 @@ struct SharedTables {
     static __device__ __forceinline__ unsigned char *keys(unsigned char *base) { return base; }
     static __device__ __forceinline__ unsigned char *values(unsigned char *base) { return base + ROW_BYTES / 2; }
     // Called by all threads of the block; a barrier must follow.
+    template <int THREADS>
     static __device__ __forceinline__ void fill(unsigned char *base, const unsigned char *key_tables,
                                                 const unsigned char *value_tables) {
-        Keys::fill(keys(base), key_tables);
-        Values::fill(values(base), value_tables);
+        copy_tables<Keys, THREADS>(keys(base), key_tables);
+        copy_tables<Values, THREADS>(values(base), value_tables);
     }
+
+    // The same in two steps, with all loads in flight in between.
+    template <int THREADS>
+    struct Loaded {
+        LoadedRows<Keys, THREADS> of_keys;
+        LoadedRows<Values, THREADS> of_values;
+
+        __device__ __forceinline__ Loaded(const unsigned char *key_tables, const unsigned char *value_tables)
+            : of_keys(key_tables), of_values(value_tables) {}
+        __device__ __forceinline__ void store(unsigned char *base) const {
+            of_keys.store(keys(base));
+            of_values.store(values(base));
+        }
+    };
 };
 
 // Loads COUNT words in the widest accesses for p aligned to ALIGN bytes. ONCE: cache lines are evicted first.

@@ -14,19 +14,15 @@ struct PairTable {
 
     // Row `byte` has, in every lane's column, the point whose code is the upper BITS bits of that byte. With ten bits,
     // four groups of eight columns have the four points whose codes end in that byte. The 256 norms follow, 32 per row.
-    static __device__ void fill(unsigned char *shared, const unsigned char *tables) {
-        const unsigned *pairs = reinterpret_cast<const unsigned *>(tables + L::PAIRS);
-        for (int at = threadIdx.x; at < ROWS * 8; at += blockDim.x) {
-            const int row = at / 8, piece = at % 8;
-            uint4 four;
-            if (row < 256) {
-                const unsigned point = __ldg(pairs + (L::BITS == 10 ? row | piece / 2 << 8 : row >> (8 - L::BITS & 7)));
-                four = make_uint4(point, point, point, point);
-            } else {
-                four = __ldg(reinterpret_cast<const uint4 *>(tables + L::NORM_TABLE) + (row - 256) * 8 + piece);
-            }
-            *reinterpret_cast<uint4 *>(shared + row * ROW_BYTES + piece * 16) = four;
-        }
+    static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int number,
+                                                   int last) {
+        const unsigned *words = reinterpret_cast<const unsigned *>(tables);
+        const int point = L::PAIRS / 4 + (L::BITS == 10 ? row | number / 2 << 8 : row >> (8 - L::BITS & 7));
+        const int norms = L::NORM_TABLE / 4 + (row - 256) * 32 + number * 4;
+        unsigned own[4];  // loads without a branch, so that no thread waits for one before the next
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[i] = __ldg(words + (last < 256 || row < 256 ? point : norms + i));
+        return make_uint4(own[0], own[1], own[2], own[3]);
     }
 
     struct Codes {

@@ -97,9 +97,12 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS_LEFT) : "memory");
 }
 
+// Brings the 128 bytes around an address of global memory into the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // With OVERLAPS, a kernel that waits for the one before it on the stream is launched before that has ended. Until a
-// thread has waited it may only read what no kernel of a step writes, such as weights, and must write to no global
-// memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
+// thread has waited it may only read what no kernel of a step writes, such as weights and tables, and must write to no
+// global memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
 __device__ __forceinline__ void let_next_begin() {
 #ifdef OVERLAPS
     asm volatile("griddepcontrol.launch_dependents;");
@@ -110,6 +113,11 @@ __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Orders the thread's accesses to memory, and those it knows of, for a thread of any block that has such a fence, too,
+// if atomics at one address are between them. __threadfence would order all fences of the GPU as well, which takes
+// longer.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // (low, high) as halves, rounded to nearest; numbers beyond ±65504 become these, NaN stays NaN.
 __device__ __forceinline__ unsigned halves_within(float low, float high) {

@@ -43,19 +43,29 @@ __device__ __forceinline__ unsigned char *at_known_address(unsigned char *dynami
 #endif
 }
 
-// Whether this CTA is the last one of those that share `cell`; the count is zero again after that.
-__device__ __forceinline__ bool arrives_last(int *count, const Shares &ctas, const Cell &cell) {
-    const int sharing = ctas.taker(cell.end - 1) - ctas.taker(cell.start) + 1;
+// Whether this CTA, whose sums are stored, is the last one of `sharing` that share a cell; then it may read the sums of
+// the others, and the count is zero again.
+__device__ __forceinline__ bool arrives_last(int *count, int sharing) {
+    fence_gpu();
     if (atomicAdd(count, 1) + 1 < sharing) return false;
-    atomicExch(count, 0);
+    fence_gpu();
+    atomicExch(count, 0);  // behind the fence, which would wait for it as well
     return true;
 }
+
+// The CTAs that share a cell: `count` from number `first` on.
+struct Sharers {
+    int first, count;
+
+    __device__ __forceinline__ Sharers(const Shares &ctas, const Cell &cell)
+        : first(ctas.taker(cell.start)), count(ctas.taker(cell.end - 1) - first + 1) {}
+};
 
 // Adds the sums of the CTA's warps, and those of all CTAs where this one is the last of a cell.
 __device__ __forceinline__ void finish(unsigned char *shared, int *is_last, const Plan &plan, const Sums &sums,
                                        const Result &result, int *counts, int chunks) {
-    const int warp = threadIdx.x / 32, heads = plan.kv_heads * GROUP;
-    const Shares ctas = plan.ctas(), warps = plan.warps();
+    const int warp = threadIdx.x / 32;
+    const Shares ctas = plan.ctas(), warps = plan.warps(ctas);
     const int begin = ctas.begin(blockIdx.x), end = ctas.end(blockIdx.x);
     const WarpSums own(shared);
     __syncthreads();
@@ -65,8 +75,9 @@ __device__ __forceinline__ void finish(unsigned char *shared, int *is_last, cons
         const CellColumns columns(plan, cell.sequence, cell.number, chunks);
         const int cell_end = min(cell.end, end), number = sums.part(columns.cell, blockIdx.x);
         for (; c < columns.count; c += WARPS) {
+            const float factor = result.factor(columns.head(c));
             HeadSum head = own.head(warps, unit, cell_end, c, sums, columns.cell);
-            if (cell.start >= begin && cell.end <= end) result.write(head, columns.vector(c, plan.kv_heads), heads);
+            if (cell.start >= begin && cell.end <= end) result.write(head, columns.vector(c, plan.kv_heads), factor);
             else head.store(sums.acc_at(number) + c * DP, sums.ml_at(number) + 2 * c);
         }
         c -= columns.count, unit = cell_end;
@@ -76,29 +87,30 @@ __device__ __forceinline__ void finish(unsigned char *shared, int *is_last, cons
     const bool shares_first = first.start < begin || first.end > end;
     const bool shares_last = last.start != first.start && last.end > end;
     if (!shares_first && !shares_last) return;
+    const Sharers of_first(ctas, first), of_last(ctas, last);
     __syncthreads();
     if (threadIdx.x < 2) {
         const Cell own_cell = threadIdx.x == 0 ? first : last;
         const int number = CellColumns(plan, own_cell.sequence, own_cell.number, chunks).cell;
-        __threadfence();
         const bool is_shared = threadIdx.x == 0 ? shares_first : shares_last;
-        is_last[threadIdx.x] = is_shared && arrives_last(counts + number, ctas, own_cell);
-        __threadfence();
+        const int sharing = threadIdx.x == 0 ? of_first.count : of_last.count;
+        is_last[threadIdx.x] = is_shared && arrives_last(counts + number, sharing);
     }
     __syncthreads();
     int c = warp;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
         if (!is_last[i]) continue;
-        const Cell cell = plan.cell(i == 0 ? begin : end - 1);
-        const CellColumns columns(plan, cell.sequence, cell.number, chunks);
-        const int from = ctas.taker(cell.start), count = ctas.taker(cell.end - 1) - from + 1;
-        const int number = sums.part(columns.cell, from);
+        const Sharers sharers = i == 0 ? of_first : of_last;
+        const CellColumns columns(plan, i == 0 ? first.sequence : last.sequence, i == 0 ? first.number : last.number,
+                                  chunks);
+        const int number = sums.part(columns.cell, sharers.first);
         const float *const acc = sums.acc_at(number), *const ml = sums.ml_at(number);
         for (; c < columns.count; c += WARPS) {
+            const float factor = result.factor(columns.head(c));
             HeadSum head;
-            head.add(acc + c * DP, HEADS * DP, ml + 2 * c, 2 * HEADS, count);
-            result.write(head, columns.vector(c, plan.kv_heads), heads);
+            head.add<HeadSum::FAR_BATCH>(acc + c * DP, HEADS * DP, ml + 2 * c, 2 * HEADS, sharers.count);
+            result.write(head, columns.vector(c, plan.kv_heads), factor);
         }
         c -= columns.count;
     }
@@ -121,6 +133,8 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
                         const float *factors, const float *before, const float *behind, int sequences, int span_stride,
                         int kv_heads, int chunks, int window, float scale) {
     let_next_begin();
+    // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units.
+    const typename Tables::Loaded<WARPS * 32> tables(key_tables, value_tables);
     wait_for_previous();
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = at_known_address(dynamic);
@@ -128,7 +142,10 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
     const Plan plan(is_last + 2, spans, span_stride, sequences, kv_heads, window);
     const Pools pools = {keys, values, full_k, full_v, kv_heads};
     const Sums sums = {acc, ml, sequences * kv_heads * chunks};
-    const bool has_units = plan.fill();
+    plan.fill();
+    tables.store(shared);
+    __syncthreads();
+    const bool has_units = plan.begin();
     clear_unseen(plan, out);
     if (!has_units) return;
 
@@ -141,9 +158,16 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         codes = Codes();  // the registers of the last cell's codes are free
         if constexpr (!ALL_FULL)
             if (work.count > 0) {
-                const unsigned record = pools.record(work.quantized.ids[work.first], work.columns.kv_head);
+                // Lane l has block l of the turn, or the last one.
+                const int number = min(lane, work.count - 1);
+                const unsigned own = pools.record(work.quantized.ids[work.first + number], work.columns.kv_head);
+                const unsigned record = __shfl_sync(ALL_LANES, own, 0);
                 codes.keys.load(pools.key(record), 0, lane);
                 codes.values.load(pools.value(record), 0, lane);
+                if (number == lane) {
+                    expect_norms<KeyCodec, KeyLayout>(pools.key(own));
+                    expect_norms<ValueCodec, ValueLayout>(pools.value(own));
+                }
                 if (lane == 0) plan.turns[thread_read_anew() / 32].oldest = work.visible.oldest - work.end();
                 __syncwarp();
             }
@@ -151,10 +175,6 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         state.start(q + work.columns.vector(g, kv_heads) * D, is_there, scale * LOG2_E, lane);
     };
     begin_turn();
-    if constexpr (Tables::BYTES > 0) {
-        Tables::fill(shared, key_tables, value_tables);
-        __syncthreads();
-    }
 #pragma unroll 1
     for (;;) {
         const int lane = threadIdx.x % 32;
@@ -178,5 +198,5 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         if (ends_share) break;
         begin_turn();
     }
-    finish(shared, is_last, plan, sums, {out, factors, before, behind}, counts, chunks);
+    finish(shared, is_last, plan, sums, Result(out, factors, before, behind), counts, chunks);
 }

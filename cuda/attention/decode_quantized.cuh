@@ -22,6 +22,16 @@ __device__ __forceinline__ void mean_scores(float2 *means, const ColumnState &st
     __syncwarp();
 }
 
+// Brings what stands behind the codes of a record, norms and a mean, near. The loads of these come late, where a warp
+// with few blocks has nothing to do until they arrive.
+template <class Codec, class L>
+__device__ __forceinline__ void expect_norms(const unsigned char *record) {
+    int start = L::MEAN;
+    if constexpr (Codec::NORMED) start = L::NORMS;
+#pragma unroll
+    for (int at = start / 128 * 128; at < L::NBYTES; at += 128) prefetch_line(record + at);
+}
+
 // Codes of one part of a quantized block, loaded or in flight.
 struct Codes {
     typename KeyCodec::Codes keys;

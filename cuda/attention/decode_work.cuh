@@ -38,6 +38,9 @@ struct CellColumns {
         cell = sequence * plan.kv_heads * chunks + number;
     }
 
+    // The query head of column `c`.
+    __device__ __forceinline__ int head(int c) const { return kv_head * GROUP + (column + c) % GROUP; }
+
     // Number of the query vector of column `c`, counted over all rows and query heads.
     __device__ __forceinline__ long long vector(int c, int kv_heads) const {
         if constexpr (STEP_ROWS > 1) {

@@ -70,7 +70,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
         });
     };
 
-    if (parts.quantized > 0) Tables::fill(shared, key_tables, value_tables);
+    if (parts.quantized > 0) Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
     const Rows rows = {first + warp * WARP_ROWS, last, position};
     const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * LOG2_E,
                           shared + QUERIES + warp * (MT * STEPS * 512), lane);

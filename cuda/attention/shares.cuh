@@ -115,37 +115,40 @@ struct Plan {
         return QuantizedBlocks(own, visible).units() + FullBlocks(own, visible).units();
     }
 
-    // Computes the row and the shares of this CTA's warps; the whole CTA calls it. Returns whether the CTA has units.
-    __device__ __forceinline__ bool fill() const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        if (warp == 0) {
-            int first = 0, before = 0;
-            do {
-                const int own = first + lane, size = own < sequences ? units(own) : 0;
-                int sum = own < sequences ? size * kv_heads * chunks_of(span(own)) : 0;
+    // Computes the row, by the first warp; the whole CTA calls it, and a barrier must follow.
+    __device__ __forceinline__ void fill() const {
+        const int lane = threadIdx.x % 32;
+        if (threadIdx.x >= 32) return;
+        int first = 0, before = 0;
+#pragma unroll 1
+        do {
+            const int own = first + lane, size = own < sequences ? units(own) : 0;
+            int sum = own < sequences ? size * kv_heads * chunks_of(span(own)) : 0;
 #pragma unroll
-                for (int step = 1; step < 32; step *= 2) {
-                    const int other = __shfl_up_sync(ALL_LANES, sum, step);
-                    if (lane >= step) sum += other;
-                }
-                if (own < sequences) stretches[own].end = before + sum, stretches[own].size = size;
-                before += __shfl_sync(ALL_LANES, sum, 31);
-                first += 32;
-            } while (first < sequences);
-            if (lane == 0) *total = before;
-        }
-        __syncthreads();
-        const Shares own = warps();
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(ALL_LANES, sum, step);
+                if (lane >= step) sum += other;
+            }
+            if (own < sequences) stretches[own].end = before + sum, stretches[own].size = size;
+            before += __shfl_sync(ALL_LANES, sum, 31);
+            first += 32;
+        } while (first < sequences);
+        if (lane == 0) *total = before;
+    }
+
+    // Computes the warp's share of the row. Returns whether the CTA has units.
+    __device__ __forceinline__ bool begin() const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const Shares own = warps(ctas());
         if (lane == 0) turns[warp].next = own.begin(warp), turns[warp].end = own.end(warp);
         __syncwarp();
         return own.end(WARPS - 1) > own.first;
     }
 
     __device__ __forceinline__ Shares ctas() const { return Shares(0, *total, gridDim.x); }
-    __device__ __forceinline__ Shares warps() const {
-        const Shares all = ctas();
-        const int begin = all.begin(blockIdx.x);
-        return Shares(begin, all.end(blockIdx.x) - begin, WARPS);
+    __device__ __forceinline__ Shares warps(const Shares &ctas) const {
+        const int begin = ctas.begin(blockIdx.x);
+        return Shares(begin, ctas.end(blockIdx.x) - begin, WARPS);
     }
 
     // The cell with unit `unit`; a warp calls it together.

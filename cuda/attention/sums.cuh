@@ -39,12 +39,25 @@ __device__ __forceinline__ void store_sum(const ColumnState &state, float *acc, 
 
 // The sum of one head; lane l has channels l, l + 32, ….
 struct HeadSum {
-    static constexpr int OWN = (D + 31) / 32, BATCH = 8;  // BATCH: sums whose loads are in flight together
+    static constexpr int OWN = (D + 31) / 32, FAR_BATCH = D > 128 ? 8 : 16;  // FAR_BATCH: of sums in global memory
     float acc[OWN] = {}, top = LOWEST, sum = 0.0f;
 
-    // Adds `count` sums in order. acc_stride, ml_stride: floats from one to the next.
+    // Adds `count` sums in order. acc_stride, ml_stride: floats from one to the next. BATCH: sums whose loads are in
+    // flight together, those of the first batch while the maximum is found.
+    template <int BATCH>
     __device__ __forceinline__ void add(const float *other, int acc_stride, const float *ml, int ml_stride, int count) {
+        if (count == 0) return;
         const int lane = threadIdx.x % 32;
+        float loaded[BATCH][OWN];
+        const auto load = [&](int first) {
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j)
+#pragma unroll
+                for (int i = 0; i < OWN; ++i)
+                    if (lane + 32 * i < D)
+                        loaded[j][i] = other[(long long)min(first + j, count - 1) * acc_stride + lane + 32 * i];
+        };
+        load(0);
         float next = top;
         for (int i = lane; i < count; i += 32) next = fmaxf(next, ml[i * ml_stride]);
 #pragma unroll
@@ -54,7 +67,8 @@ struct HeadSum {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) acc[i] *= rescale;
 #pragma unroll 1
-        for (int s = 0; s < count; s += BATCH)
+        for (int s = 0; s < count; s += BATCH) {
+            if (s > 0) load(s);
 #pragma unroll
             for (int j = 0; j < BATCH; ++j) {
                 const int number = min(s + j, count - 1);
@@ -62,8 +76,9 @@ struct HeadSum {
                 sum += ml[number * ml_stride + 1] * weight;
 #pragma unroll
                 for (int i = 0; i < OWN; ++i)
-                    if (lane + 32 * i < D) acc[i] += other[(long long)number * acc_stride + lane + 32 * i] * weight;
+                    if (lane + 32 * i < D) acc[i] += loaded[j][i] * weight;
             }
+        }
     }
 
     __device__ __forceinline__ void store(float *to, float *ml) const {
@@ -78,23 +93,34 @@ struct HeadSum {
 // The end of the op: the mean of values, times the head's factor, rotated back.
 struct Result {
     TO *out;
-    const float *factors, *before, *behind;
+    const float *factors;
+    float before[HeadSum::OWN], behind[HeadSum::OWN];  // the lane's signs, loaded long before they are used
 
-    __device__ __forceinline__ void write(HeadSum &head, long long vector, int heads) const {
+    __device__ __forceinline__ Result(TO *out, const float *factors, const float *before_all, const float *behind_all)
+        : out(out), factors(factors) {
         const int lane = threadIdx.x % 32;
-        const float factor = factors ? factors[vector % heads] : 1.0f;
+#pragma unroll
+        for (int i = 0; i < HeadSum::OWN; ++i)
+            if (ORDER > 1 && lane + 32 * i < D)
+                before[i] = before_all[lane + 32 * i], behind[i] = behind_all[lane + 32 * i];
+    }
+
+    __device__ __forceinline__ float factor(int head) const { return factors ? factors[head] : 1.0f; }
+
+    __device__ __forceinline__ void write(HeadSum &head, long long vector, float factor) const {
+        const int lane = threadIdx.x % 32;
         const float share = head.sum > 0.0f ? factor / head.sum : 0.0f;
         float(&v)[HeadSum::OWN] = head.acc;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i) {
             v[i] *= share;
-            if (ORDER > 1 && lane + 32 * i < D) v[i] *= before[lane + 32 * i];
+            if (ORDER > 1 && lane + 32 * i < D) v[i] *= before[i];
         }
         if constexpr (ORDER > 1) hadamard<ORDER>(v);
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i)
             if (lane + 32 * i < D) {
-                const float value = ORDER > 1 ? v[i] * behind[lane + 32 * i] : v[i];
+                const float value = ORDER > 1 ? v[i] * behind[i] : v[i];
                 out[vector * D + lane + 32 * i] = from_float<TO>(within<TO>(value));
             }
     }
@@ -114,9 +140,9 @@ struct WarpSums {
         const bool has_tail = warps.end(last) > end;  // that warp goes on
         HeadSum head;
         const int at = first * HEADS + c;
-        head.add(acc + at * MERGE_ROW, HEADS * MERGE_ROW, ml + 2 * at, 2 * HEADS, last - first + !has_tail);
+        head.add<8>(acc + at * MERGE_ROW, HEADS * MERGE_ROW, ml + 2 * at, 2 * HEADS, last - first + !has_tail);
         if (has_tail) {
-            head.add(sums.acc_at(cell) + c * DP, 0, sums.ml_at(cell) + 2 * c, 0, 1);
+            head.add<1>(sums.acc_at(cell) + c * DP, 0, sums.ml_at(cell) + 2 * c, 0, 1);
         }
         return head;
     }

@@ -7,7 +7,7 @@ struct f16 {
     static constexpr int ROUNDED = 0;
     static constexpr bool QUANTIZED = false, RANDOM_ACCESS = true;
 
-    static __device__ __forceinline__ void fill(unsigned char *, const unsigned char *) {}
+    static __device__ __forceinline__ uint4 piece(const unsigned char *, int, int, int) { return uint4(); }
 
     // A part would take up to 128 registers, so `load` loads nothing: next(t) loads tile t.
     struct Codes {

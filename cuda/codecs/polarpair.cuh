@@ -24,12 +24,9 @@ struct polarpair {
     };
     using Pairs = PairTable<PairLayout>;
 
-    static __device__ void fill(unsigned char *shared, const unsigned char *tables) {
-        for (int at = threadIdx.x; at < ROWS * 8; at += blockDim.x) {
-            const unsigned point = __ldg(reinterpret_cast<const unsigned *>(tables) + (at / 8 >> (8 - L::BITS)));
-            const uint4 four = make_uint4(point, point, point, point);
-            *reinterpret_cast<uint4 *>(shared + at / 8 * ROW_BYTES + at % 8 * 16) = four;
-        }
+    static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int, int) {
+        const unsigned point = __ldg(reinterpret_cast<const unsigned *>(tables) + (row >> (8 - L::BITS)));
+        return make_uint4(point, point, point, point);
     }
 
     // Scales of one kind and group are loaded with the codes. More would take too many registers: each is loaded when

@@ -33,16 +33,13 @@ struct polarquant {
     static constexpr int WORDS = ANGLES + UPPERS + RADII;
     static_assert(WORDS == L::WORDS && ROWS == L::ROWS, "the record is laid out in another way");
 
-    static __device__ void fill(unsigned char *shared, const unsigned char *tables) {
+    // Of four lanes: tg = 0 … 3 of g = number.
+    static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int number, int) {
         const unsigned *const points = reinterpret_cast<const unsigned *>(tables);
-        for (int at = threadIdx.x; at < ROWS * 8; at += blockDim.x) {
-            const int row = at / 8, piece = at % 8;  // four lanes: tg = 0 … 3 of g = piece
-            unsigned own[4];
+        unsigned own[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) own[i] = __ldg(points + (L::VALUES ? piece % 4 : i) * 256 + row);
-            *reinterpret_cast<uint4 *>(shared + row * ROW_BYTES + piece * 16) =
-                make_uint4(own[0], own[1], own[2], own[3]);
-        }
+        for (int i = 0; i < 4; ++i) own[i] = __ldg(points + (L::VALUES ? number % 4 : i) * 256 + row);
+        return make_uint4(own[0], own[1], own[2], own[3]);
     }
 
     struct Codes {

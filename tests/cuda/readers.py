@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256) read_kernel(
     using Codec = SIDE;
     DYNAMIC_SHARED(unsigned char, shared);
     unsigned char *own = shared + LAYOUT::VALUES * (ROW_BYTES / 2);
-    Codec::fill(own, tables);
+    copy_tables<Codec, 64>(own, tables);
     __syncthreads();
     const int lane = threadIdx.x % 32;
     for (int part = threadIdx.x / 32; part < LAYOUT::PARTS; part += blockDim.x / 32) {

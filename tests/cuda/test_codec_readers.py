@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(256) both_kernel(
     const unsigned char *key_tables, const unsigned char *value_tables) {
     using Tables = SharedTables<KeyCodec, ValueCodec>;
     DYNAMIC_SHARED(unsigned char, shared);
-    Tables::fill(shared, key_tables, value_tables);
+    Tables::fill<64>(shared, key_tables, value_tables);
     __syncthreads();
     const int lane = threadIdx.x % 32;
     KeyCodec::Codes key_codes;

@@ -293,9 +293,9 @@ def test_a_missing_fence_between_ctas_is_found(
     cache = random_cache(rng, "f16", "f16", [100], **SMALL)
 
     def without(source: Callable[..., str], *args: Any, **defines: Any) -> str:
-        pieces = source(*args, **defines).split("__threadfence();")
+        pieces = source(*args, **defines).split(" fence_gpu();")
         assert len(pieces) == 3
-        kept = ["__threadfence();", ""] if fence else ["", "__threadfence();"]
+        kept = ["fence_gpu();", ""] if fence else ["", "fence_gpu();"]
         return pieces[0] + kept[0] + pieces[1] + kept[1] + pieces[2]
 
     monkeypatch.setitem(globals(), "source", partial(without, source))

@@ -83,8 +83,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 probe(int *shares, int *units, const int *spans, int span_stride, int sequences, int kv_heads, int window) {
     DYNAMIC_SHARED(int, memory);
     const Plan plan(memory, spans, span_stride, sequences, kv_heads, window);
-    const bool has_units = plan.fill();
-    const Shares ctas = plan.ctas(), warps = plan.warps();
+    plan.fill();
+    __syncthreads();
+    const bool has_units = plan.begin();
+    const Shares ctas = plan.ctas(), warps = plan.warps(ctas);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) {
         shares[2 * (blockIdx.x * WARPS + warp)] = warps.begin(warp);

@@ -147,6 +147,7 @@ __forceinline__ T atomicCAS(T *address, std::type_identity_t<T> expected, std::t
 
 __forceinline__ void __threadfence() { emulator::enter_fence(); }
 __forceinline__ void __threadfence_block() {}
+__forceinline__ void fence_gpu() { emulator::enter_fence(); }
 
 // Loads and stores with a cache hint.
 #define EMULATOR_LOAD(name)                 \

@@ -1,5 +1,5 @@
-// What blocks of a launch pass to each other: stores, a __threadfence, an atomic; then, in another block, an atomic at
-// the same address and a __threadfence. Only this orders the stores of one block before the accesses of another.
+// What blocks of a launch pass to each other: stores, a fence, an atomic; then, in another block, an atomic at
+// the same address and a fence. Only this orders the stores of one block before the accesses of another.
 #include "machine.h"
 
 #include <map>

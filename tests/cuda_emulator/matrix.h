@@ -145,6 +145,7 @@ EMULATOR_PRIMITIVE void cp_async_wait() {
     emulator::wait_for_copies(GROUPS_LEFT);
 }
 
+EMULATOR_INLINE void prefetch_line(const void *) {}
 EMULATOR_PRIMITIVE static void let_next_begin() {}
 EMULATOR_PRIMITIVE static void wait_for_previous() { emulator::wait_for_previous(); }
 

@@ -45,7 +45,7 @@ BarrierVotes block_barrier(int line, bool predicate);
 Slots meet(unsigned mask, const char *operation, int line, const void *value, size_t bytes,
            void (*finish)(Slots) = nullptr);
 
-// __threadfence, and what follows every atomic: see fences.cpp.
+// __threadfence or fence_gpu, and what follows every atomic: see fences.cpp.
 void fence();
 void pass_on(const void *address);
 
