@@ -1,4 +1,4 @@
-"""The sampling kernel, run by the emulator with every check on, against `engine.sampling.sample.sample`."""
+"""The sampling kernels, run by the emulator with every check on, against `engine.sampling.sample.sample`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.cuda.draws import pack_draws
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.launch import Launcher
+from polarlm.engine.backends.cuda.sampling import sample as sample_on
 from polarlm.engine.limits import PENALTY_WINDOW
 from polarlm.engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
+from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import Program
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 NO_TOKENS: list[int] = []
-
-
-@cache
-def program() -> Program:
-    return Program(source("sample"))
 
 
 def on_host(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: float) -> int:
@@ -44,30 +42,45 @@ def window(recent: Sequence[int]) -> list[int]:
     return list(recent)[-PENALTY_WINDOW:]
 
 
+class Device(EmulatedDevice):
+    """Whose threads and blocks run in an order of their own for each seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def launch(
+        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
+    ) -> None:
+        program(text).launch(kernel, grid, block, *args, shared=shared, seed=self.seed)
+
+
+@cache
+def program(text: str) -> Program:
+    return Program(text)
+
+
 def launch(
     logits: np.ndarray,
     rows: Sequence[tuple[Sampling, float]],
     recent: Sequence[Sequence[int]],
-    threads: int = 128,
     seed: int = 2,
     newest: np.ndarray | None = None,
     **more: object,
 ) -> np.ndarray:
-    """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernel wants them: aligned.
+    """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernels want them: aligned.
 
     more: of each `Draw`.
     """
     batch, vocab = logits.shape
-    stride = (vocab + 7) // 4 * 4
-    held = np.full((batch, stride), np.nan, np.float32)
+    held = np.full((batch, (vocab + 7) // 4 * 4), np.nan, np.float32)
     held[:, :vocab] = logits
-    before, ids = held.copy(), np.full(batch, -7, np.int32)
+    before = held.copy()
     draws = pack_draws(
         [Draw(chain, last, drawn, vocab, **more) for (chain, drawn), last in zip(rows, recent, strict=True)]
     )
-    saved = np.full(draws.table.shape, np.nan, np.float32) if draws.has_lists else None
-    args = (ids, held, draws.table, saved, newest, np.int32(vocab), np.int64(stride))
-    program().launch("sample_kernel", (batch,), (threads,), *args, seed=seed)
+    device = Device(seed)
+    ids = sample_on(device, Launcher(device), held, draws, newest)
     np.testing.assert_array_equal(held, before)
     return ids
 
@@ -116,13 +129,13 @@ def logits_of_models(draw: st.DrawFn) -> np.ndarray:
     return (x + draw(st.sampled_from([0.0, 20.0, -7.0]))).astype(np.float32)
 
 
-@given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32), st.sampled_from([64, 128, 512]))
+@given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32))
 def test_ids_equal_those_of_the_host(
-    logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int, threads: int
+    logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     recent = rng.integers(0, min(len(logits), 40), tokens).tolist()
-    ids = launch(logits[None], [params(chain, drawn)], [window(recent)], threads, seed % 1000)
+    ids = launch(logits[None], [params(chain, drawn)], [window(recent)], seed % 1000)
     expected = on_host(logits, chain, recent, drawn)
     assert ids[0] == expected or ids[0] in right_answers(logits, chain, recent, drawn)
 
@@ -228,5 +241,5 @@ def test_the_order_of_threads_changes_nothing(rng: np.random.Generator) -> None:
     logits = rng.standard_normal((1, 1500)).astype(np.float32)
     chains = [replace(PLAIN, top_p=near(0.9)), replace(PLAIN, top_k=700), replace(PLAIN, min_p=near(0.01))]
     for chain, drawn in itertools.product(chains, [0.1, 0.9]):
-        ids = {launch(logits, [params(chain, drawn)], [NO_TOKENS], 64, seed)[0] for seed in range(3)}
+        ids = {launch(logits, [params(chain, drawn)], [NO_TOKENS], seed)[0] for seed in range(3)}
         assert len(ids) == 1
