@@ -5,8 +5,8 @@ struct Shared {
     __align__(16) unsigned bins[BINS + 4];  // of `sort`, or histograms of `descend`
     __align__(16) Rank ranks[ROOM];         // tokens
     Mass partial[THREADS / 32];
-    int found;
-    int base, is_last;  // of this block: its place in the row's list, and whether no other block is behind it
+    int found, base;    // ranks of this block, and their place in the row's list; or the place of a cut
+    Row row;            // for `measure` and `descend`
     Mass target;        // what a step of `descend` has found: the target within the bin,
     int alone;          // and whether the bin holds one token only
 };

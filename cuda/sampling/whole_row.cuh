@@ -16,10 +16,10 @@ struct Kept {
     }
 };
 
-// Calls visit(value, id) for every token of the row. A thread has 8 loads in flight.
-template <class Visit>
+// Calls visit(value, id) for every token of the row. A thread has AHEAD loads in flight.
+template <int AHEAD, class Visit>
 __device__ __forceinline__ void each(const Row &row, Visit visit) {
-    constexpr int AHEAD = 8, STEP = 4 * THREADS;
+    constexpr int STEP = 4 * THREADS;
     for (int first = 4 * threadIdx.x; first < row.count; first += AHEAD * STEP) {
         float x[AHEAD][4];
 #pragma unroll
@@ -35,9 +35,10 @@ __device__ __forceinline__ void each(const Row &row, Visit visit) {
 }
 
 // The sum of the kept tokens' masses.
-__device__ __forceinline__ Mass measure(const Row &row, Kept kept, float rate) {
+__device__ __noinline__ Mass measure(Kept kept, float rate) {
+    const Row row = s.row;
     Mass own = 0, total;
-    each(row, [&](float x, int id) {
+    each<8>(row, [&](float x, int id) {
         if (kept.holds(x - row.best, row.rank(x, id))) own += weight(x - row.best, rate);
     });
     sum_before(own, total);
@@ -45,7 +46,8 @@ __device__ __forceinline__ Mass measure(const Row &row, Kept kept, float rate) {
 }
 
 // The first rank at which the weights of the kept tokens add up to more than `target`, which is below their sum.
-__device__ __forceinline__ Rank descend(const Row &row, Kept kept, float rate, Mass target) {
+__device__ __noinline__ Rank descend(Kept kept, float rate, Mass target) {
+    const Row row = s.row;
     unsigned *const low = s.bins, *const high = low + THREADS, *const counts = high + THREADS;
     int top = row.id_bits;
     for (Rank worst = row.rank(NEGATIVE_INFINITY, row.count - 1); worst >> top;) ++top;
@@ -53,8 +55,9 @@ __device__ __forceinline__ Rank descend(const Row &row, Kept kept, float rate, M
     while (top > 0) {
         const int shift = max(top - DIGIT, 0);
         low[threadIdx.x] = high[threadIdx.x] = counts[threadIdx.x] = 0;
+        s.ranks[threadIdx.x] = 0;
         __syncthreads();
-        each(row, [&](float x, int id) {
+        each<4>(row, [&](float x, int id) {
             const Rank rank = row.rank(x, id);
             if (rank >> top != prefix || !kept.holds(x - row.best, rank)) return;
             const Mass w = weight(x - row.best, rate);
@@ -86,14 +89,17 @@ __device__ __forceinline__ Rank descend(const Row &row, Kept kept, float rate, M
     return prefix;
 }
 
-__device__ __forceinline__ Rank cut_row(const Row &row, Kept kept, float rate, float share, bool more) {
-    return descend(row, kept, rate, target_of(measure(row, kept, rate), share, more));
+__device__ __forceinline__ Rank cut_row(Kept kept, float rate, float share, bool more) {
+    return descend(kept, rate, target_of(measure(kept, rate), share, more));
 }
 
 __device__ __forceinline__ int draw_from_row(const Row &row, const Params &p, int top_k) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.row = row;
+    __syncthreads();
     Kept kept = {NONE, NEGATIVE_INFINITY};
-    if (top_k) kept.last = descend(row, kept, 0.0f, top_k - 1);
-    if (p.top_p < 1.0f) kept.last = cut_row(row, kept, LOG2_E, p.top_p, false);
+    if (top_k) kept.last = descend(kept, 0.0f, top_k - 1);
+    if (p.top_p < 1.0f) kept.last = cut_row(kept, LOG2_E, p.top_p, false);
     if (p.min_p > 0.0f) kept.floor = logf(p.min_p);
-    return row.id(cut_row(row, kept, rate_of(p.temperature), p.uniform, true));
+    return row.id(cut_row(kept, rate_of(p.temperature), p.uniform, true));
 }

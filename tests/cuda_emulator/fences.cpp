@@ -38,12 +38,6 @@ void enter_block() {
     fences.clear(), seen_atomically.clear(), acquired.clear();
 }
 
-// Blocks have their shared memory at the same place, and pass nothing on by it.
-bool is_static_shared(const void *address) {
-    const char *p = static_cast<const char *>(address);
-    return p >= library->shared_start && p < library->shared_end;
-}
-
 bool is_before(int thread, uint32_t time) { return thread == running().id || known(thread) > time; }
 
 }  // namespace
@@ -56,10 +50,7 @@ void fence() {
     const int me = running().id;
     Ordered ordered{running().block, {}};
     for (int id = 0; id < threads; ++id) ordered.before.push_back(known(id));
-    // All lanes' times go on: a record of loads keeps the newest time, whichever lane it is of.
-    const int first = me / kLanes * kLanes;
-    for (int id = first; id < first + kLanes && id < threads; ++id) ++fibers[id].time;
-    ordered.before[size_t(me)] = current->time;
+    ordered.before[size_t(me)] = ++current->time;
     fences.push_back({me, current->time, std::make_shared<const Ordered>(std::move(ordered))});
     std::vector<Shared> &seen = seen_atomically[me];
     if (seen.empty()) return;
@@ -70,7 +61,7 @@ void fence() {
 }
 
 void pass_on(const void *address) {
-    if (!library->checked || is_static_shared(address)) return;
+    if (!library->checked) return;
     enter_block();
     std::vector<Shared> &there = released[address];
     std::vector<Shared> &seen = seen_atomically[running().id];

@@ -18,7 +18,7 @@ _THREADS = 512
 _NOTHING_LEFT = -2  # instead of an id
 _SAMPLE = LaunchConfig({}, 256)  # THREADS
 _PART = 4096  # logits of a block
-SCRATCH_WORDS = 2 + 768 + 2048  # of 8 bytes, for a row
+SCRATCH_WORDS = 3 + 768 + 2048  # of 8 bytes, for a row
 _SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
 
 
@@ -32,7 +32,9 @@ def sample(device: Device, launch: Launcher, logits: Array, draws: Draws, newest
     if saved is not None:
         launch("sample_adjust", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
     launch("sample_maxima", parts, _SAMPLE, scratch, rows, table, draws.vocabulary, stride, file="sample")
-    launch("sample", parts, _SAMPLE, ids, scratch, rows, table, saved, draws.vocabulary, stride)
+    vocabulary = draws.vocabulary
+    launch("sample_list", parts, _SAMPLE, ids, scratch, rows, table, saved, vocabulary, stride, file="sample")
+    launch("sample", (len(logits),), _SAMPLE, ids, scratch, rows, table, vocabulary, stride)
     if saved is not None:
         launch("sample_restore", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
     return ids
