@@ -2,9 +2,9 @@
 //
 // ids (B): the token; -1 where the logits are not finite, -2 where biases and mask leave no token. logits (B, V), rows
 // `stride` floats apart. draws: the table of adjust.cuh. scratch (B, SCRATCH_WORDS): of 8 bytes.
-// Kernels in this order; the first and the last only where rows have lists, with `saved`, as many floats as the table has
-// words (null without lists), and newest (B), or null: the token behind which each row's logits come, for lists that do
-// not know it.
+// Kernels in this order; the first and the last only where rows have lists, with `saved`, as many floats as the table
+// has words (null without lists), and newest (B), or null: the token behind which each row's logits come, for lists that
+// do not know it.
 //   sample_adjust   biases, penalties and DRY change logits in place
 //   sample_maxima   the largest logits of many small sets of tokens
 //   sample_list     the best tokens, and the sum of all masses
@@ -27,15 +27,15 @@
 constexpr int NOT_FINITE = -1, NOTHING_LEFT = -2;  // instead of an id
 constexpr int PART = 4 * CHUNKS * THREADS;         // logits of a block
 constexpr int TOPS = 3 * THREADS;                  // sets of a row, at most
-constexpr int BOUND = 448;                         // the list goes down to this one of the largest maxima, or further up
+constexpr int BOUND = 448;                         // the list goes down to the maximum in this place, or one before it
 constexpr unsigned INFINITE = 0xff800000u, MINUS_INFINITE = 0x007fffffu;  // keys
 
 struct Scratch {
-    Mass total;       // of all tokens, if there is no top-k
-    int listed;       // ranks that are in the list, or would be if it had room
-    int is_drawn;     // whether the token did not need a list
+    Mass total;         // of all tokens, if there is no top-k
+    int listed;         // ranks that are in the list, or would be if it had room
+    int is_drawn;       // whether the token did not need a list
     float best, least;  // the largest logit, and the smallest of the list
-    Rank tops[TOPS];  // of each set: key and inverted id of its best token
+    Rank tops[TOPS];    // of each set: key and inverted id of its best token
     Rank list[ROOM];
 };
 constexpr int SCRATCH_WORDS = sizeof(Scratch) / sizeof(Rank);

@@ -20,6 +20,7 @@ from polarlm.engine.limits import PENALTY_WINDOW
 from polarlm.engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import Program
+from tests.sampling.constrained import mask_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 NO_TOKENS: list[int] = []
@@ -155,6 +156,30 @@ def test_sequences_of_a_batch_have_their_own_parameters(rng: np.random.Generator
     for i, chain in enumerate(chains):
         assert ids[i] in right_answers(logits[i], chain, recent[i], drawn[i])
         assert ids[i] == on_host(logits[i], chain, recent[i], drawn[i])
+
+
+WIDE = [
+    (PLAIN, 3.0),
+    (replace(PLAIN, top_k=40, top_p=near(0.95), min_p=near(0.05), temperature=near(0.8)), 3.0),
+    (replace(PLAIN, top_p=near(0.9)), 5.0),
+    (replace(PLAIN, min_p=near(0.02), temperature=3.0), 3.0),
+    (replace(PLAIN, temperature=0.0), 3.0),
+    (replace(PLAIN, top_k=3000, top_p=near(0.99)), 1.0),  # the list of the best tokens does not suffice
+    (replace(PLAIN, top_p=near(0.95)), 0.1),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_blocks_share_a_row(masked: bool, rng: np.random.Generator) -> None:
+    """The best tokens are next to each other, as in vocabularies that are sorted by frequency; the last set is short."""
+    vocab, drawn = 37_000, [0.0, 0.4, 0.999]
+    for chain, spread in WIDE:
+        logits = (spread * rng.standard_normal((3, vocab)) - np.linspace(0, spread, vocab)).astype(np.float32)
+        allowed = np.flatnonzero(rng.random(vocab) < 0.5) if masked else np.arange(vocab)
+        more = {"allowed": mask_of(allowed, vocab)} if masked else {}
+        ids = launch(logits, [params(chain, u) for u in drawn], [NO_TOKENS] * 3, **more)
+        for row, u, token in zip(logits, drawn, ids, strict=True):
+            assert token in {int(allowed[i]) for i in right_answers(row[allowed], chain, [], u)}
 
 
 def test_equal_logits_are_drawn_in_order_of_ids() -> None:
