@@ -3,8 +3,8 @@
 // ids (B): the token; -1 where the logits are not finite, -2 where biases and mask leave no token. logits (B, V), rows
 // `stride` floats apart. draws: the table of adjust.cuh. scratch (B, SCRATCH_WORDS): of 8 bytes.
 // Kernels in this order; the first and the last only where rows have lists, with `saved`, as many floats as the table
-// has words (null without lists), and newest (B), or null: the token behind which each row's logits come, for lists that
-// do not know it.
+// has words (null without lists), and newest (B), or null: the token behind which each row's logits come, for lists
+// that do not know it.
 //   sample_adjust   biases, penalties and DRY change logits in place
 //   sample_maxima   the largest logits of many small sets of tokens
 //   sample_list     the best tokens, and the sum of all masses
@@ -18,8 +18,8 @@
 // blocks of a row list those, about a thousand, and add up all masses if there is no top-k; then one block sorts the
 // list and draws. If the last rank is not in the list (flat logits at high temperature), that block alone reads V once
 // for each 8 bits of a rank (whole_row.cuh), up to seven times for each cut.
-// Cost: V is read twice, once for greedy rows; up to ROOM ranks are written and read. A list of biases, penalties or DRY
-// costs two accesses to each of its logits; a mask V / 8 bytes with every read of V.
+// Cost: V is read twice, once for greedy rows; up to ROOM ranks are written and read. A list of biases, penalties or
+// DRY costs two accesses to each of its logits; a mask V / 8 bytes with every read of V.
 // Grid (ceil(V / PART), B) of sample_maxima and sample_list, (B) of the others. Block THREADS. DEFINES: none.
 // JOINS: row.cuh, adjust.cuh, best.cuh, whole_row.cuh.
 // PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; table aligned to 16 bytes; ids of

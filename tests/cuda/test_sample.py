@@ -43,7 +43,7 @@ def window(recent: Sequence[int]) -> list[int]:
     return list(recent)[-PENALTY_WINDOW:]
 
 
-class Device(EmulatedDevice):
+class OrderedDevice(EmulatedDevice):
     """Whose threads and blocks run in an order of their own for each seed."""
 
     def __init__(self, seed: int) -> None:
@@ -67,20 +67,20 @@ def launch(
     recent: Sequence[Sequence[int]],
     seed: int = 2,
     newest: np.ndarray | None = None,
-    **more: object,
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernels want them: aligned.
 
-    more: of each `Draw`.
+    allowed: of each row.
     """
     batch, vocab = logits.shape
     held = np.full((batch, (vocab + 7) // 4 * 4), np.nan, np.float32)
     held[:, :vocab] = logits
     before = held.copy()
     draws = pack_draws(
-        [Draw(chain, last, drawn, vocab, **more) for (chain, drawn), last in zip(rows, recent, strict=True)]
+        [Draw(chain, last, drawn, vocab, allowed=allowed) for (chain, drawn), last in zip(rows, recent, strict=True)]
     )
-    device = Device(seed)
+    device: Any = OrderedDevice(seed)
     ids = sample_on(device, Launcher(device), held, draws, newest)
     np.testing.assert_array_equal(held, before)
     return ids
@@ -131,9 +131,7 @@ def logits_of_models(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32))
-def test_ids_equal_those_of_the_host(
-    logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int
-) -> None:
+def test_ids_equal_those_of_the_host(logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     recent = rng.integers(0, min(len(logits), 40), tokens).tolist()
     ids = launch(logits[None], [params(chain, drawn)], [window(recent)], seed % 1000)
@@ -171,13 +169,13 @@ WIDE = [
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_many_blocks_share_a_row(masked: bool, rng: np.random.Generator) -> None:
-    """The best tokens are next to each other, as in vocabularies that are sorted by frequency; the last set is short."""
+    """The best tokens are next to each other, as in vocabularies that are sorted by frequency."""
     vocab, drawn = 37_000, [0.0, 0.4, 0.999]
     for chain, spread in WIDE:
         logits = (spread * rng.standard_normal((3, vocab)) - np.linspace(0, spread, vocab)).astype(np.float32)
         allowed = np.flatnonzero(rng.random(vocab) < 0.5) if masked else np.arange(vocab)
-        more = {"allowed": mask_of(allowed, vocab)} if masked else {}
-        ids = launch(logits, [params(chain, u) for u in drawn], [NO_TOKENS] * 3, **more)
+        mask = mask_of(allowed, vocab) if masked else None
+        ids = launch(logits, [params(chain, u) for u in drawn], [NO_TOKENS] * 3, allowed=mask)
         for row, u, token in zip(logits, drawn, ids, strict=True):
             assert token in {int(allowed[i]) for i in right_answers(row[allowed], chain, [], u)}
 

@@ -1,4 +1,4 @@
-"""Sampling on the device, the same launches for all rows; only ids, and log-probabilities where asked for, are copied back."""
+"""Sampling on the device, all rows together; only ids, and log-probabilities where asked for, are copied back."""
 
 from __future__ import annotations
 
