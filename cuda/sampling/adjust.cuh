@@ -31,20 +31,25 @@ __device__ __forceinline__ Lists lists_of(const int *table, const Params &p) {
             p.masked ? reinterpret_cast<const unsigned *>(mask) : nullptr};
 }
 
+// Where the lists of a row save the logits that they change: as many floats as the table has words.
+struct Saved {
+    float *biased, *recent, *dry;
+};
+
+__device__ __forceinline__ Saved saved_of(float *saved, const int *table, const Lists &lists) {
+    return {saved + (lists.bias_ids - table), saved + (lists.recent - table), saved + (lists.dry_ids - table)};
+}
+
 // Saves each x = logits[ids[i]] to saved[i] and replaces it by change(x, i). PRECOND: ids are distinct.
-// Returns whether one of this thread's logits was larger than -infinity.
 template <class Change>
-__device__ __forceinline__ bool change_logits(float *logits, const int *ids, int count, float *saved, Change change) {
-    if (count == 0) return false;
-    bool possible = false;
+__device__ __forceinline__ void change_logits(float *logits, const int *ids, int count, float *saved, Change change) {
+    if (count == 0) return;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         const float x = logits[ids[i]];
         saved[i] = x;
-        possible |= x > NEGATIVE_INFINITY;
         logits[ids[i]] = change(x, i);
     }
     __syncthreads();
-    return possible;
 }
 
 __device__ __forceinline__ void restore_logits(float *logits, const int *ids, int count, const float *saved) {
@@ -53,28 +58,52 @@ __device__ __forceinline__ void restore_logits(float *logits, const int *ids, in
     __syncthreads();
 }
 
-// A recent token and its logit before the penalties; token −1 where the thread has none.
-struct Penalised {
-    int token;
-    float before;
+// A token that this thread penalises, and how often it is among the recent ones; token −1 where the thread has none.
+struct Repeated {
+    int token, occurrences;
 };
 
-// Penalises the recent tokens, one thread for each; of equal ones only the first is penalised, for all occurrences.
+// One thread for each recent token; of equal ones the first.
 // newest: what -1 stands for in `recent`; null where there is none. It may be negative itself: then it is left out.
-__device__ __forceinline__ Penalised penalise(float *logits, const int *recent, const int *newest, const Params &p) {
-    if (p.recent == 0) return {-1, NEGATIVE_INFINITY};
+__device__ __forceinline__ Repeated repeated(const int *recent, const int *newest, int count) {
     const auto recent_at = [&](int i) { return recent[i] < 0 && newest ? *newest : recent[i]; };
-    int token = threadIdx.x < p.recent ? recent_at(threadIdx.x) : -1, occurrences = 0;
-    for (int i = 0; token >= 0 && i < p.recent; ++i) {
+    int token = threadIdx.x < count ? recent_at(threadIdx.x) : -1, occurrences = 0;
+    for (int i = 0; token >= 0 && i < count; ++i) {
         const bool same = recent_at(i) == token;
         if (same && i < threadIdx.x) token = -1;
         occurrences += same;
     }
+    return {token, occurrences};
+}
+
+// Penalises the recent tokens; of those without a thread -infinity is saved.
+__device__ __forceinline__ void penalise(float *logits, const int *recent, const int *newest, const Params &p,
+                                         float *saved) {
+    if (p.recent == 0) return;
+    const auto [token, occurrences] = repeated(recent, newest, p.recent);
     const float before = token >= 0 ? logits[token] : NEGATIVE_INFINITY;
     if (token >= 0) {
         const float seen = before > 0.0f ? __fdiv_rn(before, p.repeat) : __fmul_rn(before, p.repeat);
         logits[token] = float(__dsub_rn(__dsub_rn(double(seen), __dmul_rn(occurrences, p.frequency)), p.presence));
     }
+    if (threadIdx.x < p.recent) saved[threadIdx.x] = before;
     __syncthreads();
-    return {token, before};
+}
+
+__device__ __forceinline__ void unpenalise(float *logits, const int *recent, const int *newest, const Params &p,
+                                           const float *saved) {
+    if (p.recent == 0) return;
+    const int token = repeated(recent, newest, p.recent).token;
+    if (token >= 0) logits[token] = saved[threadIdx.x];
+    __syncthreads();
+}
+
+// Whether a logit of a list was larger than -infinity before its change.
+__device__ __forceinline__ bool any_saved(const Saved &saved, const Params &p) {
+    bool any = false;
+    const auto look = [&](const float *before, int count) {
+        for (int i = 0; i < count; ++i) any |= before[i] > NEGATIVE_INFINITY;
+    };
+    look(saved.biased, p.biases), look(saved.recent, p.recent), look(saved.dry, p.dry);
+    return any;
 }

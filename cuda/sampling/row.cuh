@@ -1,9 +1,12 @@
-// A row of logits: the rank of its tokens, its mask, and the state of a block in shared memory. Part of sample.cu.
+// A row of logits: the rank of its tokens, its mask, and what one thread of the row's blocks has of it. Part of
+// sample.cu.
 typedef unsigned long long Mass, Rank;
 
-constexpr int ROOM = 4096, BINS = 256, DIGIT = 8;
+constexpr int THREADS = 256;
+constexpr int CHUNKS = 4;                  // of 4 logits, that a thread of a block has
 constexpr float UNIT = 17592186044416.0f;  // 2^44, the mass of the best token
 constexpr float LOG2_E = 1.44269504f;
+constexpr Rank NONE = ~0ull;
 
 // An unsigned integer in the order of floats; -0 and 0 are equal.
 __device__ __forceinline__ unsigned key(float x) {
@@ -25,37 +28,32 @@ struct Row {
     __device__ __forceinline__ Rank rank(float x, int id) const {
         return Rank(best_key - key(x)) << id_bits | unsigned(id);
     }
-};
+    __device__ __forceinline__ float value(Rank rank) const { return from_key(best_key - unsigned(rank >> id_bits)); }
+    __device__ __forceinline__ int id(Rank rank) const { return int(rank & ((Rank(1) << id_bits) - 1)); }
 
-// The tokens kept so far by top-k, top-p and min-p: ranks up to `last`, and logits down to best + floor.
-struct __align__(16) Kept {
-    Rank last;
-    float floor;  // of logit - best
+    // Four logits from `first` on, a multiple of 4; -infinity behind the row's end.
+    __device__ __forceinline__ void load(float (&x)[4], int first) const {
+        if (first < count) load_floats(x, logits + first);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (first + j >= count) x[j] = NEGATIVE_INFINITY;
+    }
 
-    __device__ __forceinline__ bool holds(float difference, Rank rank) const {
-        return rank <= last && difference >= floor;
+    // Makes those that the mask forbids -infinity.
+    __device__ __forceinline__ void forbid(float (&x)[4], int first) const {
+        if (!mask || first >= count) return;
+        const unsigned bits = mask[first / 32] >> first % 32;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (!(bits >> j & 1)) x[j] = NEGATIVE_INFINITY;
     }
 };
 
-struct __align__(16) Sum {
-    Mass total;
-    Rank last;  // the largest rank with a weight above 0
-};
-
-struct Shared {
-    Row row;
-    Kept kept;
-    Kept covered;        // all such tokens are in the list
-    float values[ROOM];  // the list: the best tokens and perhaps others, in any order
-    int ids[ROOM];
-    int listed;
-    unsigned low[BINS], high[BINS], counts[BINS];  // histogram of one digit; 0 between digits
-    Rank ranks[BINS];                            // the rank of some token in each bin
-    Sum sums[32];
-    Mass target;     // what choose_bin has found: the target within the bin,
-    int bin, alone;  // the bin, and whether it holds one token only
-};
-__shared__ Shared s;
+// The first logit of a thread's chunk. Blocks take turns, so that each has logits from all over the row: vocabularies
+// are sorted by how frequent tokens are.
+__device__ __forceinline__ int chunk_at(int chunk) {
+    return 4 * ((chunk * gridDim.x + blockIdx.x) * THREADS + threadIdx.x);
+}
 
 // The mass of a token, in units of 2^-44 of the best token's: 2^(difference · rate) with rate = log₂e / temperature.
 // With rate 0 every token weighs 1, which counts tokens.
@@ -63,39 +61,4 @@ __device__ __forceinline__ Mass weight(float difference, float rate) {
     return rate > 0.0f ? Mass(exp2_fast(difference * rate) * UNIT) : 1;
 }
 
-struct Ignore {
-    __device__ __forceinline__ void operator()(float) const {}
-};
-
-// Calls visit(value, id) for every token of the list, or of the row; a thread sees ids of a row in ascending order. If
-// the row has a mask, forbidden tokens have the value -infinity, and look(value) gets each value before the mask. A
-// thread has AHEAD loads in flight.
-template <int AHEAD, class Visit, class Look = Ignore>
-__device__ __forceinline__ void each(const Row &row, bool in_list, Visit visit, Look look = {}) {
-    if (in_list) {
-        for (int i = threadIdx.x; i < s.listed; i += blockDim.x) visit(s.values[i], s.ids[i]);
-        return;
-    }
-    const int step = 4 * blockDim.x;
-    for (int first = 4 * threadIdx.x; first < row.count; first += AHEAD * step) {
-        Chunk<float> x[AHEAD];
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a)
-            if (first + a * step < row.count) load_floats(x[a].at, row.logits + first + a * step);
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a) {
-            const int id = first + a * step;
-            if (row.mask && id < row.count) {
-                const unsigned bits = row.mask[id / 32] >> id % 32;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (id + j < row.count) look(x[a].at[j]);
-                    if (!(bits >> j & 1)) x[a].at[j] = NEGATIVE_INFINITY;
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (id + j < row.count) visit(x[a].at[j], id + j);
-        }
-    }
-}
+__device__ __forceinline__ float rate_of(float temperature) { return LOG2_E / max(temperature, 1e-30f); }

@@ -1,224 +1,245 @@
 // The op `sample`: the next token of every sequence, as in engine/sampling/sample.py; only ids leave the GPU.
 //
 // ids (B): the token; -1 where the logits are not finite, -2 where biases and mask leave no token. logits (B, V), rows
-// `stride` floats apart; biases, penalties and DRY change them in place and are undone at the end. draws: the table of
-// adjust.cuh. saved: scratch, as many floats as the table has words, where rows have lists. newest (B), or null: the
-// token behind which each row's logits come, for lists that do not know it.
+// `stride` floats apart. draws: the table of adjust.cuh. scratch (B, SCRATCH_WORDS): of 8 bytes.
+// Kernels in this order; the first and the last only where rows have lists, with `saved`, as many floats as the table
+// has words (null without lists), and newest (B), or null: the token behind which each row's logits come, for lists
+// that do not know it.
+//   sample_adjust   biases, penalties and DRY change logits in place
+//   sample_maxima   the largest logits of many small sets of tokens
+//   sample_list     the best tokens, and the sum of all masses
+//   sample          the token
+//   sample_restore  the logits as they were
 //
-// Nothing is sorted. The order "largest first, equal ones by id" gives every token a rank, one integer. Top-k and
-// top-p keep all ranks up to a last one, which is found by radix selection: for one digit after the other, a histogram
-// of the digit, then the bin in which the count (top-k) or the mass (top-p, the draw) is reached. Masses are integers,
-// in units of 2^-44 of the best token's: sums do not depend on the order, so the same input gives the same token.
-// Cost: V is read once for the maximum and once to copy the best tokens, about a thousand, to shared memory, where the
-// rest happens; once more for the sum of all masses if there is no top-k. The maxima of single threads bound the best
-// tokens: at least n tokens are not below the n-th largest maximum, and few more. If the last rank is not among them
-// (flat logits at high temperature), the selection reads V once for each 8 bits of a rank, seven times at most.
-// A list costs two accesses to each of its logits; a mask V / 8 bytes with every read of V.
-// Grid (B), block 64 … 512: 512 for large V. DEFINES: none.
-// JOINS: adjust.cuh, row.cuh.
+// The order "largest first, equal ones by id" gives every token a rank, one integer. Top-k and top-p keep all ranks up
+// to a last one, at which the count (top-k) or the mass (top-p, the draw) is reached. Masses are integers, in units of
+// 2^-44 of the best token's: sums do not depend on the order, so the same input gives the same token.
+// The maxima of sets bound the best tokens: at least n tokens are not below the n-th largest maximum, and few more. All
+// blocks of a row list those, about a thousand, and add up all masses if there is no top-k; then one block sorts the
+// list and draws. If the last rank is not in the list (flat logits at high temperature), that block alone reads V once
+// for each 8 bits of a rank (whole_row.cuh), up to seven times for each cut.
+// Cost: V is read twice, once for greedy rows; up to ROOM ranks are written and read. A list of biases, penalties or
+// DRY costs two accesses to each of its logits; a mask V / 8 bytes with every read of V.
+// Grid (ceil(V / PART), B) of sample_maxima and sample_list, (B) of the others. Block THREADS. DEFINES: none.
+// JOINS: row.cuh, adjust.cuh, best.cuh, whole_row.cuh.
 // PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; table aligned to 16 bytes; ids of
 // lists < V, recent <= 64.
 constexpr int NOT_FINITE = -1, NOTHING_LEFT = -2;  // instead of an id
+constexpr int PART = 4 * CHUNKS * THREADS;         // logits of a block
+constexpr int TOPS = 3 * THREADS;                  // sets of a row, at most
+constexpr int BOUND = 448;                         // the list goes down to the maximum in this place, or one before it
+constexpr unsigned INFINITE = 0xff800000u, MINUS_INFINITE = 0x007fffffu;  // keys
 
-// The sum of all threads' totals and the largest of their last ranks, in all threads.
-__device__ __forceinline__ Sum over_block(Sum sum) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-        sum.total += __shfl_xor_sync(0xffffffffu, sum.total, step);
-        sum.last = max(sum.last, __shfl_xor_sync(0xffffffffu, sum.last, step));
-    }
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = {0, 0};
-    for (int warp = 0; warp < blockDim.x / 32; ++warp)
-        sum = {sum.total + s.sums[warp].total, max(sum.last, s.sums[warp].last)};
-    return sum;
+struct Scratch {
+    Mass total;         // of all tokens, if there is no top-k
+    int listed;         // ranks that are in the list, or would be if it had room
+    int is_drawn;       // whether the token did not need a list
+    float best, least;  // the largest logit, and the smallest of the list
+    Rank tops[TOPS];    // of each set: key and inverted id of its best token
+    Rank list[ROOM];
+};
+constexpr int SCRATCH_WORDS = sizeof(Scratch) / sizeof(Rank);
+
+__device__ __forceinline__ Scratch &scratch_of(Rank *scratch, int row) {
+    return *reinterpret_cast<Scratch *>(scratch + static_cast<long long>(row) * SCRATCH_WORDS);
+}
+__device__ __forceinline__ const Scratch &scratch_of(const Rank *scratch, int row) {
+    return *reinterpret_cast<const Scratch *>(scratch + static_cast<long long>(row) * SCRATCH_WORDS);
 }
 
-// The weights of the kept tokens of the list, or of the row, in all threads.
-__device__ __noinline__ Sum measure(bool in_list, float rate) {
-    const Row row = s.row;
-    const Kept kept = s.kept;
-    Sum sum = {0, 0};
-    each<8>(row, in_list, [&](float x, int id) {
-        const Rank rank = row.rank(x, id);
-        const Mass w = kept.holds(x - row.best, rank) ? weight(x - row.best, rate) : 0;
-        sum.total += w;
-        if (w) sum.last = max(sum.last, rank);
-    });
-    return over_block(sum);
+// 0 for all tokens.
+__device__ __forceinline__ int top_k_of(const Params &p, int V) { return p.top_k < V ? int(p.top_k) : 0; }
+__device__ __forceinline__ int id_bits(int V) { return 32 - __clz(V - 1); }
+
+// Sets of a block, a power of two: those of all blocks fit.
+__device__ __forceinline__ int sets_of_block() {
+    int sets = THREADS;
+    while (sets * gridDim.x > TOPS) sets /= 2;
+    return sets;
 }
 
-// One warp chooses the bin in which the weights reach the target: s.bin, s.target within the bin, and s.alone. The
-// histogram is 0 afterwards.
-__device__ __forceinline__ void choose_bin(Mass target) {
-    constexpr int OWN = BINS / 32;
-    const int lane = threadIdx.x % 32;
-    Mass weights[OWN], sum = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) sum += weights[i] = Mass(s.high[lane * OWN + i]) << 32 | s.low[lane * OWN + i];
-    Mass until = sum;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const Mass before = __shfl_up_sync(0xffffffffu, until, step);
-        if (lane >= step) until += before;
-    }
-    Mass before = until - sum;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        const int bin = lane * OWN + i;
-        if (before <= target && target - before < weights[i]) {
-            s.bin = bin;
-            s.target = target - before;
-            s.alone = s.counts[bin] == 1;
-        }
-        before += weights[i];
-        s.low[bin] = s.high[bin] = s.counts[bin] = 0;
-    }
-}
-
-// The first rank at which the weights of the kept tokens add up to more than `target`, which is below their sum.
-// last: no token with a weight has a larger rank.
-__device__ __noinline__ Rank descend(bool in_list, float rate, Rank last, Mass target) {
-    const Row row = s.row;
-    const Kept kept = s.kept;
-    int top = row.id_bits;
-    while (last >> top) ++top;
-    Rank prefix = 0;  // bits of that rank from bit `top` up
-    while (top > 0) {
-        const int shift = max(top - DIGIT, 0);
-        each<2>(row, in_list, [&](float x, int id) {
-            const Rank rank = row.rank(x, id);
-            if (rank >> top != prefix || !kept.holds(x - row.best, rank)) return;
-            const Mass w = weight(x - row.best, rate);
-            if (w == 0) return;
-            const int bin = int(rank >> shift) & ((1 << (top - shift)) - 1);
-            // A 64-bit sum in two of 32 bits: each overflow of the lower one is seen by exactly one addition.
-            const unsigned low = unsigned(w), carry = atomicAdd(&s.low[bin], low) + low < low;
-            const unsigned high = unsigned(w >> 32) + carry;
-            if (high) atomicAdd(&s.high[bin], high);
-            atomicAdd(&s.counts[bin], 1u);
-            atomicExch(&s.ranks[bin], rank);
-        });
-        __syncthreads();
-        if (threadIdx.x < 32) choose_bin(target);
-        __syncthreads();
-        prefix = prefix << (top - shift) | unsigned(s.bin);
-        target = s.target;
-        top = shift;
-        if (s.alone) return s.ranks[s.bin];
-    }
-    return prefix;
-}
-
-// Lists the best tokens. maximum, id: each thread's largest logit, the first of equal ones. The list goes down to the
-// smallest of the best 7/8 of these maxima, or of the best top_k if that is fewer; it stays empty if it has no room.
-__device__ __forceinline__ void list_best(float maximum, int id, int top_k) {
-    const Row row = s.row;
-    const int threads = min(int(blockDim.x), (row.count + 3) / 4);
-    if (threadIdx.x < threads) s.values[threadIdx.x] = maximum, s.ids[threadIdx.x] = id;
-    if (threadIdx.x == 0) s.listed = threads;
-    __syncthreads();
-    const int wanted = threads - threads / 8, enough = top_k ? min(top_k, wanted) : wanted;
-    const Rank worst = row.rank(NEGATIVE_INFINITY, row.count - 1);
-    const unsigned last = unsigned(descend(true, 0.0f, worst, enough - 1) >> row.id_bits);
-    const float least = from_key(row.best_key - last);
-    __syncthreads();
-    if (threadIdx.x == 0) s.listed = 0;
-    __syncthreads();
-    each<8>(row, false, [&](float x, int i) {
-        if (x < least) return;
-        const int at = atomicAdd(&s.listed, 1);
-        if (at < ROOM) s.values[at] = x, s.ids[at] = i;
-    });
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    const bool fits = s.listed <= ROOM;
-    s.covered = {fits ? (Rank(last) + 1 << row.id_bits) - 1 : 0, fits ? least - row.best : 1.0f};
-    if (!fits) s.listed = 0;
-}
-
-// Keeps ranks up to `last` and logits down to best + floor.
-__device__ __forceinline__ void keep(Rank last, float floor) {
-    __syncthreads();
-    if (threadIdx.x == 0) s.kept = {last, floor};
-    __syncthreads();
-}
-
-__device__ __forceinline__ Rank cut_by_count(int count) {
-    const Sum listed = measure(true, 0.0f);
-    const bool in_list = count <= listed.total;
-    return descend(in_list, 0.0f, in_list ? listed.last : measure(false, 0.0f).last, count - 1);
-}
-
-// The first rank at which the masses reach `share` of their sum; with `more`, at which they exceed it.
-__device__ __forceinline__ Rank cut_by_mass(float rate, float share, bool more) {
-    const Sum listed = measure(true, rate);
-    const bool covered = s.kept.last <= s.covered.last || s.kept.floor > s.covered.floor;
-    const Sum all = covered ? listed : measure(false, rate);
-    const double reached = double(share) * double(all.total);
-    const Mass target = min(more ? Mass(reached) : max(Mass(ceil(reached)), Mass(1)) - 1, all.total - 1);
-    const bool in_list = target < listed.total;
-    return descend(in_list, rate, in_list ? listed.last : all.last, target);
-}
-
-// The drawn token, in all threads. row: without best and best_key, which are computed here. possible: whether this
-// thread has seen a logit above -infinity before biases and mask.
-__device__ __forceinline__ int draw(Row row, const Params &p, bool possible) {
-    float maximum = NEGATIVE_INFINITY;
-    int id = 4 * threadIdx.x;
-    bool broken = false;
-    each<8>(row, false, [&](float x, int i) {
-        broken |= x != x;
-        if (x > maximum) maximum = x, id = i;
-    }, [&](float x) {
-        broken |= !(x < -NEGATIVE_INFINITY);
-        possible |= x > NEGATIVE_INFINITY;
-    });
-    if (__syncthreads_or(broken)) return NOT_FINITE;
-    const Rank first = over_block({0, Rank(key(maximum)) << 32 | ~unsigned(id)}).last;
-    row.best_key = unsigned(first >> 32);
-    row.best = from_key(row.best_key);
-    if (row.best == NEGATIVE_INFINITY) return __syncthreads_or(possible) ? NOTHING_LEFT : NOT_FINITE;
-    if (row.best == -NEGATIVE_INFINITY) return NOT_FINITE;
-    const int top_k = p.top_k < row.count ? int(p.top_k) : 0;
-    if (p.temperature == 0.0f || top_k == 1 || row.count == 1) return int(~unsigned(first));
-
-    if (threadIdx.x == 0) s.row = row;
-    keep(~0ull, NEGATIVE_INFINITY);
-    list_best(maximum, id, top_k);
-    __syncthreads();
-    if (top_k) keep(cut_by_count(top_k), NEGATIVE_INFINITY);
-    if (p.top_p < 1.0f) keep(cut_by_mass(LOG2_E, p.top_p, false), NEGATIVE_INFINITY);
-    if (p.min_p > 0.0f) keep(s.kept.last, logf(p.min_p));
-    const Rank drawn = cut_by_mass(LOG2_E / max(p.temperature, 1e-30f), p.uniform, true);
-    return int(drawn & ((Rank(1) << row.id_bits) - 1));
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-sample_kernel(int *ids, float *logits, const int *draws, float *saved, const int *newest, int V, long long stride) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+sample_adjust_kernel(float *logits, float *saved, const int *draws, const int *newest, long long stride) {
     let_next_begin();
     wait_for_previous();
     const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.x];
     const Lists lists = lists_of(draws, p);
+    const Saved own = saved_of(saved, draws, lists);
     logits += blockIdx.x * stride;
-    for (int i = threadIdx.x; i < BINS; i += blockDim.x) s.low[i] = s.high[i] = s.counts[i] = s.ranks[i] = 0;
+    // In the order of sample.py.
+    change_logits(logits, lists.bias_ids, p.biases, own.biased, [&](float x, int i) { return x + lists.biases[i]; });
+    penalise(logits, lists.recent, newest ? newest + blockIdx.x : nullptr, p, own.recent);
+    change_logits(logits, lists.dry_ids, p.dry, own.dry,
+                  [&](float x, int i) { return float(double(x) - lists.dry[i]); });
+}
 
-    // In the order of sample.py, and undone in the opposite order.
-    float *saved_biased = saved + (lists.bias_ids - draws), *saved_dry = saved + (lists.dry_ids - draws);
-    bool possible = change_logits(logits, lists.bias_ids, p.biases, saved_biased,
-                                  [&](float x, int i) { return x + lists.biases[i]; });
-    const Penalised penalised = penalise(logits, lists.recent, newest ? newest + blockIdx.x : nullptr, p);
-    possible |= penalised.before > NEGATIVE_INFINITY;
-    possible |= change_logits(logits, lists.dry_ids, p.dry, saved_dry,
-                              [&](float x, int i) { return float(double(x) - lists.dry[i]); });
+extern "C" __global__ void __launch_bounds__(THREADS)
+sample_restore_kernel(float *logits, float *saved, const int *draws, const int *newest, long long stride) {
+    let_next_begin();
+    wait_for_previous();
+    const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.x];
+    const Lists lists = lists_of(draws, p);
+    const Saved own = saved_of(saved, draws, lists);
+    logits += blockIdx.x * stride;
+    restore_logits(logits, lists.dry_ids, p.dry, own.dry);
+    unpenalise(logits, lists.recent, newest ? newest + blockIdx.x : nullptr, p, own.recent);
+    restore_logits(logits, lists.bias_ids, p.biases, own.biased);
+}
+
+// A set is every so many threads of a block. Its top is the largest NONE if a logit is not finite, and 0 if all are
+// -infinity even without a mask.
+extern "C" __global__ void __launch_bounds__(THREADS)
+sample_maxima_kernel(Rank *scratch, const float *logits, const int *draws, int V, long long stride) {
+    __shared__ Rank tops[THREADS];
+    let_next_begin();
+    wait_for_previous();
+    const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.y];
+    const Row row = {logits + blockIdx.y * stride, lists_of(draws, p).mask, V, 0, 0.0f, 0};
+    float x[CHUNKS][4], maximum = NEGATIVE_INFINITY;
+    int id = 0;
+    bool broken = false, possible = false;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) row.load(x[c], chunk_at(c));
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) broken |= !(x[c][j] < -NEGATIVE_INFINITY), possible |= x[c][j] > NEGATIVE_INFINITY;
+        row.forbid(x[c], chunk_at(c));
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (x[c][j] > maximum) maximum = x[c][j], id = chunk_at(c) + j;
+    }
+    tops[threadIdx.x] = broken ? NONE : possible ? Rank(key(maximum)) << 32 | ~unsigned(id) : 0;
     __syncthreads();
-    const int id = draw({logits, lists.mask, V, 32 - __clz(V - 1), 0.0f, 0}, p, possible);
+    Scratch &own = scratch_of(scratch, blockIdx.y);
+    if (blockIdx.x == 0 && threadIdx.x == 0) own.total = 0, own.listed = 0;
+    const int sets = sets_of_block();
+    if (threadIdx.x >= sets) return;
+    Rank top = 0;
+    for (int i = threadIdx.x; i < THREADS; i += sets) top = max(top, tops[i]);
+    own.tops[blockIdx.x * sets + threadIdx.x] = top;
+}
+
+// The smallest logit of the list: the n-th largest of the maxima, or the top_k-th; -infinity if there are fewer.
+__device__ __forceinline__ float bound(const Row &row, const Rank (&tops)[TOPS / THREADS], int count, int top_k) {
+    Rank ranks[TOPS / THREADS];
+#pragma unroll
+    for (int i = 0; i < TOPS / THREADS; ++i) {
+        const unsigned of_top = unsigned(tops[i] >> 32);
+        ranks[i] = of_top > MINUS_INFINITE ? Rank(row.best_key - of_top) << row.id_bits | ~unsigned(tops[i]) : NONE;
+    }
+    const int finite = sort(row, ranks), wanted = min(BOUND, count - count / 8);
+    const int enough = top_k ? min(top_k, wanted) : wanted;
+    return enough <= finite ? row.value(s.ranks[enough - 1]) : NEGATIVE_INFINITY;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sample_list_kernel(int *ids, Rank *scratch, const float *logits, const int *draws, float *saved, int V,
+                   long long stride) {
+    let_next_begin();
+    wait_for_previous();
+    Scratch &own = scratch_of(scratch, blockIdx.y);
+    const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.y];
+    const Lists lists = lists_of(draws, p);
+    const int count = sets_of_block() * gridDim.x, top_k = top_k_of(p, V);
+    const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
+    Rank tops[TOPS / THREADS], top = 0;
+#pragma unroll
+    for (int i = 0; i < TOPS / THREADS; ++i) {
+        const int set = i * THREADS + threadIdx.x;
+        tops[i] = set < count ? own.tops[set] : 0;
+        top = max(top, tops[i]);
+    }
+    const bool is_greedy = p.temperature == 0.0f || top_k == 1 || V == 1;
+    Row row = {logits + blockIdx.y * stride, lists.mask, V, id_bits(V), 0.0f, 0};
+    float x[CHUNKS][4];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (is_greedy) break;
+        row.load(x[c], chunk_at(c));
+        row.forbid(x[c], chunk_at(c));
+    }
+    top = largest(top);
+    row.best_key = unsigned(top >> 32);
+    row.best = from_key(row.best_key);
+    const bool is_finite = row.best_key > MINUS_INFINITE && row.best_key < INFINITE;
+    const bool is_drawn = is_greedy || !is_finite;
+    if (is_first) own.is_drawn = is_drawn;
+    if (is_drawn) {
+        if (!is_first) return;
+        const bool was_possible = top || any_saved(saved_of(saved, draws, lists), p);
+        const bool is_left_nothing = row.best_key <= MINUS_INFINITE && was_possible;
+        ids[blockIdx.y] = is_finite ? int(~unsigned(top)) : is_left_nothing ? NOTHING_LEFT : NOT_FINITE;
+        return;
+    }
+    const float least = bound(row, tops, count, top_k);
+    if (is_first) own.best = row.best, own.least = least;
+    if (threadIdx.x == 0) s.found = 0;
     __syncthreads();
-    restore_logits(logits, lists.dry_ids, p.dry, saved_dry);
-    if (penalised.token >= 0) logits[penalised.token] = penalised.before;
+    // The sum that a cut needs if the list does not have all kept tokens; only the first cut can be such a one.
+    const bool sums = top_k == 0 && least > NEGATIVE_INFINITY, by_top_p = p.top_p < 1.0f;
+    const float rate = by_top_p ? LOG2_E : rate_of(p.temperature);
+    const float floor = !by_top_p && p.min_p > 0.0f ? logf(p.min_p) : NEGATIVE_INFINITY;
+    Mass mass = 0, total = 0;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float difference = x[c][j] - row.best;
+            if (sums && difference >= floor) mass += weight(difference, rate);
+            if (x[c][j] < least || x[c][j] == NEGATIVE_INFINITY) continue;
+            const int place = atomicAdd(&s.found, 1);
+            if (place < ROOM) s.ranks[place] = row.rank(x[c][j], chunk_at(c) + j);
+        }
+    }
+    if (sums) sum_before(mass, total);
     __syncthreads();
-    restore_logits(logits, lists.bias_ids, p.biases, saved_biased);
+    if (threadIdx.x == 0) {
+        s.base = atomicAdd(&own.listed, s.found);
+        if (sums) atomicAdd(&own.total, total);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < min(s.found, ROOM - s.base); i += THREADS) own.list[s.base + i] = s.ranks[i];
+}
+
+// The token; -1 where the list does not suffice.
+__device__ __forceinline__ int draw_from_list(const Row &row, const Scratch &own, const Params &p, int top_k,
+                                              const Rank (&ranks)[ROOM / THREADS]) {
+    if (own.listed > ROOM) return -1;
+    Best best = {sort(row, ranks), own.least == NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+    if (top_k && top_k <= best.count) best.count = top_k, best.all = true;
+    if (top_k && !best.all) return -1;
+    if (p.top_p < 1.0f) {
+        const int last = best.cut(row, LOG2_E, p.top_p, false, own.total);
+        if (last < 0) return -1;
+        best.count = last + 1, best.all = true;
+    }
+    if (p.min_p > 0.0f) {
+        best.floor = logf(p.min_p);
+        best.all |= best.floor > own.least - row.best;
+    }
+    const int drawn = best.cut(row, rate_of(p.temperature), p.uniform, true, own.total);
+    return drawn < 0 ? -1 : row.id(s.ranks[drawn]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sample_kernel(int *ids, const Rank *scratch, const float *logits, const int *draws, int V, long long stride) {
+    let_next_begin();
+    wait_for_previous();
+    const Scratch &own = scratch_of(scratch, blockIdx.x);
+    const int listed = own.listed;
+    Rank ranks[ROOM / THREADS];
+#pragma unroll
+    for (int i = 0; i < ROOM / THREADS; ++i) {
+        const int place = i * THREADS + threadIdx.x;
+        const Rank rank = own.list[place];  // before it is known whether there is one: one wait for both
+        ranks[i] = place < listed ? rank : NONE;
+    }
+    if (own.is_drawn) return;
+    const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.x];
+    const Row row = {logits + blockIdx.x * stride, lists_of(draws, p).mask, V, id_bits(V), own.best, key(own.best)};
+    const int top_k = top_k_of(p, V);
+    int id = draw_from_list(row, own, p, top_k, ranks);
+    if (id < 0) id = draw_from_row(row, p, top_k);
     if (threadIdx.x == 0) ids[blockIdx.x] = id;
 }

@@ -308,7 +308,8 @@ def test_a_step_copies_no_logits_to_the_host() -> None:
     assert tokens != stepped(model, free)
     device.launches.clear()
     stepped(model, free)
-    assert device.launches == launches  # and nothing more is launched for them
+    around = ("sample_adjust_kernel", "sample_restore_kernel")  # only rows with lists need them
+    assert device.launches == [name for name in launches if name not in around] != launches
     device.back = 0
     device.launches.clear()
     stepped(model, [replace(draws[0], logprobs=1), replace(draws[1], logprobs=MOST_LOGPROBS), draws[2]])

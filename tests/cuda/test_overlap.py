@@ -34,7 +34,7 @@ WAITING = {
     f"{name}_kernel"
     for name in """
     embed narrow rms_norm gemv gemv_packed gemm_packed gemm_small gemm_small_sum place_kv transform_heads append_kv
-    rotate rotate_dense decode_attention sample
+    rotate rotate_dense decode_attention sample_adjust sample_maxima sample_list sample sample_restore
     """.split()
 }
 EARLY = ("gemv", "gemv_packed", "gemm_packed", "gemm_small", "decode_attention")  # first loads of weights or tables

@@ -1,4 +1,4 @@
-"""The sampling kernel, run by the emulator with every check on, against `engine.sampling.sample.sample`."""
+"""The sampling kernels, run by the emulator with every check on, against `engine.sampling.sample.sample`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.cuda.draws import pack_draws
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.launch import Launcher
+from polarlm.engine.backends.cuda.sampling import sample as sample_on
 from polarlm.engine.limits import PENALTY_WINDOW
 from polarlm.engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
+from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import Program
+from tests.sampling.constrained import mask_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 NO_TOKENS: list[int] = []
-
-
-@cache
-def program() -> Program:
-    return Program(source("sample"))
 
 
 def on_host(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: float) -> int:
@@ -44,30 +43,45 @@ def window(recent: Sequence[int]) -> list[int]:
     return list(recent)[-PENALTY_WINDOW:]
 
 
+class OrderedDevice(EmulatedDevice):
+    """Whose threads and blocks run in an order of their own for each seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def launch(
+        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
+    ) -> None:
+        program(text).launch(kernel, grid, block, *args, shared=shared, seed=self.seed)
+
+
+@cache
+def program(text: str) -> Program:
+    return Program(text)
+
+
 def launch(
     logits: np.ndarray,
     rows: Sequence[tuple[Sampling, float]],
     recent: Sequence[Sequence[int]],
-    threads: int = 128,
     seed: int = 2,
     newest: np.ndarray | None = None,
-    **more: object,
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernel wants them: aligned.
+    """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernels want them: aligned.
 
-    more: of each `Draw`.
+    allowed: of each row.
     """
     batch, vocab = logits.shape
-    stride = (vocab + 7) // 4 * 4
-    held = np.full((batch, stride), np.nan, np.float32)
+    held = np.full((batch, (vocab + 7) // 4 * 4), np.nan, np.float32)
     held[:, :vocab] = logits
-    before, ids = held.copy(), np.full(batch, -7, np.int32)
+    before = held.copy()
     draws = pack_draws(
-        [Draw(chain, last, drawn, vocab, **more) for (chain, drawn), last in zip(rows, recent, strict=True)]
+        [Draw(chain, last, drawn, vocab, allowed=allowed) for (chain, drawn), last in zip(rows, recent, strict=True)]
     )
-    saved = np.full(draws.table.shape, np.nan, np.float32) if draws.has_lists else None
-    args = (ids, held, draws.table, saved, newest, np.int32(vocab), np.int64(stride))
-    program().launch("sample_kernel", (batch,), (threads,), *args, seed=seed)
+    device: Any = OrderedDevice(seed)
+    ids = sample_on(device, Launcher(device), held, draws, newest)
     np.testing.assert_array_equal(held, before)
     return ids
 
@@ -116,13 +130,11 @@ def logits_of_models(draw: st.DrawFn) -> np.ndarray:
     return (x + draw(st.sampled_from([0.0, 20.0, -7.0]))).astype(np.float32)
 
 
-@given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32), st.sampled_from([64, 128, 512]))
-def test_ids_equal_those_of_the_host(
-    logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int, threads: int
-) -> None:
+@given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32))
+def test_ids_equal_those_of_the_host(logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     recent = rng.integers(0, min(len(logits), 40), tokens).tolist()
-    ids = launch(logits[None], [params(chain, drawn)], [window(recent)], threads, seed % 1000)
+    ids = launch(logits[None], [params(chain, drawn)], [window(recent)], seed % 1000)
     expected = on_host(logits, chain, recent, drawn)
     assert ids[0] == expected or ids[0] in right_answers(logits, chain, recent, drawn)
 
@@ -142,6 +154,30 @@ def test_sequences_of_a_batch_have_their_own_parameters(rng: np.random.Generator
     for i, chain in enumerate(chains):
         assert ids[i] in right_answers(logits[i], chain, recent[i], drawn[i])
         assert ids[i] == on_host(logits[i], chain, recent[i], drawn[i])
+
+
+WIDE = [
+    (PLAIN, 3.0),
+    (replace(PLAIN, top_k=40, top_p=near(0.95), min_p=near(0.05), temperature=near(0.8)), 3.0),
+    (replace(PLAIN, top_p=near(0.9)), 5.0),
+    (replace(PLAIN, min_p=near(0.02), temperature=3.0), 3.0),
+    (replace(PLAIN, temperature=0.0), 3.0),
+    (replace(PLAIN, top_k=3000, top_p=near(0.99)), 1.0),  # the list of the best tokens does not suffice
+    (replace(PLAIN, top_p=near(0.95)), 0.1),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_blocks_share_a_row(masked: bool, rng: np.random.Generator) -> None:
+    """The best tokens are next to each other, as in vocabularies that are sorted by frequency."""
+    vocab, drawn = 37_000, [0.0, 0.4, 0.999]
+    for chain, spread in WIDE:
+        logits = (spread * rng.standard_normal((3, vocab)) - np.linspace(0, spread, vocab)).astype(np.float32)
+        allowed = np.flatnonzero(rng.random(vocab) < 0.5) if masked else np.arange(vocab)
+        mask = mask_of(allowed, vocab) if masked else None
+        ids = launch(logits, [params(chain, u) for u in drawn], [NO_TOKENS] * 3, allowed=mask)
+        for row, u, token in zip(logits, drawn, ids, strict=True):
+            assert token in {int(allowed[i]) for i in right_answers(row[allowed], chain, [], u)}
 
 
 def test_equal_logits_are_drawn_in_order_of_ids() -> None:
@@ -228,5 +264,5 @@ def test_the_order_of_threads_changes_nothing(rng: np.random.Generator) -> None:
     logits = rng.standard_normal((1, 1500)).astype(np.float32)
     chains = [replace(PLAIN, top_p=near(0.9)), replace(PLAIN, top_k=700), replace(PLAIN, min_p=near(0.01))]
     for chain, drawn in itertools.product(chains, [0.1, 0.9]):
-        ids = {launch(logits, [params(chain, drawn)], [NO_TOKENS], 64, seed)[0] for seed in range(3)}
+        ids = {launch(logits, [params(chain, drawn)], [NO_TOKENS], seed)[0] for seed in range(3)}
         assert len(ids) == 1

@@ -10,7 +10,8 @@ from polarlm.engine.records import Layout, table_bytes
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
 
-# Most rows of gemv and gemv_packed, of gemm_packed and of gemm_small. Each row costs gemv as many instructions as the first, while
+# Most rows of gemv and gemv_packed, of gemm_packed and of gemm_small. Each row costs gemv as many instructions as the
+# first, while
 # tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the L2 cache,
 # which from three rows on, as predicted, takes longer than reading the weights. More rows than that are normalised and
 # converted to the weights' type once, by `narrow`, instead of in every block.

@@ -14,6 +14,7 @@ from polarlm.engine.backends.cuda.cache import HEADER, table_width
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.draws import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.backends.cuda.sampling import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import ModelConfig
 
@@ -58,7 +59,8 @@ def step_bytes(load: Load, device: Device) -> int:
     layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_sum_bytes(load, device), parts)
     head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
-    return inputs + lists + rows * _FLOAT * (e + 1) + max(layer, head)
+    sampling = 8 * rows * SCRATCH_WORDS
+    return inputs + lists + sampling + rows * _FLOAT * (e + 1) + max(layer, head)
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:

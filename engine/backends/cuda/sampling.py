@@ -1,4 +1,4 @@
-"""Sampling on the device, one launch for all rows; only ids, and log-probabilities where asked for, are copied back."""
+"""Sampling on the device, all rows together; only ids, and log-probabilities where asked for, are copied back."""
 
 from __future__ import annotations
 
@@ -14,17 +14,29 @@ from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled, nothing_left
 
 _THREADS = 512
-_NOTHING_LEFT = -2  # instead of an id, from `cuda/sampling/sample.cu`
+# Of `cuda/sampling/sample.cu`.
+_NOTHING_LEFT = -2  # instead of an id
+_SAMPLE = LaunchConfig({}, 256)  # THREADS
+_PART = 4096  # logits of a block
+SCRATCH_WORDS = 3 + 768 + 2048  # of 8 bytes, for a row
 _SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
 
 
 def sample(device: Device, launch: Launcher, logits: Array, draws: Draws, newest: Array | None = None) -> Array:
     """logits (B, V) → token ids (B,) int32 on the device; below 0 where no token can be drawn."""
     rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
-    # The kernel saves the logits that lists change here, and restores them.
+    table, stride = draws.on(device), np.int64(rows.shape[1])
+    scratch = device.empty((len(logits), SCRATCH_WORDS), np.uint64)
     saved = device.empty(draws.table.shape, np.float32) if draws.has_lists else None
-    args = ids, rows, draws.on(device), saved, newest, draws.vocabulary, np.int64(rows.shape[1])
-    launch("sample", (len(logits),), LaunchConfig({}, _THREADS), *args)
+    parts = -(-draws.vocabulary // _PART), len(logits)
+    if saved is not None:
+        launch("sample_adjust", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
+    launch("sample_maxima", parts, _SAMPLE, scratch, rows, table, draws.vocabulary, stride, file="sample")
+    vocabulary = draws.vocabulary
+    launch("sample_list", parts, _SAMPLE, ids, scratch, rows, table, saved, vocabulary, stride, file="sample")
+    launch("sample", (len(logits),), _SAMPLE, ids, scratch, rows, table, vocabulary, stride)
+    if saved is not None:
+        launch("sample_restore", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
     return ids
 
 
