@@ -133,9 +133,9 @@ POLARQUANT = attention("decode_attention", "polarquant", "polarquant")
 PREFILL = attention("prefill_attention", "f16", "f16", 0)
 
 BUDGETS = [
-    Budget("decode_attention", attention("decode_attention", "ring4", "ring3.5"), 168, 2.227),
-    Budget("decode_attention", POLARQUANT, 168, 3.709),
-    Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 116, 3.125),
+    Budget("decode_attention", attention("decode_attention", "ring4", "ring3.5"), 168, 2.236),
+    Budget("decode_attention", POLARQUANT, 168, 3.717),
+    Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 168, 3.133),
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.562),
     Budget("gemv", product("gemv", 2, {"OUTPUTS": 4, "SPLIT": 1}), 110, 5.938),
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}, "f16"), 128, 4.438),

@@ -49,6 +49,10 @@ def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -
     """Steps of all sequences, of the last three, and of all again → tokens, logits and the bytes of all K/V."""
     model, seen = model_of(ops, "qwen2_mixed_windows", types), []
     rng, vocabulary = np.random.default_rng(8), model.config.vocab_size
+    for layer in range(model.config.layers):
+        cache = model.store.cache(layer)
+        for pool in (cache.keys.quantized, cache.values.quantized, *cache.full):
+            pool[...] = 0  # a GPU's new memory holds anything
     sequences = [model.store.new_sequence() for _ in LENGTHS]
     for sequence, length in zip(sequences, LENGTHS, strict=True):
         span = model.store.open(sequence, length)

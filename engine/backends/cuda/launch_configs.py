@@ -11,10 +11,9 @@ from polarlm.engine.records import Layout, table_bytes
 SHARED_BYTES = 99 << 10
 
 # Most rows of gemv and gemv_packed, of gemm_packed and of gemm_small. Each row costs gemv as many instructions as the
-# first, while
-# tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the L2 cache,
-# which from three rows on, as predicted, takes longer than reading the weights. More rows than that are normalised and
-# converted to the weights' type once, by `narrow`, instead of in every block.
+# first, while tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the
+# L2 cache, which from three rows on, as predicted, takes longer than reading the weights. More rows than that are
+# normalised and converted to the weights' type once, by `narrow`, instead of in every block.
 GEMV_ROWS = 2
 GEMM_PACKED_ROWS = 16
 SMALL_ROWS = 64
@@ -24,7 +23,7 @@ SMALL_ROWS = 64
 ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
 
 # Of a packed matrix, dequantized at a time for a product of many rows.
-DEQUANTIZED_BYTES = 32 << 20
+DEQUANTIZED_BYTES = 64 << 20
 
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them

@@ -28,7 +28,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 
 # Left free for memory that `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
-# DEQUANTIZED_BYTES of products with packed matrices. Not yet checked on a GPU.
+# DEQUANTIZED_BYTES of products with packed matrices.
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # the share is of the free memory; the smaller one counts
 
 
