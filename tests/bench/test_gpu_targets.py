@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from polarlm.bench.gpu.setup import LLAMA_8B
 from tests.bench.test_gpu_sass import skip_without_the_recorded_compiler
 
 H200 = MACHINES["h200"]
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 US = 1e-6
 
 
@@ -48,6 +51,26 @@ def test_a_step_with_4_bit_weights_takes_as_long_as_the_readme_says() -> None:
     )
     assert said is not None
     assert said.groups() == (f"{1e3 * seconds:.1f}", f"{1e3 * floor:.1f}")
+
+
+def test_the_readme_s_attention_is_what_was_measured() -> None:
+    (file,) = (ROOT / "bench" / "results").glob("gpu-nvidia-h200-*.json")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    for row in (*found["attention_peers"], *found["attention"]):
+        if row["seconds"]:
+            name = row.get("cache_type", "peer")
+            own = times.setdefault((row["context"], row["batch"]), {})
+            own[name] = min(own.get(name, math.inf), 1e6 * row["seconds"])
+    rows = re.findall(
+        r"^\| +([\d,]+) × (\d+) \|" + r" +([\d.,]+) \|" * 4 + "$", README.read_text("utf-8"), re.MULTILINE
+    )
+    assert len(rows) == 6
+    for context, batch, *shown in rows:
+        own = times[int(context.replace(",", "")), int(batch)]
+        best = min(own["peer"], own["f16"])
+        wanted = [own["peer"], own["f16"], own["ring4/ring3.5"], best / own["ring4/ring3.5"]]
+        assert shown == [f"{x:,.{digits}f}" for x, digits in zip(wanted, (1, 1, 1, 2), strict=True)]
 
 
 @pytest.mark.parametrize(("batch", "in_turn", "together"), [(1, 0.84, 0.88), (8, 0.80, 0.84), (16, 0.80, 0.84)])

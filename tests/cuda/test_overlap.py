@@ -31,11 +31,10 @@ from tests.cuda_emulator.build import kernel_names
 
 # Kernels of steps and of prompts that wait; the others begin when the one before them has ended.
 WAITING = {
-    f"{name}_kernel"
-    for name in """
-    embed narrow rms_norm gemv gemv_packed gemm_packed gemm_small gemm_small_sum place_kv transform_heads append_kv
-    rotate rotate_dense decode_attention sample_adjust sample_maxima sample_list sample sample_restore
-    """.split()
+    *("embed_kernel", "narrow_kernel", "rms_norm_kernel", "gemv_kernel", "gemv_packed_kernel", "gemm_packed_kernel"),
+    *("gemm_small_kernel", "gemm_small_sum_kernel", "place_kv_kernel", "transform_heads_kernel", "append_kv_kernel"),
+    *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel", "sample_adjust_kernel"),
+    *("sample_maxima_kernel", "sample_list_kernel", "sample_kernel", "sample_restore_kernel"),
 }
 EARLY = ("gemv", "gemv_packed", "gemm_packed", "gemm_small", "decode_attention")  # first loads of weights or tables
 

@@ -1,7 +1,7 @@
 """Launches of kernels that begin before the kernel before them has ended: CUDA's programmatic dependent launch.
 
 CuPy has no call for them, so the driver's `cuLaunchKernelEx` is called directly. Such a kernel must wait by itself for
-what the kernels before it write and read, with `wait_for_previous` of `cuda/prelude.cuh`. Never run on a GPU yet.
+what the kernels before it write and read, with `wait_for_previous` of `cuda/prelude.cuh`.
 """
 
 from __future__ import annotations
