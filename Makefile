@@ -13,7 +13,7 @@ comma := ,
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help chat serve ray test lint bench quality gpu-test gpu-bench compile-all readme clean
+.PHONY: help chat serve ray test test-all lint bench quality gpu-test gpu-bench compile-all readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -54,8 +54,13 @@ ray: $(VENV)/.installed-ray  ## serve two replicas with Ray Serve (CONFIG=FILE t
 # One process for each core, with one BLAS thread: two threads each on two cores are many times slower than one.
 test: export OMP_NUM_THREADS = 1
 test: export OPENBLAS_NUM_THREADS = 1
-test: $(VENV)/.installed-dev lint  ## run every check
-	@$(PY) -m pytest -n auto --maxprocesses 8 $(ARGS)
+test: $(VENV)/.installed-dev lint  ## run the checks that take minutes: style, types, tests
+	@$(PY) -m pytest -n auto --maxprocesses 8 -m "not slow" $(ARGS)
+
+test-all: export OMP_NUM_THREADS = 1
+test-all: export OPENBLAS_NUM_THREADS = 1
+test-all: test  ## the same, then the slow tests
+	@$(PY) -m pytest -n auto --maxprocesses 8 -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	@$(PY) -m ruff check .

@@ -38,6 +38,20 @@ settings.load_profile("tests")
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test with the mark slow(keep=N), N lose the mark."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        if mark is not None and mark.kwargs.get("keep"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for group in cases.values():
+        (keep,) = {item.get_closest_marker("slow").kwargs["keep"] for item in group}  # type: ignore[union-attr]
+        for number in {round(i * (len(group) - 1) / max(1, keep - 1)) for i in range(keep)}:
+            group[number].own_markers[:] = [mark for mark in group[number].own_markers if mark.name != "slow"]
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
