@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.buffers import Arena
-from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
 from polarlm.engine.backends.native.kernels.product import (
@@ -22,6 +20,8 @@ from polarlm.engine.backends.native.kernels.product import (
 )
 from polarlm.engine.backends.native.kernels.rows import gate, norm_rows
 from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.run.buffers import Arena
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
 _SLAB_BYTES = 1 << 20  # of a file that are packed at a time

@@ -11,8 +11,9 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import Linear
 from tests import weights
 from tests.backends.native.attending import SCALE, Sequence_, Shape, step
-from tests.backends.native.levels import launcher, run
+from tests.backends.native.launching import launcher
 from tests.backends.native.test_product import quantized, stored
+from tests.jit.levels import run
 
 from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.kernels import prefetch
@@ -20,8 +21,8 @@ from polarlm.engine.backends.native.kernels.prefetch import NOTHING, PIECE, Offe
 from polarlm.engine.backends.native.kernels.product import Product, prefetched_pieces, product, rows_at_once, units
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable
-from polarlm.engine.backends.native.target import best
-from polarlm.engine.backends.native.values import I8, Value
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.lang.values import I8, Value
 
 SEQUENCES = [Sequence_(5), Sequence_(64, 3), Sequence_(150), Sequence_(190, 4), Sequence_(63, 2), Sequence_(640)]
 

@@ -9,14 +9,14 @@ from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
 from polarlm.engine.backends.native.kernels.prefetch import NOTHING
 from polarlm.engine.backends.native.kernels.product import Product, product, rows_at_once, units
-from polarlm.engine.backends.native.target import Level
+from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from polarlm.engine.backends.native.byte_ops import Table, dot2
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.activations import GROUP, ROW_BYTES
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
 from polarlm.engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import TileLayout, layout
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.byte_ops import Table, dot2
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 Size = TypeVar("Size", int, Value)

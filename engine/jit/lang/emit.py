@@ -15,8 +15,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from polarlm.engine.backends.native.memory import MemoryEmitter
-from polarlm.engine.backends.native.values import (
+from polarlm.engine.jit.lang.memory import MemoryEmitter
+from polarlm.engine.jit.lang.values import (
     F16,
     F32,
     F64,

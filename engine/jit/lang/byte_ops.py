@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import I8, I16, I32, I64, Type, Value, expect, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I8, I16, I32, I64, Type, Value, expect, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value, *, fits: bool = False) -> Value:
