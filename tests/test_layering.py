@@ -228,6 +228,13 @@ def test_the_language_of_kernels_knows_nothing_of_models() -> None:
                 assert any(within(imported, one) for one in allowed), f"{name} imports {imported}"
 
 
+def test_kernels_ask_what_a_level_can_do_and_not_for_names_of_features() -> None:
+    for name in sorted(n for n in ALL if n.startswith("engine.") and n != "engine.jit.isa.levels"):
+        for node in ast.walk(ast.parse(ALL[name].read_text(encoding="utf-8"))):
+            asks = isinstance(node, ast.Attribute) and node.attr == "has" and "level" in ast.unparse(node.value)
+            assert not asks, f"{name} asks for a feature in line {getattr(node, 'lineno', 0)}"
+
+
 def test_cuda_holds_no_python() -> None:
     assert not list((ROOT / "cuda").rglob("*.py"))
 

@@ -126,9 +126,9 @@ class LinearOps:
             panels = [_panel_kernel(norm is not None, at_once[packed], packed) for packed in kinds]
             return [*panels, *(product(spec(part, at_once[_is_packed(part)])) for part in w.parts)]
 
-        lanes, rows = self._launch.level.lanes, len(x)
-        at_once = {packed: rows_at_once(rows, lanes, packed=packed) for packed in kinds}
-        most = {packed: most_rows(lanes, packed=packed) for packed in kinds}
+        level, rows = self._launch.level, len(x)
+        at_once = {packed: rows_at_once(rows, level, packed=packed) for packed in kinds}
+        most = {packed: most_rows(level, packed=packed) for packed in kinds}
         # Kernels are specialized by row count. Until the exact one is compiled, the largest is used; results are
         # equal.
         can_choose = not recorded and rows > 1 and at_once != most and self._launch.has_loaded(kernels(most))
@@ -150,8 +150,8 @@ class LinearOps:
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
             tile_count = len(memory) // 2 if gates else len(memory)
             own, blocks = spec(part, at_once[is_packed]), columns // part.format.values
-            count = units(own, tile_count, lanes)
-            ahead = self._launch.offer_prefetch(prefetched_pieces(own, lanes, count, blocks, rows))
+            count = units(own, tile_count, level)
+            ahead = self._launch.offer_prefetch(prefetched_pieces(own, level, count, blocks, rows))
             integers = blocks, memory.shape[1], given.strides[0], y.strides[0], rows
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:], ahead
             self._launch(kernel, count, pointers, (*integers, width if gates else outputs, tile_count))

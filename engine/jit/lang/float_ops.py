@@ -30,7 +30,7 @@ def gather_pairs(e: Emitter, pointer: Value, index: Value) -> list[Value]:
 def float_to_half(e: Emitter, x: Value) -> Value:
     """Finite float32 of magnitude below 65520 → the nearest float16, ties to even, as int16."""
     lanes = x.lanes
-    if e.level.has("f16c"):
+    if e.level.converts_halves:
         half = e.builder.fptrunc(x.ir, vector(F16, lanes) if lanes else F16)
         return Value(e, half).bits(vector(I16, lanes) if lanes else I16)
     bits = x.bits(vector(I32, lanes) if lanes else I32)

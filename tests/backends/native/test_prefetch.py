@@ -69,11 +69,11 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     """Its prefetches are replaced with counters in the memory that they go to."""
     rng, level, columns = np.random.default_rng(0), best(), 768
     format, packed, _ = stored(rng, name, 160, columns)
-    at_once = rows_at_once(rows, level.lanes, packed=True)
+    at_once = rows_at_once(rows, level, packed=True)
     spec = Product(format, at_once, activation=activation)
     tiles, blocks = len(packed) // (2 if activation else 1), columns // format.values
-    count_of_units = units(spec, tiles, level.lanes)
-    can = prefetched_pieces(spec, level.lanes, count_of_units, blocks, rows)
+    count_of_units = units(spec, tiles, level)
+    can = prefetched_pieces(spec, level, count_of_units, blocks, rows)
     first, count = 3, can // 2 * 2 + 8  # of keys and of values
     pieces = np.concatenate([[count // 2], rng.permutation(count // 2) * PIECE])
     keys, values = np.zeros((2, count // 2, PIECE), np.uint8)

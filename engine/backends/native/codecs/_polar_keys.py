@@ -187,4 +187,4 @@ class _SumsOfPairs:
 
 
 def _sums(e: Emitter, levels: int) -> _SumsOfHalves | _SumsOfPairs:
-    return (_SumsOfHalves if e.level.has("avx512vbmi") else _SumsOfPairs)(e, levels)
+    return (_SumsOfHalves if e.level.wide_tables else _SumsOfPairs)(e, levels)

@@ -200,7 +200,7 @@ class _Factors:
 
     def __init__(self, e: Emitter, levels: int, size: int) -> None:
         self._e, self._size = e, size
-        self.has_level4 = levels == 4 and e.level.has("avx512vbmi")
+        self.has_level4 = levels == 4 and e.level.wide_tables
         self.sets = 1 if self.has_level4 else 2
         pairs = [pair_factors(pair) for pair in range(4)]
         largest, level4 = pairs[0].max(), COSINES[4].max() if levels == 4 else 1.0

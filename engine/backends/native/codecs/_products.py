@@ -22,7 +22,7 @@ PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in r
 def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
     """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its
     registers are."""
-    dirty = e.level.has("avx512vbmi")  # its lookups ignore the bits above
+    dirty = e.level.wide_tables  # which ignore the bits above
     for first in range(0, count, packing.run):
         start = at + packing.nbytes(first) if first else at
         yield from packing.emit(e, start, min(packing.run, count - first), dirty=dirty)
