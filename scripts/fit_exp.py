@@ -1,4 +1,4 @@
-"""Fits the polynomial of the kernels' exponential function, `engine.backends.native.emit.Emitter.exp`.
+"""Fits the polynomial of the kernels' exponential function, `engine.jit.lang.emit.Emitter.exp`.
 
     python -m scripts.fit_exp
 

@@ -44,6 +44,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "engine/codecs": ("tests/codecs",),
     "engine/quantization": ("tests/quantization", "tests/codecs"),
     "engine/backends/native/kernels": ("tests/backends/native",),
+    "engine/jit": ("tests/jit",),
     "model_loaders": ("tests/model_loaders",),
     "server": ("tests/server",),
     "cuda": ("tests/cuda",),

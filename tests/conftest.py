@@ -70,7 +70,7 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setattr(calibration, "cache_folder", here)
         patch.setattr(opening, "cache_folder", here)
         if importlib.util.find_spec("llvmlite"):
-            from polarlm.engine.backends.native import object_cache
+            from polarlm.engine.jit.compile import object_cache
 
             patch.setattr(object_cache, "cache_folder", here)
         yield

@@ -22,6 +22,7 @@ BEHIND_THE_ENGINE = {
     "chat",
     "codecs",
     "encoding",
+    "jit",
     "model",
     "quantization",
     "records",
@@ -42,7 +43,8 @@ ROOMS: dict[str, set[str]] = {
     "quantization": {"codecs"},
     "records": {"codecs"},
     "sampling": TOLD,
-    "backends": {"codecs", "quantization", "records", "sampling", "weight_formats"} | TOLD,
+    "jit": {"errors"},
+    "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "tiers": {"backends.transfer", "backends.kv", "codecs", "kv", "records"} | TOLD,
     "kv": {"backends.kv", "backends.ops", "codecs", "quantization", "sampling"} | TOLD,
     "model": {"backends.kv", "backends.ops", "kv", "quantization", "sampling", "weight_formats"} | TOLD,
@@ -62,13 +64,23 @@ ROOMS["chat"] = {"assembly", "backends.select", "commands", "engine", "flags", "
 
 # What some rooms may not import of those that theirs may.
 APART = {
-    "engine.backends.numpy": {"engine.backends.cuda", "engine.backends.native"},
-    "engine.backends.cuda": {"engine.backends.numpy", "engine.backends.native"},
+    "engine.backends.numpy": {
+        "engine.backends.cuda",
+        "engine.backends.native",
+        "engine.jit.compile",
+        "engine.jit.isa",
+        "engine.jit.lang",
+    },
+    "engine.backends.cuda": {"engine.backends.numpy", "engine.backends.native", "engine.jit"},
     "engine.backends.native": {"engine.backends.cuda"},
     "engine.codecs": {"engine.config", "engine.errors"},
     "engine.kv.blocks": {"engine"},
     "engine.kv.tables": {"engine.backends", "engine.codecs"},
 }
+
+# All of this project that the language of kernels imports, and the parts of it, each of which imports those before it.
+OF_THE_LANGUAGE = {"engine.errors", "model_loaders.forks", "model_loaders.user_dirs"}
+PARTS_OF_THE_LANGUAGE = ["isa", "lang", "compile", "run"]
 
 # Rooms that need almost nothing from outside.
 PURE: dict[str, set[str]] = {
@@ -200,10 +212,27 @@ def test_only_the_cuda_backend_imports_cupy() -> None:
     assert users <= {"engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"}
 
 
-def test_only_the_native_backend_imports_llvmlite() -> None:
+def test_only_the_language_of_kernels_imports_llvmlite() -> None:
     users = {name for name, path in ALL.items() if any(i.split(".")[0] == "llvmlite" for i in imports(path))}
     assert users
-    assert all(within(name, "engine.backends.native") for name in users)
+    assert all(within(name, "engine.jit") for name in users)
+
+
+def test_the_language_of_kernels_knows_nothing_of_models() -> None:
+    for name in sorted(n for n in ALL if within(n, "engine.jit")):
+        part = name.split(".")[2:3]
+        below = PARTS_OF_THE_LANGUAGE[: PARTS_OF_THE_LANGUAGE.index(*part) + 1] if part else []
+        allowed = {f"engine.jit.{one}" for one in below} | OF_THE_LANGUAGE
+        for imported in imports(ALL[name]):
+            if imported.split(".")[0] in FLOORS:
+                assert any(within(imported, one) for one in allowed), f"{name} imports {imported}"
+
+
+def test_kernels_ask_what_a_level_can_do_and_not_for_names_of_features() -> None:
+    for name in sorted(n for n in ALL if n.startswith("engine.") and n != "engine.jit.isa.levels"):
+        for node in ast.walk(ast.parse(ALL[name].read_text(encoding="utf-8"))):
+            asks = isinstance(node, ast.Attribute) and node.attr == "has" and "level" in ast.unparse(node.value)
+            assert not asks, f"{name} asks for a feature in line {getattr(node, 'lineno', 0)}"
 
 
 def test_cuda_holds_no_python() -> None:

@@ -1,4 +1,4 @@
-"""Every command and every snippet of the README and of docs/ that can be run is run, in the order of the page.
+"""Every command and every snippet of the READMEs and of docs/ that can be run is run, in the order of the page.
 
 The tiny model stands for the models that the pages name, and a server of its own for the one that they talk to.
 """
@@ -31,6 +31,7 @@ PAGES = [
     ROOT / "ARCHITECTURE.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "cuda" / "README.md",
+    ROOT / "engine" / "jit" / "README.md",
 ]
 # What needs the network, a GPU, minutes, or the whole test suite.
 NOT_RUN = ("hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
@@ -107,7 +108,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a Unix shell")
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_can_be_run(page: Path, folder: Path) -> None:
     names: dict[str, Any] = {"__name__": page.stem}
     flags = ("--sessions", str(folder / "sessions"), "--socket-port", "0")

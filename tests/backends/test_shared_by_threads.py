@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import library as libraries
-from polarlm.engine.backends.native import workers as working
-from polarlm.engine.backends.native.target import best
 from polarlm.engine.backends.numpy import cores as blas
+from polarlm.engine.jit.compile import library as libraries
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.run import workers as working
 
 ASKERS = 4
 

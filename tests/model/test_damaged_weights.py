@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from polarlm.engine import Engine, EngineError, SamplingParams
-from polarlm.engine.backends.native.target import VARIABLE, levels
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
+from polarlm.engine.jit.compile.target import VARIABLE, levels
 from tests.random_model import random_model
 from tests.tiny import assert_idle, load_tiny, make_model
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.backends.native.cache import TileCache
-from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.kernels.attention import Attention, attend, queries_at_once
 from polarlm.engine.backends.native.kernels.partials import merge, partial_bytes
@@ -17,9 +16,10 @@ from polarlm.engine.backends.native.kernels.prefetch import PIECE, assign, list_
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.prompts import PromptOps
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable, is_step
-from polarlm.engine.backends.native.workers import aligned
 from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.run.workers import aligned
 from polarlm.engine.weight_formats import Linear
 
 

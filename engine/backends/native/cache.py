@@ -11,10 +11,10 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native import codecs
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.native.workers import aligned
 from polarlm.engine.backends.numpy.attention import LayerCache, Sides
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.numpy.zeros import zeros
+from polarlm.engine.jit.run.workers import aligned
+from polarlm.engine.jit.run.zeros import zeros
 
 _TILES = "tiles"
 

@@ -13,19 +13,19 @@ from polarlm.engine.backends.native.codecs._polar import PolarTiles
 from polarlm.engine.backends.native.codecs._tables import TableKeys, TableValues
 from polarlm.engine.backends.native.codecs.f16 import HalfKeys, HalfValues
 from polarlm.engine.backends.native.codecs.ggml import GroupedKeys, GroupedValues
-from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.groups import encode_groups, encode_halves
 from polarlm.engine.backends.native.kernels.encode.polar import encode_polar
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.workers import SCRATCH
 from polarlm.engine.backends.numpy.attention import Fields, LayerCache
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.codecs.ggml import Q4
 from polarlm.engine.codecs.ring import RingTable
 from polarlm.engine.codecs.turbo import TurboTable
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.run.workers import SCRATCH
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.quantization.encode import decode_centred, fill_up
 from polarlm.engine.quantization.metric import Metric

@@ -5,20 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from polarlm.engine.backends.native.buffers import Buffers, is_leased
-from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.kernels.prefetch import NOTHING, Offer
-from polarlm.engine.backends.native.library import library
-from polarlm.engine.backends.native.target import Level, best
-from polarlm.engine.backends.native.workers import Launch, Tape, workers
 from polarlm.engine.errors import KernelError
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.compile.library import library
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.run.buffers import Buffers, is_leased
+from polarlm.engine.jit.run.workers import Launch, Tape, workers
 
 Units = int | Callable[[], int]
 Op = TypeVar("Op", bound=Callable[..., Any])
+_ENGINE = Path(__file__).resolve().parents[2]
+# Folders of all that decides what the kernels here do, beside their language.
+_SOURCES = tuple(
+    _ENGINE / name for name in ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")
+)
 _CHUNKS = 8  # that each thread takes of an op's units, so that no thread waits long for another
 
 
@@ -66,7 +73,7 @@ class Launcher:
         """level: of the kernels; None for the highest that this machine can run."""
         self.threads = threads
         self.level = level or best()
-        self.library = library(self.level)
+        self.library = library(self.level, _SOURCES)
         self._workers = workers()
         self.in_numpy: set[str] = set()  # what has run without a kernel
         self._recording: Recording | None = None

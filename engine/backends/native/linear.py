@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.buffers import Arena
-from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
 from polarlm.engine.backends.native.kernels.product import (
@@ -22,6 +20,8 @@ from polarlm.engine.backends.native.kernels.product import (
 )
 from polarlm.engine.backends.native.kernels.rows import gate, norm_rows
 from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.run.buffers import Arena
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
 _SLAB_BYTES = 1 << 20  # of a file that are packed at a time
@@ -126,9 +126,9 @@ class LinearOps:
             panels = [_panel_kernel(norm is not None, at_once[packed], packed) for packed in kinds]
             return [*panels, *(product(spec(part, at_once[_is_packed(part)])) for part in w.parts)]
 
-        lanes, rows = self._launch.level.lanes, len(x)
-        at_once = {packed: rows_at_once(rows, lanes, packed=packed) for packed in kinds}
-        most = {packed: most_rows(lanes, packed=packed) for packed in kinds}
+        level, rows = self._launch.level, len(x)
+        at_once = {packed: rows_at_once(rows, level, packed=packed) for packed in kinds}
+        most = {packed: most_rows(level, packed=packed) for packed in kinds}
         # Kernels are specialized by row count. Until the exact one is compiled, the largest is used; results are
         # equal.
         can_choose = not recorded and rows > 1 and at_once != most and self._launch.has_loaded(kernels(most))
@@ -150,8 +150,8 @@ class LinearOps:
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
             tile_count = len(memory) // 2 if gates else len(memory)
             own, blocks = spec(part, at_once[is_packed]), columns // part.format.values
-            count = units(own, tile_count, lanes)
-            ahead = self._launch.offer_prefetch(prefetched_pieces(own, lanes, count, blocks, rows))
+            count = units(own, tile_count, level)
+            ahead = self._launch.offer_prefetch(prefetched_pieces(own, level, count, blocks, rows))
             integers = blocks, memory.shape[1], given.strides[0], y.strides[0], rows
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:], ahead
             self._launch(kernel, count, pointers, (*integers, width if gates else outputs, tile_count))

@@ -18,10 +18,10 @@ from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.rehearsal import RehearsalLauncher
 from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
-from polarlm.engine.backends.native.workers import workers
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Rehearsal, Result
+from polarlm.engine.jit.run.workers import workers
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Draw, Sampled, sample_all
 from polarlm.engine.weight_formats import WeightFormat

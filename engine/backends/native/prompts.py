@@ -10,15 +10,15 @@ import numpy as np
 
 from polarlm.engine.backends.kv import Place, SpanView
 from polarlm.engine.backends.native.cache import TileCache
-from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.kernels.decoding import Decoding, decode, decodes
 from polarlm.engine.backends.native.kernels.prompts import MOST_QUERIES, Prompt, attend, supports
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.spans import NO_WINDOW
-from polarlm.engine.backends.native.workers import aligned
 from polarlm.engine.backends.numpy.attention import LayerCache, read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.run.workers import aligned
 
 _LEAST_QUERIES = 48  # of a unit
 _UNITS = 4  # for each thread, if units have more queries than that

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from polarlm.engine.backends.native.compiler import Kernel
 from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Op, Recording, Units
+from polarlm.engine.jit.compile.compiler import Kernel
 
 
 class RehearsalLauncher(Launcher):

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import Table, dot4
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
-from polarlm.engine.backends.native.target import Level, permitted
-from polarlm.engine.backends.native.values import I8, I32, Value, vector
 from polarlm.engine.errors import KernelError
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.compile.target import permitted
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.byte_ops import Table, dot4
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I8, I32, Value, vector
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.kv import SpanView
-from polarlm.engine.backends.native.buffers import aligned
 from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.jit.run.buffers import aligned
 
 NO_WINDOW = 1 << 40  # tokens: more than there are positions
 _LEAST_IDS = 16  # of a table

@@ -29,8 +29,8 @@ from polarlm.engine.backends.numpy.steps import (
     thin_product,
 )
 from polarlm.engine.backends.numpy.thread_choice import StepThreads
-from polarlm.engine.backends.numpy.zeros import zeros
 from polarlm.engine.backends.ops import Load, Result
+from polarlm.engine.jit.run.zeros import zeros
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Draw, Sampled, sample_all

@@ -12,12 +12,12 @@ from polarlm.engine.backends.kv import CacheFormat, Place, SpanView
 from polarlm.engine.backends.numpy.attention import LayerCache, Sides, read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import centre
-from tests.backends.native.levels import launcher
+from tests.backends.native.launching import launcher
 
 from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.cache import CacheOps
 from polarlm.engine.backends.native.heads import PreparedTransform
-from polarlm.engine.backends.native.target import Level
+from polarlm.engine.jit.isa.levels import Level
 
 SCALE = 0.3
 

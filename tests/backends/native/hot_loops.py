@@ -10,8 +10,8 @@ pytest.importorskip("llvmlite")
 
 import llvmlite.binding as llvm
 
-from polarlm.engine.backends.native.compiler import Kernel, assembly
-from polarlm.engine.backends.native.target import LEVELS, Level
+from polarlm.engine.jit.compile.compiler import Kernel, assembly
+from polarlm.engine.jit.isa.levels import LEVELS, Level
 
 # Dot products of 4 bytes and of 2 words: the instructions that `byte_ops.dot4` and `dot2` exist for. Without VNNI bytes
 # are multiplied as such where pairs of products fit 16 bits.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.rotation import pieces
-from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
 from tests.backends.native.hot_loops import Loop, special_levels
-from tests.backends.native.levels import every_level, launcher
+from tests.backends.native.launching import launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
+from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native import codecs  # isort: skip
 from polarlm.engine.backends.native.attention import AttentionOps
@@ -29,7 +30,8 @@ from polarlm.engine.backends.native.heads import HeadOps
 from polarlm.engine.backends.native.kernels.attention import Attention, attend
 from polarlm.engine.backends.native.launch import CannotRecord
 from polarlm.engine.backends.native.spans import StepTable
-from polarlm.engine.backends.native.target import Level, best
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
 
 TYPES = [
     ("ring4", "ring3.5"),

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native.kernels.best import NONE, best_of_rows  # isort: skip
-from polarlm.engine.backends.native.target import Level
+from polarlm.engine.jit.isa.levels import Level
 
 FEW = st.integers(1, 3), st.integers(1, 100)
 

@@ -15,16 +15,17 @@ from polarlm.engine.codecs import NotFinite
 from polarlm.engine.quantization.conditioning import read_mean
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
 from tests.backends.native.hot_loops import Loop, special_levels
-from tests.backends.native.levels import launcher
+from tests.backends.native.launching import launcher
 
 from polarlm.engine.backends.native import encoding  # isort: skip
 from polarlm.engine.backends.native.cache import CacheOps, TileCache
 from polarlm.engine.backends.native.encoding import EncodingOps
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import Encoding
-from polarlm.engine.backends.native.target import Level, levels
 from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
 
 WITH_KERNELS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
 HEADS = 2

@@ -13,10 +13,12 @@ from polarlm.engine.backends.kv import CacheFormat, HeadTransform, Place, SpanVi
 from polarlm.engine.backends.numpy.ops import NumpyOps, apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
-from tests.backends.native.levels import every_level, launcher
+from tests.backends.native.launching import launcher
+from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native.heads import HeadOps  # isort: skip
-from polarlm.engine.backends.native.target import Level, best
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
 
 ROTATIONS = {"none": None, "hadamard": signed_hadamard, "two-sided": twice_signed_hadamard, "dense": dense}
 ROWS = 5

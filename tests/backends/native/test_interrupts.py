@@ -15,14 +15,15 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, SamplingParams
-from polarlm.engine.backends.native import buffers, graphs, launch, workers
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.backends.native import graphs, launch
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.native.values import F32, Value, vector
-from polarlm.engine.backends.native.workers import Workers
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.run import buffers, workers
+from polarlm.engine.jit.run.workers import Workers
 from tests.tiny import assert_idle, load_tiny
 
 FILES = {module.__file__ for module in (buffers, graphs, launch, workers)}

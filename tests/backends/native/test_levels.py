@@ -13,14 +13,16 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, SamplingParams, assembly
 from polarlm.engine.backends import select as selection
-from polarlm.engine.backends.native import library, self_test, target
-from polarlm.engine.backends.native.compiler import Kernel, compile_object
+from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.native.target import LEVELS, VARIABLE, Level, levels
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
 from polarlm.engine.errors import EngineError, KernelError
-from tests.backends.native.levels import every_level
+from polarlm.engine.jit.compile import library, target
+from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.target import VARIABLE, levels
+from polarlm.engine.jit.isa.levels import LEVELS, Level
+from tests.jit.levels import every_level
 from tests.test_bare_python import ROOT, run_without
 
 
@@ -45,7 +47,7 @@ def broken(monkeypatch: pytest.MonkeyPatch):
 
         monkeypatch.setattr(library, "compile_object", compiled)
         libraries = {level: library.Library(level, None) for level in LEVELS}
-        monkeypatch.setattr("polarlm.engine.backends.native.launch.library", libraries.__getitem__)
+        monkeypatch.setattr("polarlm.engine.backends.native.launch.library", lambda level, sources: libraries[level])
 
     return fail
 
@@ -165,7 +167,7 @@ def test_a_level_that_gives_wrong_results_is_passed_over(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(self_test, "dot4", wrong)
     libraries = {level: library.Library(level, None) for level in LEVELS}
-    monkeypatch.setattr("polarlm.engine.backends.native.launch.library", libraries.__getitem__)
+    monkeypatch.setattr("polarlm.engine.backends.native.launch.library", lambda level, sources: libraries[level])
     ops, note = select("cpu", 1, compiled=True)
     assert isinstance(ops, NativeOps)
     assert levels()[-1].name in note

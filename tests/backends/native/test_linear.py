@@ -9,17 +9,19 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import library as library_module
-from polarlm.engine.backends.native.compiler import Kernel, compile_object
 from polarlm.engine.backends.native.kernels.product import rows_at_once
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.library import Library
 from polarlm.engine.backends.native.linear import LinearOps
-from polarlm.engine.backends.native.target import Level, best
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
+from polarlm.engine.jit.compile import library as library_module
+from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.library import Library
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.weight_formats import Linear
 from tests import weights
-from tests.backends.native.levels import every_level, launcher
+from tests.backends.native.launching import launcher
+from tests.jit.levels import every_level
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
@@ -85,7 +87,7 @@ def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch
     """They take those of the most rows meanwhile, with the same results; steps, which are recorded, wait."""
     rng = np.random.default_rng(3)
     may_compile = threading.Event()
-    most, rows = rows_at_once(48, best().lanes, packed=True), {16: 5, 8: 2}[best().lanes]
+    most, rows = rows_at_once(48, best(), packed=True), {16: 5, 8: 2}[best().lanes]
 
     def slow(kernel: Kernel, level: Level) -> bytes:
         assert may_compile.wait(30)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import images
+from polarlm.engine.jit.compile import images
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts.make_random_model import Shape, write
 from tests.random_model import tokenizer_file

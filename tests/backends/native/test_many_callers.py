@@ -18,7 +18,7 @@ pytest.importorskip("llvmlite")
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps
-from tests.backends.native.test_workers import Counted
+from tests.jit.test_workers import Counted
 from tests.requests.test_forks import begun_in_child
 from tests.test_bare_python import ROOT
 from tests.tiny import load_tiny

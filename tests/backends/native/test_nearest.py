@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
-from polarlm.engine.backends.native.compiler import Kernel  # isort: skip
-from polarlm.engine.backends.native.emit import Emitter
+from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
 from polarlm.engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
-from polarlm.engine.backends.native.target import Level
-from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
 
 
 @cache

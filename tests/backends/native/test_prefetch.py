@@ -11,8 +11,9 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import Linear
 from tests import weights
 from tests.backends.native.attending import SCALE, Sequence_, Shape, step
-from tests.backends.native.levels import launcher, run
+from tests.backends.native.launching import launcher
 from tests.backends.native.test_product import quantized, stored
+from tests.jit.levels import run
 
 from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.kernels import prefetch
@@ -20,8 +21,8 @@ from polarlm.engine.backends.native.kernels.prefetch import NOTHING, PIECE, Offe
 from polarlm.engine.backends.native.kernels.product import Product, prefetched_pieces, product, rows_at_once, units
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable
-from polarlm.engine.backends.native.target import best
-from polarlm.engine.backends.native.values import I8, Value
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.lang.values import I8, Value
 
 SEQUENCES = [Sequence_(5), Sequence_(64, 3), Sequence_(150), Sequence_(190, 4), Sequence_(63, 2), Sequence_(640)]
 
@@ -68,11 +69,11 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     """Its prefetches are replaced with counters in the memory that they go to."""
     rng, level, columns = np.random.default_rng(0), best(), 768
     format, packed, _ = stored(rng, name, 160, columns)
-    at_once = rows_at_once(rows, level.lanes, packed=True)
+    at_once = rows_at_once(rows, level, packed=True)
     spec = Product(format, at_once, activation=activation)
     tiles, blocks = len(packed) // (2 if activation else 1), columns // format.values
-    count_of_units = units(spec, tiles, level.lanes)
-    can = prefetched_pieces(spec, level.lanes, count_of_units, blocks, rows)
+    count_of_units = units(spec, tiles, level)
+    can = prefetched_pieces(spec, level, count_of_units, blocks, rows)
     first, count = 3, can // 2 * 2 + 8  # of keys and of values
     pieces = np.concatenate([[count // 2], rng.permutation(count // 2) * PIECE])
     keys, values = np.zeros((2, count // 2, PIECE), np.uint8)

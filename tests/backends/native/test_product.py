@@ -9,14 +9,14 @@ from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
 from polarlm.engine.backends.native.kernels.prefetch import NOTHING
 from polarlm.engine.backends.native.kernels.product import Product, product, rows_at_once, units
-from polarlm.engine.backends.native.target import Level
+from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
 
@@ -97,7 +97,7 @@ def test_product(name: str, level: Level, count: int) -> None:
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
-    at_once = rows_at_once(count, level.lanes, packed=format.unpack is not None)
+    at_once = rows_at_once(count, level, packed=format.unpack is not None)
     if format.unpack is None:
         given, exact = interleaved(x, at_once, level), x
     else:
@@ -107,7 +107,7 @@ def test_product(name: str, level: Level, count: int) -> None:
     y = np.full((count + 1, 36), 7, np.float32)
     kernel = product(spec := Product(format, at_once, adds=True, has_bias=True))
     integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36, len(packed)
-    run(kernel, level, units(spec, len(packed), level.lanes), (packed, given, y, bias, NOTHING), integers)
+    run(kernel, level, units(spec, len(packed), level), (packed, given, y, bias, NOTHING), integers)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
@@ -123,7 +123,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
-    at_once = rows_at_once(count, level.lanes, packed=format.unpack is not None)
+    at_once = rows_at_once(count, level, packed=format.unpack is not None)
     if format.unpack is None:
         given, exact = interleaved(x, at_once, level), x
     else:
@@ -164,7 +164,7 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
 def test_instructions(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, in whole registers. With the 32 registers of
     AVX-512 few vectors go to the stack and back; AVX2 has 16 for twice as many vectors."""
-    at_once = rows_at_once(rows, level.lanes, packed=True)
+    at_once = rows_at_once(rows, level, packed=True)
     loop = Loop(product(Product(get(name), at_once)), level)
     products = 16 * at_once * (16 // level.lanes)
     assert loop.count(OF_WORDS[level.name]) == products
@@ -178,9 +178,9 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    at_once = rows_at_once(64, level.lanes, packed=False)
+    at_once = rows_at_once(64, level, packed=False)
     loop = Loop(product(spec := Product(get(name), at_once)), level)
-    vectors = 2 * (16 // level.lanes) * (4 // units(spec, 4, level.lanes))
+    vectors = 2 * (16 // level.lanes) * (4 // units(spec, 4, level))
     assert loop.count("vfmadd231ps") >= at_once * vectors
     assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
     assert loop.on_stack == 0

@@ -15,7 +15,8 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs._rotation import dense, signed_hadamard
 from tests.backends.native.hot_loops import Loop, special_levels
-from tests.backends.native.levels import every_level, launcher
+from tests.backends.native.launching import launcher
+from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native import prompts  # isort: skip
 from polarlm.engine.backends.native.cache import CacheOps  # isort: skip
@@ -24,7 +25,8 @@ from polarlm.engine.backends.native.kernels.prompts import Prompt  # isort: skip
 from polarlm.engine.backends.native.kernels.prompts import attend as attend_kernel  # isort: skip
 from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
 from polarlm.engine.backends.native.prompts import PromptOps  # isort: skip
-from polarlm.engine.backends.native.target import Level, best
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
 
 N = 32  # tokens of a block
 PLAIN = NumpyOps(1)

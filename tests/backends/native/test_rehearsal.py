@@ -19,12 +19,12 @@ pytest.importorskip("llvmlite")
 from polarlm.engine import Engine, SamplingParams, assembly, codecs
 from polarlm.engine.backends.kv import CacheFormat, Place
 from polarlm.engine.backends.native import launch as launch_module
-from polarlm.engine.backends.native import library as library_module
-from polarlm.engine.backends.native.compiler import Kernel, compile_object
-from polarlm.engine.backends.native.library import Library
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.native.target import best
 from polarlm.engine.backends.select import select
+from polarlm.engine.jit.compile import library as library_module
+from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.library import Library
+from polarlm.engine.jit.compile.target import best
 from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
@@ -70,7 +70,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
             return object_code(kernel, level)
 
         fresh = Library(best(), None)
-        monkeypatch.setattr(launch_module, "library", lambda level: fresh)
+        monkeypatch.setattr(launch_module, "library", lambda level, sources: fresh)
         monkeypatch.setattr(library_module, "compile_object", planted)
 
     monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import images
+from polarlm.engine.jit.compile import images
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.random_model import random_model
 from tests.test_bare_python import ROOT

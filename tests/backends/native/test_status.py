@@ -12,11 +12,11 @@ pytest.importorskip("llvmlite")
 from polarlm.engine import Engine, SamplingParams, assembly
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.native.target import best
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.select import select
 from polarlm.engine.chat import session
+from polarlm.engine.jit.compile.target import best
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import Value
 from polarlm.engine.codecs import Codec
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import Value
 
 MOST_QUERIES = 4  # that read a block together
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import PairTable, Table
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import Value
+from polarlm.engine.jit.lang.byte_ops import PairTable, Table
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import Value
 
 
 @dataclass(frozen=True)

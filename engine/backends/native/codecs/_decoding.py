@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.native.codecs._packing import Packing
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, I8, I16, I64, Value, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I64, Value, vector
 
 
 def emit_codes(e: Emitter, packing: Packing, block: Value, vectors: int, out: Value) -> None:

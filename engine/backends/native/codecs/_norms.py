@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import float_to_half, gather
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from polarlm.engine.codecs._norms import ByteNorm
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import float_to_half, gather
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
 # Of code 128 ± i, in octaves: i / 32, and beyond 88 more, (i - 88)² / 256.
 _ZERO, _STEP, _KNEE, _CURVE = 128, 1 / 32, 88, 1 / 256

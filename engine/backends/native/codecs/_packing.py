@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import I8, I32, Value, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I8, I32, Value, vector
 
 BYTES = vector(I8, 64)
 _WORDS = vector(I32, 16)

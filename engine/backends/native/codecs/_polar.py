@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import lookup_in_lanes
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
 from polarlm.engine.codecs._bits import unpack_nibbles
 from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, level_count, pack, upper_codes, upper_table
+from polarlm.engine.jit.lang.byte_ops import lookup_in_lanes
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 COSINES = {level: np.cos(centres) for level, centres in CENTRES.items()}
 SINES = np.sin(CENTRES[1])

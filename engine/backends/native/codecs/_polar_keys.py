@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import Table, dot4, lookup_in_lanes, pair_products, scaled_product
 from polarlm.engine.backends.native.codecs._polar import (
     COSINES,
     SINES,
@@ -29,8 +28,9 @@ from polarlm.engine.backends.native.codecs._polar import (
     pair_factors,
 )
 from polarlm.engine.backends.native.codecs.f16 import sums_at_once
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang.byte_ops import Table, dot4, lookup_in_lanes, pair_products, scaled_product
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _BYTES = vector(I8, 64)
@@ -187,4 +187,4 @@ class _SumsOfPairs:
 
 
 def _sums(e: Emitter, levels: int) -> _SumsOfHalves | _SumsOfPairs:
-    return (_SumsOfHalves if e.level.has("avx512vbmi") else _SumsOfPairs)(e, levels)
+    return (_SumsOfHalves if e.level.wide_tables else _SumsOfPairs)(e, levels)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import Table, dot4, join_words, lookup_in_lanes, scaled_product
 from polarlm.engine.backends.native.codecs._polar import (
     COSINES,
     SINES,
@@ -28,8 +27,9 @@ from polarlm.engine.backends.native.codecs._polar import (
     interleaved,
     pair_factors,
 )
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang.byte_ops import Table, dot4, join_words, lookup_in_lanes, scaled_product
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
@@ -200,7 +200,7 @@ class _Factors:
 
     def __init__(self, e: Emitter, levels: int, size: int) -> None:
         self._e, self._size = e, size
-        self.has_level4 = levels == 4 and e.level.has("avx512vbmi")
+        self.has_level4 = levels == 4 and e.level.wide_tables
         self.sets = 1 if self.has_level4 else 2
         pairs = [pair_factors(pair) for pair in range(4)]
         largest, level4 = pairs[0].max(), COSINES[4].max() if levels == 4 else 1.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from polarlm.engine.backends.native.byte_ops import dot4
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.backends.native.codecs._packing import Packing
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import round_to
-from polarlm.engine.backends.native.values import F32, I8, I32, Value, vector
+from polarlm.engine.jit.lang.byte_ops import dot4
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import round_to
+from polarlm.engine.jit.lang.values import F32, I8, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _BIAS = 128  # that makes a table's bytes unsigned
@@ -22,7 +22,7 @@ PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in r
 def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
     """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its
     registers are."""
-    dirty = e.level.has("avx512vbmi")  # its lookups ignore the bits above
+    dirty = e.level.wide_tables  # which ignore the bits above
     for first in range(0, count, packing.run):
         start = at + packing.nbytes(first) if first else at
         yield from packing.emit(e, start, min(packing.run, count - first), dirty=dirty)

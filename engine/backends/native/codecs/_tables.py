@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import dot4
 from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.backends.native.codecs._decoding import emit_points
@@ -36,8 +35,9 @@ from polarlm.engine.backends.native.codecs._products import (
     read_codes,
     store_query,
 )
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang.byte_ops import dot4
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 

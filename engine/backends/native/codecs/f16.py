@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.rotation import pieces
-from polarlm.engine.backends.native.values import F32, I16, Value, vector
 from polarlm.engine.codecs import Codec
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I16, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I16, 16)
 

@@ -18,16 +18,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.byte_ops import dot4
 from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._norms import emit_pack_norms
 from polarlm.engine.backends.native.codecs._packing import Packing, side_by_side
 from polarlm.engine.backends.native.codecs.f16 import sums_at_once
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import round_to
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from polarlm.engine.codecs.ggml import Q4, Q8
+from polarlm.engine.jit.lang.byte_ops import dot4
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import round_to
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16, _HALVES = vector(F32, 16), vector(I32, 16), vector(I16, 16)
 _GROUP = 32

@@ -19,9 +19,9 @@ from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._packing import Packing
 from polarlm.engine.backends.native.codecs._products import PAIR_LANES, emit_products, store_query
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, I16, Value, vector
 from polarlm.engine.codecs.polarpair import COSINES, SINES, PolarPair
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I16, Value, vector
 
 _F16 = vector(F32, 16)
 

@@ -1,1 +1,1 @@
-"""The kernels, each a function that emits its body; see `engine.backends.native.compiler.Kernel`."""
+"""The kernels, each a function that emits its body; see `engine.jit.compile.compiler.Kernel`."""

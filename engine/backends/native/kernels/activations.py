@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import round_to
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
-from polarlm.engine.backends.native.values import F32, I16, Type, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import round_to
+from polarlm.engine.jit.lang.values import F32, I16, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
 ROW_BYTES = 2 * GROUP + 16  # of a row's group

@@ -12,13 +12,13 @@ from functools import cache
 from typing import Any
 
 from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels import full_blocks
 from polarlm.engine.backends.native.kernels.partials import LOWEST, MIX, padded, partial_bytes
 from polarlm.engine.backends.native.kernels.rotation import pieces
 from polarlm.engine.backends.native.spans import FULL, HEADER, UNIT, SpanHeader
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, I64, Value, Variable, vector
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, Variable, vector
 
 _F16 = vector(F32, 16)
 _TOKENS_AT_ONCE = 256  # of a step of the softmax, at least a block

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from polarlm.engine.backends.native.codecs import DecodedTiles, KeyTiles, ValueTiles
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.rotation import pieces
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import layout
-from polarlm.engine.backends.native.values import F32, I32, I64, Value
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I32, I64, Value
 from polarlm.engine.weight_formats import WeightFormat
 
 

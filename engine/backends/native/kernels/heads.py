@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import to_full_precision
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
 from polarlm.engine.backends.native.kernels.rows import inverse_rms
-from polarlm.engine.backends.native.values import F32, I64, Value, vector
+from polarlm.engine.codecs._arrays import HALF_MAX
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import float_to_half
+from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
 
 _TOGETHER = 4  # vectors that are multiplied by a matrix
 
@@ -140,4 +141,13 @@ def to_slot(dim: int) -> Kernel:
 def _put(e: Emitter, x: Value, target: Value, dim: int) -> None:
     """x (D,) float32 → target (D,) float16."""
     for first, lanes in pieces(dim):
-        e.store(to_full_precision(e, e.load(x, vector(F32, lanes), 4 * first)), target, 2 * first)
+        e.store(_to_full_precision(e, e.load(x, vector(F32, lanes), 4 * first)), target, 2 * first)
+
+
+def _to_full_precision(e: Emitter, x: Value) -> Value:
+    """float32 → the float16, as int16, that sinks and current blocks have for it: as `numpy.attention.rounded`."""
+    integers = vector(I32, x.lanes) if x.lanes else I32
+    limit = float(HALF_MAX)
+    clipped = e.select(x > limit, e.like(limit, x), e.select(x < -limit, e.like(-limit, x), x))
+    half = float_to_half(e, clipped)
+    return e.select((x.bits(integers) & 0x7FFFFFFF) < 0x7F800000, half, e.like(0x7E00, half))

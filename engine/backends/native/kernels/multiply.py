@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
 
 
 def multiply(

@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import gather_pairs
-from polarlm.engine.backends.native.values import F32, I32, Value, vector
 from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.codecs.turbo import levels_of, thresholds_of
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import gather_pairs
+from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 

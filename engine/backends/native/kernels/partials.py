@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
 from polarlm.engine.backends.native.spans import HEADER, SpanHeader
-from polarlm.engine.backends.native.values import F32, I64, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I64, Value, vector
 
 LOWEST = -1e30  # the score of a token that is not seen: finite, so that differences of two are no NaN
 MIX = 64  # bytes of a partial result before its mix

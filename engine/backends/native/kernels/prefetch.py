@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.spans import FULL, HEADER, SpanHeader
-from polarlm.engine.backends.native.values import I64, POINTER, Value
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I64, POINTER, Value
 
 PIECE = 4096
 """Bytes that are prefetched together."""

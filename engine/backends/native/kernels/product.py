@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from polarlm.engine.backends.native.byte_ops import Table, dot2
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.activations import GROUP, ROW_BYTES
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
 from polarlm.engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import TileLayout, layout
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.byte_ops import Table, dot2
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 Size = TypeVar("Size", int, Value)
@@ -29,25 +30,22 @@ _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), v
 _AHEAD = 8192
 
 
-_MOST_SUMS = {16: 8, 8: 3, 4: 2}  # of rows and tiles that stay in registers, by the lanes of a vector
-
-
-def rows_at_once(rows: int, lanes: int, *, packed: bool) -> int:
+def rows_at_once(rows: int, level: Level, *, packed: bool) -> int:
     """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
     their sums stay in registers. packed: whether the weights have codes."""
-    return -(-rows // -(-rows // most_rows(lanes, packed=packed)))
+    return -(-rows // -(-rows // most_rows(level, packed=packed)))
 
 
-def most_rows(lanes: int, *, packed: bool) -> int:
+def most_rows(level: Level, *, packed: bool) -> int:
     """The most `rows_at_once`. Without codes there is room for half as many, times two tiles; with codes this would
     save no more than unpacking them twice as often costs."""
-    return _MOST_SUMS[lanes] // (1 if packed else _tiles(lanes))
+    return level.sums // (1 if packed else _tiles(level))
 
 
-def _tiles(lanes: int) -> int:
+def _tiles(level: Level) -> int:
     """Tiles without codes that are multiplied with each input, where registers have room for their sums: an input is
     then loaded once for both."""
-    return 2 if lanes == 16 else 1
+    return 2 if level.lanes == 16 else 1
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,8 @@ def product(spec: Product) -> Kernel:
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
         weights, x, y, bias, ahead, blocks, tile_bytes, x_stride, y_stride, rows, outputs, tiles = args
         prefetch = Prefetch(e, ahead) if _prefetches(spec) else None
-        parts, steps = _parts(spec, e.level.lanes), _steps(spec, blocks)
-        wide = _tiles_of_unit(spec, e.level.lanes)
+        parts, steps = _parts(spec, e.level), _steps(spec, blocks)
+        wide = _tiles_of_unit(spec, e.level)
         with e.loop(begin, end) as unit, e.loop(0, rows, spec.at_once) as first:
             tile = unit * wide
             others = [tile + tiles] if spec.activation else [e.least(tile + i, tiles - 1) for i in range(1, wide)]
@@ -117,22 +115,22 @@ def product(spec: Product) -> Kernel:
     return Kernel(spec.name, emit, ("weights", "x", "y", "bias", "ahead"), integers)
 
 
-def units(spec: Product, tiles: int, lanes: int) -> int:
+def units(spec: Product, tiles: int, level: Level) -> int:
     """Units of a product with so many tiles, those of an up projection not counted."""
-    return -(-tiles // _tiles_of_unit(spec, lanes))
+    return -(-tiles // _tiles_of_unit(spec, level))
 
 
-def _tiles_of_unit(spec: Product, lanes: int) -> int:
+def _tiles_of_unit(spec: Product, level: Level) -> int:
     """Tiles whose outputs a unit computes."""
     alone = spec.format.unpack is not None or spec.activation is not None or spec.at_once == 1
-    return 1 if alone else _tiles(lanes)
+    return 1 if alone else _tiles(level)
 
 
-def prefetched_pieces(spec: Product, lanes: int, units: int, blocks: int, rows: int) -> int:
+def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
     """Pieces that a product has the time to prefetch; units, blocks and rows are those that it is launched with."""
     if not _prefetches(spec):
         return 0
-    return units * -(-rows // spec.at_once) * _parts(spec, lanes) * _steps(spec, blocks) // STEPS
+    return units * -(-rows // spec.at_once) * _parts(spec, level) * _steps(spec, blocks) // STEPS
 
 
 def _prefetches(spec: Product) -> bool:
@@ -145,9 +143,9 @@ def _steps(spec: Product, blocks: Size) -> Size:
     return blocks * (spec.format.values // 32)
 
 
-def _parts(spec: Product, lanes: int) -> int:
+def _parts(spec: Product, level: Level) -> int:
     """2 if gate and up projection are multiplied one after the other: where registers have no room for both's sums."""
-    return 2 if spec.activation is not None and 2 * spec.at_once > _MOST_SUMS[lanes] else 1
+    return 2 if spec.activation is not None and 2 * spec.at_once > level.sums else 1
 
 
 def _write(

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.multiply import multiply
 from polarlm.engine.backends.native.kernels.partials import LOWEST
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
-from polarlm.engine.backends.native.values import F32, I32, I64, POINTER, Value, vector
-from polarlm.engine.backends.native.workers import SCRATCH
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I32, I64, POINTER, Value, vector
+from polarlm.engine.jit.run.workers import SCRATCH
 
 KEYS = 128  # of a tile
 MOST_QUERIES = 192  # of a unit

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.multiply import multiply
-from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
 
 
 def pieces(channels: int) -> Iterator[tuple[int, int]]:

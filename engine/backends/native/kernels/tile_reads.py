@@ -5,9 +5,9 @@ lanes: 16 for all rows of a tile, 0 for one of them.
 
 from __future__ import annotations
 
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.tiles import TileLayout
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Type, Value, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Type, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 

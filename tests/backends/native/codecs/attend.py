@@ -9,13 +9,14 @@ pytest.importorskip("llvmlite")
 import numpy as np
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.target import Level, levels
-from polarlm.engine.backends.native.values import F32, Value, vector
-from polarlm.engine.backends.native.workers import aligned
 from polarlm.engine.codecs import Codec
-from tests.backends.native.levels import run
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.run.workers import aligned
+from tests.jit.levels import run
 
 # (head dim, block size, queries that read a block together)
 SIZES = ((64, 64, 3), (48, 16, 2), (128, 64, 4), (80, 64, 1), (8, 128, 4), (96, 16, 3), (16, 64, 1), (256, 64, 2))

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.decoding import Decoding, decode, decodes  # isort: skip
-from polarlm.engine.backends.native.target import Level, best
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
 
 NAMES = (
     *("f16", "ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4", "q8_0", "q4_0"),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
-from tests.backends.native.levels import every_level
+from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.backends.native.target import Level
+from polarlm.engine.jit.isa.levels import Level
 
 NAMES = ("q8_0", "q4_0")
 every_codec = pytest.mark.parametrize("name", NAMES)

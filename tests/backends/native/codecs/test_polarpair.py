@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.decoding import Decoding, decode, decodes
-from polarlm.engine.backends.native.target import Level
+from polarlm.engine.jit.isa.levels import Level
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
 

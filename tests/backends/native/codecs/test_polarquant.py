@@ -13,10 +13,11 @@ from polarlm.engine import codecs
 from polarlm.engine.codecs.polarquant import CENTRES, level_count, unpack, upper_codes, upper_table
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
-from tests.backends.native.levels import every_level
+from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.backends.native.target import Level, levels
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
 
 CODEC = codecs.get("polarquant")
 # (head dim, block size, queries that read a block together): four levels or three, and odd numbers of groups

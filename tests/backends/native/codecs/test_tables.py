@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
-from tests.backends.native.levels import every_level
+from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
-from polarlm.engine.backends.native.target import Level
 from polarlm.engine.codecs import Codec
+from polarlm.engine.jit.isa.levels import Level
 
 NAMES = ("ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4")
 every_codec = pytest.mark.parametrize("name", NAMES)

@@ -15,14 +15,14 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 
 from __future__ import annotations
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
 from polarlm.engine.backends.native.kernels.encode.norms import write_norms
 from polarlm.engine.backends.native.kernels.encode.rounding import round_all_tokens, round_alone, write_codes
 from polarlm.engine.backends.native.kernels.encode.skewed import round_skewed
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, PackedTiles, Unit
-from polarlm.engine.backends.native.values import F32, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.quantization.encode import LARGEST
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import float_to_half
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
-from polarlm.engine.backends.native.values import F32, I8, I16, I32, Value, Variable, vector
 from polarlm.engine.codecs._arrays import HALF_MAX
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import float_to_half
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, Variable, vector
 
 ANY = float(np.finfo(np.float32).max)
 """A limit that no finite value exceeds."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
-from polarlm.engine.backends.native.values import F32, I32, Value, Variable, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I32, Value, Variable, vector
 from polarlm.engine.quantization.encode import TILT_RANGE
 
 _F16 = vector(F32, LANES)

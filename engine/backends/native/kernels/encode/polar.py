@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polarlm.engine.backends.native.codecs._polar import PolarTiles
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import float_to_half
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, Unit
-from polarlm.engine.backends.native.values import F32, I32, Value, vector
 from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.codecs.polarquant import TAN_SQUARED
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import float_to_half
+from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 

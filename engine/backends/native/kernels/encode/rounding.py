@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
-from polarlm.engine.backends.native.values import F32, I32, Value, vector
+from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 

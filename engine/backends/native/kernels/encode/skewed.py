@@ -8,7 +8,7 @@ tokens earlier m rows higher in the same lane.
 from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
-from polarlm.engine.backends.native.values import F32, I32, Value, vector
+from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 

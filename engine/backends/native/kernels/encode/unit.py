@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from polarlm.engine.backends.native.emit import Emitter
 from polarlm.engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
-from polarlm.engine.backends.native.values import F32, I8, I16, POINTER, Type, Value, Variable, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, POINTER, Type, Value, Variable, vector
 
 LANES = 16
 _F16 = vector(F32, LANES)

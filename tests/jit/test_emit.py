@@ -6,13 +6,13 @@ from functools import cache
 
 import numpy as np
 
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
-from polarlm.engine.backends.native.compiler import Kernel  # isort: skip
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.float_ops import float_to_half, gather, gather_pairs
-from polarlm.engine.backends.native.target import Level
-from polarlm.engine.backends.native.values import F32, I16, I32, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import float_to_half, gather, gather_pairs
+from polarlm.engine.jit.lang.values import F32, I16, I32, Value, vector
 
 
 @every_level

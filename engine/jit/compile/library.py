@@ -6,11 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 
-from polarlm.engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
-from polarlm.engine.backends.native.object_cache import ObjectCache, object_cache
-from polarlm.engine.backends.native.target import Level
 from polarlm.engine.errors import KernelError
+from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
+from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.model_loaders.forks import renew_in_children
 
 
@@ -123,10 +124,11 @@ class Library:
         return sorted(kernel.name for kernel in list(self._loaded))
 
 
-_of_this_process: dict[Level, Library] = {}
+_of_this_process: dict[tuple[Level, tuple[Path, ...]], Library] = {}
 
 
-def library(level: Level) -> Library:
-    """The library of a level; all engines of the process share it."""
+def library(level: Level, sources: tuple[Path, ...] = ()) -> Library:
+    """The library of a level, for kernels that are made from `sources` (see `object_cache`); the process has one."""
     # A lock could be held in a forked child for ever. Of two that threads make at the same time, one is used.
-    return _of_this_process.get(level) or _of_this_process.setdefault(level, Library(level, object_cache(level)))
+    key = level, sources
+    return _of_this_process.get(key) or _of_this_process.setdefault(key, Library(level, object_cache(level, sources)))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.backends.native.levels import every_level, run
+from tests.jit.levels import every_level, run
 
-from polarlm.engine.backends.native.byte_ops import (  # isort: skip
+from polarlm.engine.jit.lang.byte_ops import (  # isort: skip
     PairTable,
     Table,
     join_words,
@@ -18,10 +18,10 @@ from polarlm.engine.backends.native.byte_ops import (  # isort: skip
     pair_products,
     scaled_product,
 )
-from polarlm.engine.backends.native.compiler import Kernel, assembly
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.target import Level
-from polarlm.engine.backends.native.values import I8, I16, Value, vector
+from polarlm.engine.jit.compile.compiler import Kernel, assembly
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I8, I16, Value, vector
 
 _BYTES = vector(I8, 64)
 

@@ -1,4 +1,4 @@
-"""The compiled code that runs a tape, and that each worker serves with; `engine.backends.native.workers` explains it.
+"""The compiled code that runs a tape, and that each worker serves with; `engine.jit.run.workers` explains it.
 
 Everything that threads share is one piece of memory, the state: a head of the fields below, a mutex and two condition
 variables of the system, and a slot for each entry of the tape. No Python runs between the start of a tape and its end,
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import I64, POINTER, Value
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I64, POINTER, Value
 
 MOST_ENTRIES = 1 << 13  # of a tape
 

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.buffers import aligned
-from polarlm.engine.backends.native.library import library
-from polarlm.engine.backends.native.run_tape import (
+from polarlm.engine.jit.compile.library import library
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.run.buffers import aligned
+from polarlm.engine.jit.run.run_tape import (
     MOST_ENTRIES,
     MOST_THREADS,
     RUN,
@@ -36,7 +37,6 @@ from polarlm.engine.backends.native.run_tape import (
     STATE_BYTES,
     set_up,
 )
-from polarlm.engine.backends.native.target import LEVELS
 from polarlm.model_loaders.forks import renew_in_children
 
 SCRATCH = 1 << 20  # bytes of each thread

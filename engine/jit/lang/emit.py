@@ -15,8 +15,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from polarlm.engine.backends.native.memory import MemoryEmitter
-from polarlm.engine.backends.native.values import (
+from polarlm.engine.jit.lang.memory import MemoryEmitter
+from polarlm.engine.jit.lang.values import (
     F16,
     F32,
     F64,
@@ -166,7 +166,7 @@ class Emitter(MemoryEmitter):
         """a * b + c, in one rounding where the level has the instruction."""
         wide = max((a, b, c), key=lambda value: value.lanes)
         a, b, c = (self.like(value, wide) for value in (a, b, c))
-        return self.same("fma" if self.level.has("fma") else "fmuladd", a, b, c)
+        return self.same("fma" if self.level.fuses else "fmuladd", a, b, c)
 
     def maximum(self, a: Value, b: Number) -> Value:
         """Of floats; the other one if one is NaN."""
@@ -235,7 +235,7 @@ class Emitter(MemoryEmitter):
         """float16, as int16 → float32."""
         expect(bits.element == I16, "int16", bits)
         lanes = bits.lanes
-        if self.level.has("f16c"):
+        if self.level.converts_halves:
             half = bits.bits(vector(F16, lanes) if lanes else F16)
             return Value(self, self.builder.fpext(half.ir, vector(F32, lanes) if lanes else F32))
         wide = bits.zext(I32)

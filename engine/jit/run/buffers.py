@@ -1,4 +1,4 @@
-"""Memory: for weights in large pieces, and for the results of ops."""
+"""Memory: in large pieces for what stays, and a pool for results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.numpy.zeros import zeros
+from polarlm.engine.jit.run.zeros import zeros
 
 _LEAST = 1 << 12  # bytes of the smallest array of a pool
 MOST = 1 << 26  # bytes of the largest array that a pool keeps
@@ -24,8 +24,8 @@ def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
 
 
 class Arena:
-    """Memory for weights, cut from large pieces: NumPy asks the system to back those with huge pages, which halves the
-    time that a core loses to looking addresses up while it streams through the weights."""
+    """Memory for what stays, cut from large pieces: NumPy asks the system to back those with huge pages, which halves
+    the time that a core loses to looking addresses up while it streams through them."""
 
     def __init__(self) -> None:
         self._left: list[np.ndarray] = []  # of pieces
@@ -65,7 +65,7 @@ class _Lease:
 
 
 class Buffers:
-    """A pool of memory for results, since fresh pages cost more than the ops that write to them. It grows to the most
+    """A pool of memory for results, since fresh pages cost more than kernels that write to them. It grows to the most
     that was in use at a time, until `give_back`."""
 
     def __init__(self) -> None:

@@ -11,13 +11,14 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import images
-from polarlm.engine.backends.native.compiler import Kernel, Loaded, LoadedObject, compile_object
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.images import LoadedImage, link
-from polarlm.engine.backends.native.target import Level, levels
-from polarlm.engine.backends.native.values import I8, I32, Value, vector
-from tests.backends.native.levels import Function, every_level
+from polarlm.engine.jit.compile import images
+from polarlm.engine.jit.compile.compiler import Kernel, Loaded, LoadedObject, compile_object
+from polarlm.engine.jit.compile.images import LoadedImage, link
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I8, I32, Value, vector
+from tests.jit.levels import Function, every_level
 
 if not images.AVAILABLE:
     pytest.skip("LLVM links kernels on this system", allow_module_level=True)

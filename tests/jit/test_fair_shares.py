@@ -16,15 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.backends.native.levels import loaded
+from tests.jit.levels import loaded
 from tests.requests.test_forks import begun_in_child
 
-from polarlm.engine.backends.native.compiler import Kernel  # isort: skip
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.target import best
+from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
 from polarlm.engine.backends.native.thread_count import allowed_cpus
-from polarlm.engine.backends.native.values import F32, Value, vector
-from polarlm.engine.backends.native.workers import Launch, Tape, Workers
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.run.workers import Launch, Tape, Workers
 
 ENTRIES, UNITS, TIMES, FLOATS = 300, 64, 16, 512  # a run takes a few milliseconds, and an entry ten microseconds
 TURN, TURNS = 0.25, 5  # seconds of a turn, and how many there are

@@ -11,13 +11,13 @@ import pytest
 from llvmlite import ir
 
 from scripts import fit_exp
-from tests.backends.native.levels import every_level, loaded, run
+from tests.jit.levels import every_level, loaded, run
 
-from polarlm.engine.backends.native.byte_ops import Table, dot4  # isort: skip
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import EXP_COEFFICIENTS, Emitter
-from polarlm.engine.backends.native.target import LEVELS, Level
-from polarlm.engine.backends.native.values import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Type, Value, vector
+from polarlm.engine.jit.lang.byte_ops import Table, dot4  # isort: skip
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.jit.lang.emit import EXP_COEFFICIENTS, Emitter
+from polarlm.engine.jit.lang.values import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Type, Value, vector
 
 TYPES: dict[Any, Type] = {
     np.dtype(name): kind

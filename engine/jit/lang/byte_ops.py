@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import I8, I16, I32, I64, Type, Value, expect, vector
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I8, I16, I32, I64, Type, Value, expect, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value, *, fits: bool = False) -> Value:
@@ -20,15 +20,15 @@ def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value, *, fits: bool
     """
     _expect_bytes(total, unsigned, signed)
     lanes = total.lanes
-    if lanes == 16 and e.level.has("avx512vnni"):
+    if e.level.adds_dot_products and 4 * lanes == e.level.byte_register == 64:
         return e.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, unsigned, signed)
-    if e.level.has("avxvnni") or e.level.has("avx512vnni"):
+    if e.level.adds_dot_products:
         return e.by_parts(8, partial(_dot4_vnni256, e), total, unsigned, signed)
-    if e.level.has("avx2") and not fits:
+    if e.level.byte_register and not fits:
         return _dot4_words(e, total, unsigned, signed)
-    if lanes == 16 and e.level.has("avx512bw"):
+    if 4 * lanes == e.level.byte_register == 64:
         return _dot4_pairs(e, "avx512.pmaddubs.w.512", "avx512.pmaddw.d.512", total, unsigned, signed)
-    if e.level.has("avx2"):
+    if e.level.byte_register:
         return e.by_parts(8, partial(_dot4_avx2, e), total, unsigned, signed)
     return _dot4_generic(total, unsigned, signed)
 
@@ -72,13 +72,13 @@ def _dot4_generic(total: Value, unsigned: Value, signed: Value) -> Value:
 
 def dot2(e: Emitter, total: Value, a: Value, b: Value) -> Value:
     """total + the products of 2 words each: int32 lanes of signed words, exact."""
-    if total.lanes == 16 and e.level.has("avx512vnni"):
+    if e.level.adds_dot_products and 4 * total.lanes == e.level.byte_register == 64:
         return e.intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total, a, b)
-    if e.level.has("avxvnni") or e.level.has("avx512vnni"):
+    if e.level.adds_dot_products:
         return e.by_parts(8, partial(_dot2_vnni256, e), total, a, b)
-    if total.lanes == 16 and e.level.has("avx512bw"):
+    if 4 * total.lanes == e.level.byte_register == 64:
         return _dot2_words(e, "avx512.pmaddw.d.512", total, a, b)
-    if e.level.has("avx2"):
+    if e.level.byte_register:
         return e.by_parts(8, partial(_dot2_words, e, "avx2.pmadd.wd"), total, a, b)
     return total + (a << 16).ashr(16) * (b << 16).ashr(16) + a.ashr(16) * b.ashr(16)
 
@@ -95,7 +95,7 @@ def _dot2_words(e: Emitter, name: str, total: Value, a: Value, b: Value) -> Valu
 def pair_products(e: Emitter, unsigned: Value, signed: Value) -> Value:
     """The products of 2 bytes each, added: vectors of unsigned and of signed bytes → int16. The sums must fit."""
     words = vector(I16, unsigned.lanes // 2)
-    if e.level.has("avx2"):
+    if e.level.byte_register:
         return _by_registers(e, "pmadd.ub.sw", "pmaddubs.w.512", words, unsigned, signed)
     a, b = unsigned.bits(words), signed.bits(words)
     return (a & 255) * (b << 8).ashr(8) + (a >> 8) * b.ashr(8)
@@ -103,7 +103,7 @@ def pair_products(e: Emitter, unsigned: Value, signed: Value) -> Value:
 
 def scaled_product(e: Emitter, a: Value, b: Value) -> Value:
     """a · b / 2¹⁵ of int16, rounded to the nearest; a tie upwards. Not for two times -2¹⁵."""
-    if e.level.has("avx2"):
+    if e.level.byte_register:
         return _by_registers(e, "pmul.hr.sw", "pmul.hr.sw.512", a.type, a, b)
     return ((a.sext(I32) * b.sext(I32) + (1 << 14)).ashr(15)).trunc(I16)
 
@@ -111,7 +111,7 @@ def scaled_product(e: Emitter, a: Value, b: Value) -> Value:
 def join_words(e: Emitter, low: Value, high: Value) -> Value:
     """int16 from 0 to 255 as bytes: in each 16 bytes first those of 8 words of `low`, then those of 8 of `high`."""
     bytes_ = vector(I8, 2 * low.lanes)
-    if e.level.has("avx2"):
+    if e.level.byte_register:
         return _by_registers(e, "packuswb", "packuswb.512", bytes_, low, high)
     lanes = [first + 2 * (i % 8) + i // 8 * bytes_.count for first in range(0, bytes_.count, 16) for i in range(16)]
     return e.shuffle(low.bits(bytes_), high.bits(bytes_), lanes)
@@ -119,7 +119,7 @@ def join_words(e: Emitter, low: Value, high: Value) -> Value:
 
 def _by_registers(e: Emitter, avx2: str, avx512: str, result: Type, a: Value, b: Value) -> Value:
     """An instruction on registers of 32 or 64 bytes; result: the type of the whole."""
-    if result.count * result.element.width == 512 and e.level.has("avx512bw"):
+    if result.count * result.element.width == 8 * e.level.byte_register == 512:
         return e.intrinsic(f"llvm.x86.avx512.{avx512}", result, a, b)
     part = vector(result.element, 256 // result.element.width)
     return e.by_parts(256 // a.element.width, lambda x, y: e.intrinsic(f"llvm.x86.avx2.{avx2}", part, x, y), a, b)
@@ -140,11 +140,10 @@ class Table:
     def __init__(self, emitter: Emitter, pointer: Value, entries: int) -> None:
         self._e, self._pointer = emitter, pointer
         level = emitter.level
-        self._is_vbmi = level.has("avx512vbmi") and entries > 16
-        if self._is_vbmi:
+        self._is_wide = level.wide_tables and entries > 16
+        if self._is_wide:
             self.parts = [emitter.load(pointer, vector(I8, 64), first) for first in range(0, entries, 64)]
-        elif level.has("avx2"):
-            width = 4 * level.lanes
+        elif width := level.byte_register:
             lines = [emitter.load(pointer, vector(I8, 16), first) for first in range(0, entries, 16)]
             steps = [line ^ lines[i - 1] if i % _PARTS else line for i, line in enumerate(lines)]
             self.parts = [emitter.shuffle(step, step, [i % 16 for i in range(width)]) for step in steps]
@@ -155,9 +154,9 @@ class Table:
         """index: up to 64 bytes below the number of entries, at most 256 → the bytes of the table."""
         e = self._e
         expect(index.element == I8 and 0 < index.lanes <= 64, "up to 64 bytes", index)
-        if self._is_vbmi:
-            return e.by_parts(64, self._vbmi, index)
-        if e.level.has("avx2"):
+        if self._is_wide:
+            return e.by_parts(64, self._wide, index)
+        if e.level.byte_register:
             return _pshufb(e, [self], index)[0]
         e.store(index, self._place)
         with e.loop(0, index.lanes) as lane:
@@ -165,7 +164,7 @@ class Table:
             e.store(e.load(entry, I8), self._place + lane)
         return e.load(self._place, index.type)
 
-    def _vbmi(self, index: Value) -> Value:
+    def _wide(self, index: Value) -> Value:
         e, parts = self._e, self.parts
         if len(parts) == 1:
             return e.intrinsic("llvm.x86.avx512.permvar.qi.512", index.type, parts[0], index)
@@ -179,7 +178,7 @@ class Table:
 
 def _pshufb(e: Emitter, tables: Sequence[Table], index: Value) -> list[Value]:
     """The bytes of each table. A part is loaded once for the whole index, in as many registers as it takes."""
-    width = 4 * e.level.lanes
+    width = e.level.byte_register
     name = "llvm.x86.avx512.pshuf.b.512" if width == 64 else "llvm.x86.avx2.pshuf.b"
     pieces = [e.part(index, first, width) for first in range(0, index.lanes, width)]
     halves = range(0, len(tables[0].parts), _PARTS)
@@ -204,8 +203,8 @@ def _pshufb(e: Emitter, tables: Sequence[Table], index: Value) -> list[Value]:
 def lookup_in_lanes(e: Emitter, table: Value, index: Value) -> Value:
     """For each 16 bytes of `index`, all below 16, the entries of the same 16 bytes of `table`: 32 or 64 bytes."""
     expect(table.type == index.type and index.lanes in (32, 64), "twice as many bytes, 32 or 64", table, index)
-    if e.level.has("avx2"):
-        width = min(4 * e.level.lanes, index.lanes)
+    if e.level.byte_register:
+        width = min(e.level.byte_register, index.lanes)
         name = "llvm.x86.avx512.pshuf.b.512" if width == 64 else "llvm.x86.avx2.pshuf.b"
         return e.by_parts(width, lambda a, b: e.intrinsic(name, a.type, a, b), table, index)
     entries, places = e.stack(64), e.stack(64)
@@ -226,7 +225,7 @@ class PairTable:
     def __init__(self, emitter: Emitter, first: bytes, second: bytes) -> None:
         self._e = emitter
         level, entries = emitter.level, len(first)
-        self._is_words = level.has("avx512bw") and not level.has("avx512vbmi") and entries >= 64
+        self._is_words = level.byte_register == 64 and not level.wide_tables and entries >= 64
         if self._is_words:
             both = emitter.constant_bytes(bytes(byte for entry in zip(first, second, strict=True) for byte in entry))
             self._parts = [emitter.load(both, vector(I16, 32), 64 * i) for i in range(entries // 32)]
@@ -242,7 +241,7 @@ class PairTable:
             first, second = (low & 255) | (high << 8), (low >> 8) | (high & -256)
             return first.bits(index.type), second.bits(index.type)
         a, b = self._tables
-        if e.level.has("avx2") and not e.level.has("avx512vbmi"):
+        if e.level.byte_register and not e.level.wide_tables:
             first, second = _pshufb(e, self._tables, index)
             return first, second
         return a[index], b[index]

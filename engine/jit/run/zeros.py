@@ -1,4 +1,4 @@
-"""Arrays of zeros for the KV store, most of whose pages are written late, or never."""
+"""Large arrays of zeros, most of whose pages are written late, or never."""
 
 from __future__ import annotations
 

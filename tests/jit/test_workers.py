@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backends.native.levels import loaded
+from tests.jit.levels import loaded
 from tests.requests.test_forks import begun_in_child
 
-from polarlm.engine.backends.native import run_tape  # isort: skip
-from polarlm.engine.backends.native.compiler import Kernel
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.target import best
-from polarlm.engine.backends.native.values import I64, Value
-from polarlm.engine.backends.native.workers import Launch, Tape, Workers, workers
+from polarlm.engine.jit.run import run_tape  # isort: skip
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I64, Value
+from polarlm.engine.jit.run.workers import Launch, Tape, Workers, workers
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60  # seconds until a test that hangs fails
 POLLS = 20_000_000_000  # of a kernel that waits, half a minute or so: no failure hangs, and a busy machine has time
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -397,7 +397,7 @@ def test_a_child_forked_during_a_run_has_its_own_workers(own: Workers) -> None:
 def test_the_interpreter_ends_while_workers_and_other_threads_run() -> None:
     script = """
         import threading
-        from tests.backends.native.test_workers import Counted
+        from tests.jit.test_workers import Counted
         begun = threading.Event()
         def forever():
             counted = Counted(0, 100)

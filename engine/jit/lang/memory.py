@@ -6,12 +6,12 @@ from typing import Any
 
 from llvmlite import ir
 
-from polarlm.engine.backends.native.target import Level
-from polarlm.engine.backends.native.values import I8, I32, I64, POINTER, Number, Type, Value, check_constant, expect
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.values import I8, I32, I64, POINTER, Number, Type, Value, check_constant, expect
 
 
 class MemoryEmitter:
-    """Writes constants, and instructions on memory, into one function; see `engine.backends.native.emit.Emitter`."""
+    """Writes constants, and instructions on memory, into one function; see `engine.jit.lang.emit.Emitter`."""
 
     def __init__(self, level: Level, function: ir.Function) -> None:
         self.level = level

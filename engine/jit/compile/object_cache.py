@@ -14,19 +14,18 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from polarlm.engine.backends.native.compiler import target_description
-from polarlm.engine.backends.native.target import Level
-from polarlm.model_loaders.errors import LoadError
+from polarlm.engine.jit.compile.compiler import target_description
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
 
 _SETS = 8  # that stay: those used last, of all versions and levels
-_ENGINE = Path(__file__).resolve().parents[2]
-_SOURCES = ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")  # what kernels are made from
+_JIT = Path(__file__).resolve().parents[1]
 _CHECKSUM = 32  # bytes
 _NAME = re.compile("[0-9a-f]{32}")  # of sets, and of the files in them
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
@@ -91,29 +90,33 @@ class ObjectCache:
         return hashlib.sha256(f"{self._key}\n{name}\n".encode() + code).digest()
 
 
-def object_cache(level: Level) -> ObjectCache | None:
-    """The set of a level; None if the user has no cache folder, or where this program's sources cannot be read."""
-    sources = _sources_digest()
+def object_cache(level: Level, sources: Sequence[Path] = ()) -> ObjectCache | None:
+    """The set of a level and of the sources that kernels are made from: folders of Python files, beside the language's
+    own. None if the user has no cache folder, or where sources cannot be read."""
+    digest = _digest([_JIT, *sources])
     try:
         folder = cache_folder() / "kernels"
-    except LoadError:
+    except ValueError:  # there is none
         return None
-    if sources is None:
+    if digest is None:
         return None
-    key = "\n".join([sources, np.__version__, level.name, target_description(level)])
+    key = "\n".join([digest, np.__version__, level.name, target_description(level)])
     return ObjectCache(folder / hashlib.sha256(key.encode()).hexdigest()[:32], key)
 
 
-def _sources_digest() -> str | None:
-    """A digest of all that decides what kernels do."""
+def _digest(folders: Sequence[Path]) -> str | None:
+    """A digest of all that decides what kernels do; None where a folder has no files that can be read."""
     digest = hashlib.sha256()
-    files = [file for folder in _SOURCES for file in sorted((_ENGINE / folder).rglob("*.py"))]
     try:
-        for file in files:
-            digest.update(f"{file.relative_to(_ENGINE).as_posix()}\n".encode() + file.read_bytes())
+        for folder in folders:
+            files = sorted(folder.rglob("*.py"))
+            if not files:
+                return None
+            for file in files:
+                digest.update(f"{file.relative_to(folder.parent).as_posix()}\n".encode() + file.read_bytes())
     except OSError:
         return None
-    return digest.hexdigest() if files else None
+    return digest.hexdigest()
 
 
 def _is_ours(status: os.stat_result) -> bool:

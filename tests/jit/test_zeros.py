@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.numpy.zeros import zeros
+from polarlm.engine.jit.run.zeros import zeros
 from tests.requests.test_forks import begun_in_child
 
 

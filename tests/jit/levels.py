@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
-from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.library import library
-from polarlm.engine.backends.native.target import Level, levels
+from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
 
 every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
 
@@ -38,10 +37,3 @@ def run(
     """Run the kernel on all of its units, on the calling thread."""
     arguments = kernel.pack([array.ctypes.data for array in pointers], integers, floats)
     Function(loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
-
-
-def launcher(level: Level, threads: int = 1) -> Launcher:
-    """A launcher of kernels that are compiled for this level."""
-    launch = Launcher(threads)
-    launch.level, launch.library = level, library(level)
-    return launch

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from polarlm.engine.backends.native.buffers import MOST, Arena, Buffers, aligned, is_leased
+from polarlm.engine.jit.run.buffers import MOST, Arena, Buffers, aligned, is_leased
 
 
 def test_memory_is_used_again_once_no_view_is_left() -> None:

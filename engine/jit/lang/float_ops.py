@@ -7,9 +7,8 @@ from functools import reduce
 
 from llvmlite import ir
 
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.values import F16, F32, F64, I16, I32, I64, Type, Value, vector
-from polarlm.engine.codecs._arrays import HALF_MAX
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F16, F32, F64, I16, I32, I64, Type, Value, vector
 
 _LEAST = 1e-34  # 32767 divided by less is infinite
 
@@ -31,7 +30,7 @@ def gather_pairs(e: Emitter, pointer: Value, index: Value) -> list[Value]:
 def float_to_half(e: Emitter, x: Value) -> Value:
     """Finite float32 of magnitude below 65520 → the nearest float16, ties to even, as int16."""
     lanes = x.lanes
-    if e.level.has("f16c"):
+    if e.level.converts_halves:
         half = e.builder.fptrunc(x.ir, vector(F16, lanes) if lanes else F16)
         return Value(e, half).bits(vector(I16, lanes) if lanes else I16)
     bits = x.bits(vector(I32, lanes) if lanes else I32)
@@ -41,15 +40,6 @@ def float_to_half(e: Emitter, x: Value) -> Value:
     small = (magnitude.bits(x.type) + 0.5).bits(bits.type) - 0x3F000000  # multiples of 2⁻²⁴
     half = e.select(magnitude < 113 << 23, small, normal)
     return (half | ((bits >> 16) & 0x8000)).trunc(I16)
-
-
-def to_full_precision(e: Emitter, x: Value) -> Value:
-    """float32 → the float16, as int16, that sinks and current blocks have for it: as `numpy.attention.rounded`."""
-    integers = vector(I32, x.lanes) if x.lanes else I32
-    limit = float(HALF_MAX)
-    clipped = e.select(x > limit, e.like(limit, x), e.select(x < -limit, e.like(-limit, x), x))
-    half = float_to_half(e, clipped)
-    return e.select((x.bits(integers) & 0x7FFFFFFF) < 0x7F800000, half, e.like(0x7E00, half))
 
 
 def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Value], Value]:

@@ -17,10 +17,10 @@ import llvmlite
 import numpy as np
 from llvmlite import ir
 
-from polarlm.engine.backends.native import images
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.target import Level
-from polarlm.engine.backends.native.values import F32, I64, POINTER, Value
+from polarlm.engine.jit.compile import images
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I64, POINTER, Value
 
 
 @dataclass(frozen=True)

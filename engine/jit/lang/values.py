@@ -1,4 +1,4 @@
-"""Values of the kernel language: what `engine.backends.native.emit.Emitter` computes with."""
+"""Values of the kernel language: what `engine.jit.lang.emit.Emitter` computes with."""
 
 from __future__ import annotations
 

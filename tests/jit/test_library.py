@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +17,17 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import compiler
-from polarlm.engine.backends.native import library as module
-from polarlm.engine.backends.native import object_cache as cache_module
-from polarlm.engine.backends.native.compiler import Kernel, compile_object
-from polarlm.engine.backends.native.emit import Emitter
-from polarlm.engine.backends.native.library import Library
-from polarlm.engine.backends.native.object_cache import ObjectCache, object_cache
-from polarlm.engine.backends.native.target import levels
-from polarlm.engine.backends.native.values import I64, Value
 from polarlm.engine.errors import KernelError
+from polarlm.engine.jit.compile import compiler
+from polarlm.engine.jit.compile import library as module
+from polarlm.engine.jit.compile import object_cache as cache_module
+from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.library import Library
+from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I64, Value
+from polarlm.model_loaders.errors import LoadError
 from tests.small_disk import small_disk
 from tests.test_bare_python import ROOT
 
@@ -181,7 +182,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, compiled: list
 
 def test_no_cache_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
-        raise cache_module.LoadError("There is no cache folder")
+        raise LoadError("There is no cache folder")
 
     monkeypatch.setattr(cache_module, "cache_folder", missing)
     assert object_cache(LEVEL) is None
@@ -218,8 +219,8 @@ def test_levels_versions_and_sources_have_sets_of_their_own(
         assert cache is not None
         assert cache.read("name") == level.name.encode()
 
-    def is_new() -> bool:
-        cache = object_cache(LEVEL)
+    def is_new(sources: Sequence[Path] = ()) -> bool:
+        cache = object_cache(LEVEL, sources)
         assert cache is not None
         return cache.read("name") is None
 
@@ -230,16 +231,20 @@ def test_levels_versions_and_sources_have_sets_of_their_own(
     with monkeypatch.context() as patch:
         patch.setattr(np, "__version__", "99")
         assert is_new()
-    with monkeypatch.context() as patch:
-        (tmp_path / "backends").mkdir()
-        (tmp_path / "backends" / "kernel.py").write_text("")
-        patch.setattr(cache_module, "_ENGINE", tmp_path)
-        assert is_new()
+    source = tmp_path / "kernel.py"
+    for text in ("", "changed"):
+        source.write_text(text)
+        assert is_new([tmp_path])
+        written = object_cache(LEVEL, [tmp_path])
+        assert written is not None
+        written.write("name", b"")
+        assert not is_new([tmp_path])
     assert not is_new()
 
 
 def test_without_sources_there_is_no_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_ENGINE", tmp_path)
+    assert object_cache(LEVEL, [tmp_path]) is None
+    monkeypatch.setattr(cache_module, "_JIT", tmp_path)
     assert object_cache(LEVEL) is None
 
 
@@ -337,7 +342,7 @@ def test_processes_may_write_at_the_same_time(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from tests.backends.native.test_library import *
+from tests.jit.test_library import *
 library = Library(LEVEL, ObjectCache(Path(sys.argv[1]), "key"))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -478,7 +483,7 @@ def test_children_compile_by_themselves() -> None:
 
 def test_the_program_ends_while_kernels_are_compiled() -> None:
     program = """
-from tests.backends.native.test_library import *
+from tests.jit.test_library import *
 library = Library(LEVEL, None)
 library.expect(map(number_kernel, range(2000)))
 print(library._has_thread)

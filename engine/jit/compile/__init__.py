@@ -1,0 +1,1 @@
+"""Kernels compiled for this machine, and kept for the next process."""

@@ -1,0 +1,1 @@
+"""Sets of instructions that kernels may use."""

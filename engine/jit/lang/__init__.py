@@ -1,0 +1,1 @@
+"""The language: values, and the operations on them."""

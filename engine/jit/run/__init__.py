@@ -1,0 +1,1 @@
+"""Compiled kernels on threads, and the memory that they work in."""

@@ -1,0 +1,15 @@
+"""Launches of kernels that are compiled for a level of CPU features."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.jit.isa.levels import Level
+
+
+def launcher(level: Level, threads: int = 1) -> Launcher:
+    """A launcher of kernels that are compiled for this level."""
+    return Launcher(threads, level)
