@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine import EngineConfig, EngineError, codecs
-from polarlm.engine.assembly import settle
-from polarlm.engine.encoding import WHOLE, Encoding
-from polarlm.engine.flags import Check, FlagError
+from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.engine.loading.assembly import settle
+from polarlm.engine.loading.encoding import WHOLE, Encoding
 
 _PLAIN = ":plain"
 
@@ -78,7 +78,7 @@ def needs_http() -> None:
 
 
 def at_least(least: int) -> Check:
-    """A check for `engine.flags` that refuses numbers below `least`."""
+    """A check for `engine.cli.flags` that refuses numbers below `least`."""
     return lambda number: None if number >= least else f"must be at least {least}"
 
 

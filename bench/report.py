@@ -17,8 +17,8 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from polarlm.engine import EngineError
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import setting
-from polarlm.engine.flags import FlagError
 from polarlm.engine.jit.compile.target import VARIABLE as LEVEL_VARIABLE
 
 RESULTS = Path(__file__).resolve().parent / "results"  # in a checkout; an installed package has none

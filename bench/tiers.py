@@ -18,9 +18,9 @@ import numpy as np
 
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
 from polarlm.engine import Engine, EngineConfig, SamplingParams
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import parse
 from polarlm.engine.kv.plan import format_bytes
 
 _FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

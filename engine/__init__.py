@@ -11,7 +11,7 @@ from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, TokenLogprob, Usage
-from polarlm.engine.sessions import Session
+from polarlm.engine.storage.sessions import Session
 
 __all__ = [
     "AsyncEngine",

@@ -15,7 +15,7 @@ AS_STORED = "as-stored"
 def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     """A dataclass field with the names of its flag and the help for it.
 
-    more: the other metadata that `engine.flags` reads. A field without flags is not on the command line.
+    more: the other metadata that `engine.cli.flags` reads. A field without flags is not on the command line.
     """
     metadata = {"flags": flags, "help": help, **more}
     if default is dict:

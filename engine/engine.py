@@ -10,10 +10,10 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from polarlm.engine import assembly, sessions
 from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.prefix import PrefixCache
+from polarlm.engine.loading import assembly
 from polarlm.engine.model import score
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
 from polarlm.engine.requests.answers import Answers
@@ -26,8 +26,9 @@ from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.engine.sessions import Place, Progress, Session
-from polarlm.engine.tiers.tiers import Tiers
+from polarlm.engine.storage import sessions
+from polarlm.engine.storage.sessions import Place, Progress, Session
+from polarlm.engine.storage.tiers.tiers import Tiers
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while modules are imported; commands handle it themselves
         return _INTERRUPTED
     except BrokenPipeError:
-        from polarlm.engine.commands import BROKEN_PIPE, discard_output
+        from polarlm.engine.cli.commands import BROKEN_PIPE, discard_output
 
         discard_output()
         return BROKEN_PIPE
@@ -48,7 +48,7 @@ def _run(words: Sequence[str]) -> int:
         print(_help())
         return 0
     if name == "--version":
-        from polarlm.engine.flags import version
+        from polarlm.engine.cli.flags import version
 
         print(version())
         return 0

@@ -16,8 +16,8 @@ import shtab
 
 from polarlm.command import COMMANDS
 from polarlm.engine import codecs, weight_formats
+from polarlm.engine.cli.flags import FlagError, parse, parser, use_utf8
 from polarlm.engine.config import AS_STORED, setting
-from polarlm.engine.flags import FlagError, parse, parser, use_utf8
 from polarlm.engine.kv.cache_types import PRESETS
 
 _SHELLS = ("bash", "zsh", "fish")

@@ -12,10 +12,12 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine import weight_formats
-from polarlm.engine.assembly import settle
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import parse, that, use_utf8
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
-from polarlm.engine.fit import (
+from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.loading.assembly import settle
+from polarlm.engine.loading.fit import (
     Advice,
     DeviceFit,
     WeightFit,
@@ -26,10 +28,8 @@ from polarlm.engine.fit import (
     fit_weights,
     steps_to,
 )
-from polarlm.engine.flags import parse, that, use_utf8
-from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.loading.sizes import loaded_bytes
 from polarlm.engine.model.weights import in_words
-from polarlm.engine.sizes import loaded_bytes
 from polarlm.model_loaders import ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.hub import PREFIX

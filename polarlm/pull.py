@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
-from polarlm.engine.assembly import settle
 from polarlm.engine.backends.select import select
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import parse, use_utf8
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.encoding import WHOLE
-from polarlm.engine.flags import parse, use_utf8
 from polarlm.engine.kv.plan import format_bytes
-from polarlm.engine.sizes import fits_beside
+from polarlm.engine.loading.assembly import settle
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.sizes import fits_beside
 from polarlm.model_loaders import hub
 
 

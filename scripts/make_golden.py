@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, SamplingParams, calibration
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading import calibration
 from polarlm.model_loaders.demo import demo_model
 from tests.tiny import VOCABULARY, load_tiny, make_model
 

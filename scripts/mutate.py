@@ -40,7 +40,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "engine/requests": ("tests/requests", "tests/test_engine.py"),
     "engine/model": ("tests/model", "tests/test_golden.py"),
     "engine/sampling": ("tests/sampling",),
-    "engine/tiers": ("tests/tiers",),
+    "engine/storage/tiers": ("tests/tiers",),
     "engine/codecs": ("tests/codecs",),
     "engine/quantization": ("tests/quantization", "tests/codecs"),
     "engine/backends/native/kernels": ("tests/backends/native",),

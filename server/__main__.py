@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from polarlm.engine import Engine, EngineError
-from polarlm.engine.flags import FlagError, in_flags, use_utf8
+from polarlm.engine.cli.flags import FlagError, in_flags, use_utf8
 from polarlm.engine.kv.plan import parse_size
 from polarlm.server import journal
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line

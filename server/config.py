@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polarlm.engine import EngineError
-from polarlm.engine.assembly import settle
+from polarlm.engine.cli.flags import Check, FlagError, parse, that
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.flags import Check, FlagError, parse, that
 from polarlm.engine.kv.plan import parse_size
+from polarlm.engine.loading.assembly import settle
 
 KEY_VARIABLE = "POLARLM_API_KEY"
 

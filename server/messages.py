@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from polarlm.engine import Chunk, EngineError, TokenLogprob
-from polarlm.engine.flags import in_flags
+from polarlm.engine.cli.flags import in_flags
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.values import BadRequest
 

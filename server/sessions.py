@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine import EngineError, checked_file
+from polarlm.engine import EngineError
 from polarlm.engine.kv.plan import format_bytes
-from polarlm.engine.sessions import is_session
+from polarlm.engine.storage import checked_file
+from polarlm.engine.storage.sessions import is_session
 from polarlm.server.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

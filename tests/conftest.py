@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from polarlm.engine import Engine, calibration
-from polarlm.engine.tiers import opening
+from polarlm.engine import Engine
+from polarlm.engine.loading import calibration
+from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import assembly
+from polarlm.engine.loading import assembly
 from tests.weights import pack
 
 

@@ -104,7 +104,8 @@ def test_without_llvmlite_numpy_computes_and_says_so(tiny_path: Path, tmp_path: 
     program = """
 import importlib, pkgutil
 from polarlm import engine, model_loaders, server
-from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.loading import assembly
 from polarlm.engine.backends.select import select
 assembly.select = lambda device, threads, compiled=True: select(device, threads, compiled)
 said = []

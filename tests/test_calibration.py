@@ -15,9 +15,10 @@ import pytest
 from tqdm import tqdm
 
 from polarlm import model_loaders
-from polarlm.engine import Engine, calibration
+from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
+from polarlm.engine.loading import calibration
+from polarlm.engine.loading.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.weights import fingerprint, load_weights
 from polarlm.engine.weight_formats import Linear

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import checked_file
+from polarlm.engine.storage import checked_file
 
 
 @pytest.mark.skipif(checked_file.fcntl is None, reason="this system removes no file that somebody writes")

@@ -15,7 +15,7 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
-from polarlm.engine.fit import (
+from polarlm.engine.loading.fit import (
     Advice,
     CacheFit,
     DeviceFit,
@@ -26,8 +26,8 @@ from polarlm.engine.fit import (
     fit_weights,
     steps_to,
 )
+from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
-from polarlm.engine.sizes import weight_format
 from polarlm.fit import main as command
 from tests.cuda.emulated import EmulatedDevice
 from tests.model_loaders.checkpoints import quantized_model

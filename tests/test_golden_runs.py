@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import calibration, codecs
+from polarlm.engine import codecs
 from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.engine.loading import calibration
 from polarlm.model_loaders import LoadError
 from scripts.make_golden import FILE, TYPES, answer, opened, scores
 

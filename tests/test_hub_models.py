@@ -6,13 +6,13 @@ import pytest
 
 from polarlm.bench.command import model_named
 from polarlm.engine import Engine, EngineConfig, EngineError
-from polarlm.engine.assembly import settle
 from polarlm.engine.backends.select import select
 from polarlm.engine.chat import terminal
 from polarlm.engine.chat.config import read_command_line as chat_flags
-from polarlm.engine.encoding import WHOLE
-from polarlm.engine.flags import in_flags
-from polarlm.engine.sizes import fits_beside
+from polarlm.engine.cli.flags import in_flags
+from polarlm.engine.loading.assembly import settle
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.sizes import fits_beside
 from polarlm.model_loaders import load_weights
 from polarlm.server.config import read_command_line as server_flags
 from tests.model_loaders.checkpoints import MODELS

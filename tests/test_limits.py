@@ -61,7 +61,7 @@ def test_a_cache_type_that_cannot_serve_the_model_is_named_before_the_weights_ar
     # The same matrices, cut into heads of half the size.
     config.update(head_dim=4, num_attention_heads=12, num_key_value_heads=4)
     (path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("polarlm.engine.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("polarlm.engine.loading.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
     error, _ = refusal(path, device="cpu", cache_type_k="f16", cache_type_v="polarquant")
     assert all(word in str(error) for word in ("cache_type_v=polarquant", "head dimension", "4"))
 

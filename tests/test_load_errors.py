@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine import Engine, EngineError, assembly
+from polarlm.engine import Engine, EngineError
 from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.loading import assembly
 
 
 def refusal(path: Path | str) -> EngineError:

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, checked_file, encoding, sessions
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends import transfer
-from polarlm.engine.encoding import Encoding
+from polarlm.engine.loading import encoding
+from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.quantization.conditioning import Scale
+from polarlm.engine.storage import checked_file, sessions
 from tests.bare import feed
 from tests.small_disk import small_disk
 from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model

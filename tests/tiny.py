@@ -13,9 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from polarlm.engine import Engine, assembly
+from polarlm.engine import Engine
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.encoding import WHOLE, Encoding
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.requests.request import Request
 from tests.conftest import FIXTURES

@@ -27,9 +27,9 @@ from polarlm.bench.gpu.tables import Limits, Results, Row, format_tables
 from polarlm.bench.gpu.weights import KINDS
 from polarlm.bench.report import Output
 from polarlm.engine import EngineError, codecs
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import FlagError, parse
 from polarlm.model_loaders.config import ModelConfig
 
 # A sequence has a sink, a quantized block and a current block, and starts more than a block before the context.

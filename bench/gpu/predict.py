@@ -20,9 +20,9 @@ from polarlm.bench.gpu.paper_prompt import prompt_parts
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import FlagError, parse
 from polarlm.model_loaders.config import ModelConfig
 
 MODELS = {

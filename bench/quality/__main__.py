@@ -44,9 +44,9 @@ from polarlm.bench.quality.weight_types import (
     one_weight_line,
 )
 from polarlm.bench.report import Output
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import FlagError, parse
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from polarlm.engine import SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Draw, resolve

@@ -25,19 +25,19 @@ from polarlm.bench.quality.divergence import compare
 from polarlm.bench.quality.scores import small, windows
 from polarlm.bench.quality.states import exact_states, served_states
 from polarlm.bench.report import Output
-from polarlm.engine.assembly import assemble, settle
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Array
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.encoding import WHOLE
-from polarlm.engine.flags import FlagError, parse
 from polarlm.engine.kv.store import KVStore
+from polarlm.engine.loading.assembly import assemble, settle
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.encode import decode_centred, encode_centred
-from polarlm.engine.sizes import cache_shape, store_plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

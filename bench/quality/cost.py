@@ -22,13 +22,13 @@ from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse, that, use_utf8
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.encoding import WHOLE
-from polarlm.engine.fit import CacheFit, devices, fit_weights
-from polarlm.engine.flags import FlagError, parse, that, use_utf8
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
+from polarlm.engine.loading.sizes import fits_beside
 from polarlm.engine.model.weights import weight_bytes
-from polarlm.engine.sizes import fits_beside
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.demo import demo_model

@@ -19,7 +19,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.scores import SCORINGS
 from polarlm.engine import Engine
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.requests.prompts import prompt_ids
 
 _PLACES = ("harbour", "lighthouse", "library", "castle", "bakery", "observatory", "museum", "monastery")

@@ -15,7 +15,7 @@ from polarlm.bench.plot_labels import beside_points, spread
 from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, colour_of, panels, plain_log, save
 from polarlm.bench.quality.angles import gaussian_density
 from polarlm.engine import EngineError
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,12 +10,13 @@ import numpy as np
 
 from polarlm import model_loaders
 from polarlm.bench.quality.attention_error import Recorder, Recording
-from polarlm.engine import Engine, Score, assembly
+from polarlm.engine import Engine, Score
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.commands import note
-from polarlm.engine.encoding import WHOLE, Encoding
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.commands import note
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.forward import Transformer
 
 Change = Callable[[Transformer], None]

@@ -10,10 +10,10 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.scores import Quality, row_of
 from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
-from polarlm.engine.assembly import assemble, settle, with_cache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
+from polarlm.engine.loading.assembly import assemble, settle, with_cache
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.weights import WeightSource
 

@@ -15,9 +15,9 @@ from polarlm.bench.quality.divergence import Divergence, compare, perplexity
 from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.scores import kept_scores, small
 from polarlm.engine import EngineError
-from polarlm.engine.assembly import settle
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import AS_STORED
-from polarlm.engine.flags import FlagError
+from polarlm.engine.loading.assembly import settle
 from polarlm.engine.model.file_matrix import nearest
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.weights import WeightSource

@@ -28,9 +28,9 @@ from polarlm.bench.serving import plot
 from polarlm.bench.serving.plan import Plan, poisson, prompts
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import FlagError, parse
 from polarlm.server.config import KEY_VARIABLE
 
 if TYPE_CHECKING:

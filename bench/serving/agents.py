@@ -24,10 +24,10 @@ from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_na
 from polarlm.bench.report import Output, table
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
-from polarlm.engine.calibration import TEXT_FILE
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import parse
+from polarlm.engine.loading.calibration import TEXT_FILE
 
 if TYPE_CHECKING:
     import httpx

@@ -14,7 +14,7 @@ import httpx
 from polarlm.bench.serving.client import Answer, ask, kind
 from polarlm.bench.serving.plan import Plan
 from polarlm.engine import EngineError
-from polarlm.engine.calibration import TEXT_FILE
+from polarlm.engine.loading.calibration import TEXT_FILE
 
 _SAMPLE_SECONDS = 0.25  # between two requests of /metrics
 _PATIENCE = 120.0  # seconds to wait for data

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from polarlm.engine import EngineError
-from polarlm.engine.commands import note
+from polarlm.engine.cli.commands import note
 
 _LAST_SECONDS = 60.0  # for the process to end
 

@@ -27,9 +27,9 @@ from polarlm.bench.speed.tables import format_tables
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import FlagError, parse
 
 _OURS = "balanced,quality,compact,f16"
 

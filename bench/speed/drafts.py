@@ -18,9 +18,9 @@ from polarlm.bench import report
 from polarlm.bench.command import WEIGHTS_HELP, at_least
 from polarlm.bench.report import Output
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.flags import parse
 from polarlm.engine.limits import MOST_DRAFTED
 from polarlm.engine.requests.drafts import PromptLookup
 

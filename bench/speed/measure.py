@@ -16,7 +16,7 @@ from polarlm.bench.speed.contestants import Children, Contestant, Subject
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
 from polarlm.bench.speed.referee import Referee, Runs
 from polarlm.engine import EngineConfig
-from polarlm.engine.commands import note
+from polarlm.engine.cli.commands import note
 
 # Short generation: from this context up to 64 tokens.
 SHORT_DEPTH, SHORT_STEPS = 8, 56

@@ -10,9 +10,9 @@ from typing import Any
 
 from polarlm.bench.speed.child import serve
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
-from polarlm.engine.assembly import Parts, assemble, settle, with_cache
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import SequenceKV
+from polarlm.engine.loading.assembly import Parts, assemble, settle, with_cache
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Draw, resolve
 from polarlm.model_loaders.config import GenerationDefaults

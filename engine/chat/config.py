@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.assembly import settle
+from polarlm.engine.cli.flags import Check, FlagError, parse, that
 from polarlm.engine.config import EngineConfig, SamplingParams, setting
-from polarlm.engine.flags import Check, FlagError, parse, that
 from polarlm.engine.limits import SAMPLING, complaint
+from polarlm.engine.loading.assembly import settle
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.outputs import Usage
 from polarlm.engine.sampling.repeats import Repeats
-from polarlm.engine.sessions import Progress
+from polarlm.engine.storage.sessions import Progress
 
 _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer stops that ends in so many tokens of so many rounds or more

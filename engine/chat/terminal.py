@@ -17,11 +17,11 @@ from polarlm.engine.backends.select import NO_DRIVER, driver_version
 from polarlm.engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
-from polarlm.engine.commands import BROKEN_PIPE, discard_output
+from polarlm.engine.cli.commands import BROKEN_PIPE, discard_output
+from polarlm.engine.cli.flags import FlagError, close_to, in_flags, use_utf8
 from polarlm.engine.config import EngineConfig, SamplingParams
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
-from polarlm.engine.flags import FlagError, close_to, in_flags, use_utf8
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 

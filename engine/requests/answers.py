@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any
 
 from polarlm.engine.sampling.detokenizer import text_of
-from polarlm.engine.tiers.tiers import Tiers
+from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.forks import renew_in_children
 

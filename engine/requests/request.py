@@ -24,7 +24,7 @@ from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
-from polarlm.engine.tiers.found import Found, cached_from
+from polarlm.engine.storage.tiers.found import Found, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())

@@ -17,7 +17,7 @@ from polarlm.engine.requests.drafts import StepSeconds
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
-from polarlm.engine.tiers.tiers import Tiers
+from polarlm.engine.storage.tiers.tiers import Tiers
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ray.serve.scripts import cli
 
 from examples.ray_serve.settings import RAY_ON_ONE_MACHINE, read
 from polarlm.engine import EngineError
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 from polarlm.model_loaders import LoadError
 from polarlm.model_loaders.demo import demo_model
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polarlm.engine import EngineConfig
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 from polarlm.server.config import ServerConfig, read_command_line
 
 # For a Ray cluster of this machine alone: its controller looks once a second whether all is well, not ten times, since

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import EngineError
-from polarlm.engine.flags import release
-from polarlm.engine.tiers.objects import Payloads
+from polarlm.engine.cli.flags import release
+from polarlm.engine.storage.tiers.objects import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.driver import Driver
 from polarlm.server.http.blocks import Blocks

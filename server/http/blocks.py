@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from polarlm.engine.tiers.found import Budget
-from polarlm.engine.tiers.objects import DamagedObject, unpack
-from polarlm.engine.tiers.places import Place
+from polarlm.engine.storage.tiers.found import Budget
+from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
+from polarlm.engine.storage.tiers.places import Place
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.job import Job

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polarlm.engine import EngineError
+from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.errors import ConstraintError
-from polarlm.engine.flags import in_flags
 from polarlm.server.refused import Refused
 from polarlm.server.values import BadRequest
 

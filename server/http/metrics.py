@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from polarlm.engine import Engine
-from polarlm.engine.flags import release
+from polarlm.engine.cli.flags import release
 from polarlm.engine.kv.cache_types import chosen
 from polarlm.engine.outputs import CompilationCounts, Status, TierStatus
 from polarlm.server.counters import Totals

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs._rotation import signed_hadamard
+from polarlm.engine.loading import assembly
 from tests.cuda.emulated import open_device
 
 # Attributes about the machine, which are no state of an op: device memory, compiled kernels and recordings, the cores

@@ -12,8 +12,8 @@ pytest.importorskip("llvmlite")
 
 from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
-from polarlm.engine import assembly
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading import assembly
 from tests.random_model import random_model
 
 IDS = np.random.default_rng(0).integers(5, 250, 160).tolist()

@@ -11,8 +11,9 @@ import pytest
 
 from polarlm.bench.quality.attention_error import Recorder, Recording, Replay
 from polarlm.bench.quality.reference import Change, Reference
-from polarlm.engine import Engine, assembly
-from polarlm.engine.flags import FlagError
+from polarlm.engine import Engine
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.loading import assembly
 from polarlm.engine.model.forward import Transformer
 from tests.tiny import make_model
 from tests.weights import linear

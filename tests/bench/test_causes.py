@@ -14,8 +14,8 @@ import pytest
 from polarlm.bench.quality import causes
 from polarlm.bench.quality.causes import ALL, SERVED, Depth, measure, whole_store
 from polarlm.bench.quality.divergence import compare
-from polarlm.engine.assembly import Parts, assemble, settle
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading.assembly import Parts, assemble, settle
 from tests.bare import bare_model, prefill_logits, read_model
 
 IDS = np.random.default_rng(5).integers(5, 90, 256).tolist()

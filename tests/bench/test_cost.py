@@ -15,8 +15,8 @@ from polarlm.bench.command import cache_types
 from polarlm.bench.quality import budget, cost, page, page_plots, survey
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.engine import Engine
-from polarlm.engine.assembly import assemble, settle
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading.assembly import assemble, settle
 from tests.bare import bare_model, prefill_logits, read_model
 from tests.model_loaders.hub_server import Hub, Repository
 

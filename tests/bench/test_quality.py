@@ -23,7 +23,7 @@ from polarlm.bench.quality import needle, plots, scores
 from polarlm.bench.quality.divergence import compare, perplexity
 from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.scores import Quality, Stretch, by_position, measure, windows
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 from tests.shared_data import shared
 
 logits = st_numpy.arrays(np.float32, (3, 5), elements=st.floats(-30, 30, width=32))

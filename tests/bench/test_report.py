@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.bench import report
 from polarlm.bench.report import Output
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
-from polarlm.engine import Engine, assembly
-from polarlm.engine.assembly import Parts, assemble, settle, with_cache
+from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.assembly import Parts, assemble, settle, with_cache
 from polarlm.engine.model.forward import Transformer
 from tests.bare import bare_model, prefill_logits, read_model
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from polarlm.engine import Engine, assembly
+from polarlm.engine import Engine
 from polarlm.engine.backends.cuda.draws import pack_draws
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -22,6 +22,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
+from polarlm.engine.loading import assembly
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob, fold
 from polarlm.engine.sampling.sample import Draw, Penalties, Sampled, resolve

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.setup import LLAMA_8B
-from polarlm.engine import Engine, EngineConfig, EngineError, assembly, codecs
+from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
-from polarlm.engine.encoding import WHOLE
 from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
 from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.forward import LayerWeights, ModelWeights, Transformer
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import Draw, Sampling
-from polarlm.engine.sizes import cache_shape, store_plan
 from polarlm.engine.weight_formats import Linear, Matrix, get
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from tests.cuda.emulated import EmulatedDevice

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, SamplingParams, assembly, codecs
+from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from polarlm.engine.kv.store import KVStore
+from polarlm.engine.loading import assembly
 from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.setup import LLAMA_8B
-from polarlm.engine import EngineConfig, assembly
+from polarlm.engine import EngineConfig
 from polarlm.engine.backends.cuda.linear import _UPLOAD_BYTES
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.encoding import WHOLE
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.weights import load_weights as load_model_weights
 from polarlm.engine.model.weights import weight_bytes
-from polarlm.engine.sizes import cache_shape, store_plan
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
 from polarlm.model_loaders import ModelConfig, families, load_weights
 from tests.conftest import FIXTURES

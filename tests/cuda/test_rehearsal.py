@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.rehearsal import Blank, FirstRow, RehearsalDevice
+from polarlm.engine.loading import assembly
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, SamplingParams, assembly, records
+from polarlm.engine import Engine, SamplingParams, records
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -16,6 +16,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.kv.snapshot import Snapshot, export, restore
 from polarlm.engine.kv.store import KVStore
+from polarlm.engine.loading import assembly
 from tests.cuda.emulated import open_device
 from tests.cuda.programs import Program
 from tests.cuda.test_model_emulated import N, SameWeights, Talk, model_of

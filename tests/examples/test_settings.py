@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from examples.ray_serve.settings import read
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 
 
 def test_settings_are_flags_without_dashes() -> None:

@@ -11,7 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from polarlm.engine import Engine, EngineError, codecs
-from polarlm.engine.assembly import fit_line
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.kv.plan import (
@@ -25,6 +24,7 @@ from polarlm.engine.kv.plan import (
     plan_for_tokens,
 )
 from polarlm.engine.kv.store import KVStore
+from polarlm.engine.loading.assembly import fit_line
 from polarlm.engine.quantization.conditioning import Conditioning
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])

@@ -62,7 +62,7 @@ def with_bad(position: int) -> list[int]:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["embedding", "queries", "layer 0"])
 def test_load(damaged: Damage, place: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polarlm.engine.calibration.text_ids", lambda tokenizer, count: with_bad(30))
+    monkeypatch.setattr("polarlm.engine.loading.calibration.text_ids", lambda tokenizer, count: with_bad(30))
     with pytest.raises(EngineError, match="model's output is not finite: its weights are damaged") as caught:
         load(damaged(place, value), calibration=True)
     assert caught.value.code == "model_damaged"
@@ -74,7 +74,7 @@ def test_damage_is_found_before_the_cache_is_fitted(
 ) -> None:
     """Whichever layer it is in: fitting takes long."""
     measured: list[object] = []
-    monkeypatch.setattr("polarlm.engine.calibration.measure", lambda *arguments: measured.append(arguments))
+    monkeypatch.setattr("polarlm.engine.loading.calibration.measure", lambda *arguments: measured.append(arguments))
     with pytest.raises(EngineError, match="not finite") as caught:
         load(damaged(place, math.nan), calibration=True)
     assert caught.value.code == "model_damaged"

@@ -12,10 +12,10 @@ import pytest
 from polarlm import Engine, EngineError, SamplingParams
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.encoding import WHOLE
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.sizes import cache_shape, draft_bytes, store_plan, work_bytes
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.draft_model import ModelDrafter
-from polarlm.engine.sizes import cache_shape, draft_bytes, store_plan, work_bytes
 from tests.random_model import random_model
 from tests.requests.drafters import ANEW, Unpaced, drafting, first_difference, margin, summary
 from tests.requests.test_drafts import plain, prompts

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import Completion, Engine, EngineError, SamplingParams, assembly
+from polarlm.engine import Completion, Engine, EngineError, SamplingParams
+from polarlm.engine.loading import assembly
 from polarlm.engine.model.rehearsal import rehearse_drafts
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import Batch, Drafts, PromptLookup, StepSeconds

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine.flags import FlagError
-from polarlm.engine.tiers.objects import Payloads, pack_ids
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.storage.tiers.objects import Payloads, pack_ids
 from polarlm.server.config import read_command_line
 from polarlm.server.http import blocks
 from tests.server.http_server import Serving, serving

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
-from polarlm.engine.flags import FlagError
+from polarlm.engine.cli.flags import FlagError
 from polarlm.server.config import read_command_line
 from polarlm.server.kv_events import KVEvents, kv_events
 from polarlm.server.listening import ListenError

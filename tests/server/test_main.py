@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.flags import FlagError
 from polarlm.server.__main__ import main
 from polarlm.server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.listening import tcp_socket, unix_socket

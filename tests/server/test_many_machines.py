@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from polarlm.engine.cli.flags import describe
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.flags import describe
 from polarlm.server.config import ServerConfig
 from tests.server.lines import eventually
 from tests.server.process import SMALL_BLOCKS, Process

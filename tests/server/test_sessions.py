@@ -35,7 +35,7 @@ GREEDY = {"temperature": 0, "max_tokens": 3}
 # A session is written once the file named in GO is there.
 WAITING = """
 import os, time
-from polarlm.engine import checked_file
+from polarlm.engine.storage import checked_file
 write = checked_file.write
 def waiting(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
@@ -48,7 +48,7 @@ checked_file.write = waiting
 # A session is written half, and no further.
 STUCK = """
 import os, time
-from polarlm.engine import checked_file
+from polarlm.engine.storage import checked_file
 def stuck(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
     time.sleep(600)

@@ -14,8 +14,8 @@ from types import FrameType
 
 import numpy as np
 
-from polarlm.engine.tiers import places
-from polarlm.engine.tiers.objects import IDS, pack
+from polarlm.engine.storage.tiers import places
+from polarlm.engine.storage.tiers.objects import IDS, pack
 
 SIZE = 3000  # bytes of a folder, of which the objects take more
 OBJECTS = 6

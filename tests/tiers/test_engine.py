@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.kv.snapshot import export
-from polarlm.engine.tiers import patience, tiers
-from polarlm.engine.tiers.memory import Memory
-from polarlm.engine.tiers.places import Folder
+from polarlm.engine.storage.tiers import patience, tiers
+from polarlm.engine.storage.tiers.memory import Memory
+from polarlm.engine.storage.tiers.places import Folder
 from tests.small_disk import small_disk
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
 
@@ -315,7 +315,7 @@ def test_a_disk_that_takes_no_writes_delays_only_the_end(
 def test_a_full_disk_is_told_once_and_written_again_when_it_has_room(
     plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    from polarlm.engine.tiers import guarded
+    from polarlm.engine.storage.tiers import guarded
 
     monkeypatch.setattr(guarded, "_TROUBLED", 0.0)
     write, full = Folder.write, [True]

@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
 from polarlm.engine.kv.plan import CacheShape, LayerShape
-from polarlm.engine.tiers import objects
-from polarlm.engine.tiers.objects import BLOCK, FULL, HEADER_BYTES, DamagedObject, Payloads, pack, pack_ids, unpack
+from polarlm.engine.storage.tiers import objects
+from polarlm.engine.storage.tiers.objects import (
+    BLOCK,
+    FULL,
+    HEADER_BYTES,
+    DamagedObject,
+    Payloads,
+    pack,
+    pack_ids,
+    unpack,
+)
 
 NAME = bytes(range(16))
 

@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine import SamplingParams
 from polarlm.engine.requests import request
-from polarlm.engine.tiers.patience import Patience
+from polarlm.engine.storage.tiers.patience import Patience
 from tests.tiers.test_engine import ids, load
 from tests.tiny import make_model
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from polarlm.engine.tiers import places
-from polarlm.engine.tiers.memory import Memory
-from polarlm.engine.tiers.objects import DamagedObject, unpack
-from polarlm.engine.tiers.places import Folder, Place
+from polarlm.engine.storage.tiers import places
+from polarlm.engine.storage.tiers.memory import Memory
+from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
+from polarlm.engine.storage.tiers.places import Folder, Place
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name
@@ -198,7 +198,7 @@ def bytes_in(folder: Path) -> int:
 _MANY_WRITERS = """
 import os, sys, threading
 from pathlib import Path
-from polarlm.engine.tiers.places import Folder
+from polarlm.engine.storage.tiers.places import Folder
 from tests.tiers.test_places import bytes_in, put
 path, size, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 held, replace = [], os.replace
@@ -268,8 +268,8 @@ _WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from polarlm.engine.tiers.objects import pack, IDS
-from polarlm.engine.tiers.places import Folder
+from polarlm.engine.storage.tiers.objects import pack, IDS
+from polarlm.engine.storage.tiers.places import Folder
 folder = Folder(Path(sys.argv[1]), 3 << 20)
 print("ready", flush=True)
 for number in range(int(sys.argv[2]), 10**6):

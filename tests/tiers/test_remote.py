@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import EngineError
-from polarlm.engine.tiers import patience
-from polarlm.engine.tiers import remote as remote_module
-from polarlm.engine.tiers.remote import Remote
+from polarlm.engine.storage.tiers import patience
+from polarlm.engine.storage.tiers import remote as remote_module
+from polarlm.engine.storage.tiers.remote import Remote
 from tests.tiers.test_engine import PARAMS, PROMPT, N, load, next_turn
 from tests.tiny import make_model
 

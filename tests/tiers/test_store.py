@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polarlm.engine.kv.blocks import OutOfBlocks
 from polarlm.engine.kv.prefix import BlockStored
-from polarlm.engine.tiers.found import Budget
-from polarlm.engine.tiers.guarded import Guarded
-from polarlm.engine.tiers.lookup import Lookup
-from polarlm.engine.tiers.memory import Memory
-from polarlm.engine.tiers.names import Names
-from polarlm.engine.tiers.objects import Payloads
-from polarlm.engine.tiers.writing import Writer
+from polarlm.engine.storage.tiers.found import Budget
+from polarlm.engine.storage.tiers.guarded import Guarded
+from polarlm.engine.storage.tiers.lookup import Lookup
+from polarlm.engine.storage.tiers.memory import Memory
+from polarlm.engine.storage.tiers.names import Names
+from polarlm.engine.storage.tiers.objects import Payloads
+from polarlm.engine.storage.tiers.writing import Writer
 from tests.kv.fed import N, assert_held_by, held, overwrite
 from tests.kv.test_prefix import CachedSequence, CachedStore, words
 

@@ -28,9 +28,9 @@ from polarlm.bench.serving.simulate.routing import ROUTERS
 from polarlm.bench.serving.simulate.tables import format_result
 from polarlm.bench.serving.simulate.tiers import TierSize
 from polarlm.bench.serving.simulate.trace import Trace, make
-from polarlm.engine.commands import note, run
+from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.flags import FlagError, parse
 from polarlm.engine.kv.plan import parse_size
 
 # Bytes a second and seconds of latency: host memory over PCIe, one NVMe disk.

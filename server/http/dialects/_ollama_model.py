@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from polarlm.engine.flags import release
+from polarlm.engine.cli.flags import release
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import SamplingParams
-from polarlm.engine.flags import release
+from polarlm.engine.cli.flags import release
 from polarlm.engine.requests.prompts import chat_text
 from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body

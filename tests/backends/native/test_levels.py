@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends import select as selection
 from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.ops import NativeOps
@@ -22,6 +22,7 @@ from polarlm.engine.jit.compile import library, target
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.target import VARIABLE, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.loading import assembly
 from tests.jit.levels import every_level
 from tests.test_bare_python import ROOT, run_without
 

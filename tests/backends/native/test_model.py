@@ -13,12 +13,12 @@ pytest.importorskip("llvmlite")
 
 from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
 from polarlm.engine import Engine, SamplingParams
-from polarlm.engine.assembly import assemble, settle
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.jit.compile.target import VARIABLE, levels
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.loading.assembly import assemble, settle
 from scripts.make_golden import answer
 from scripts.make_random_model import write
 from tests.bare import kl

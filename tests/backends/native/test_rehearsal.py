@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, SamplingParams, assembly, codecs
+from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.backends.kv import CacheFormat, Place
 from polarlm.engine.backends.native import launch as launch_module
 from polarlm.engine.backends.native.ops import NativeOps
@@ -25,6 +25,7 @@ from polarlm.engine.jit.compile import library as library_module
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
+from polarlm.engine.loading import assembly
 from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, SamplingParams, assembly
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.native.thread_count import thread_count
@@ -17,6 +17,7 @@ from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.select import select
 from polarlm.engine.chat import session
 from polarlm.engine.jit.compile.target import best
+from polarlm.engine.loading import assembly
 
 
 @pytest.fixture(autouse=True)

@@ -127,7 +127,7 @@ def test_weights_that_cannot_fit_are_not_read(
     tiny_path: Path, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.available = 100
-    monkeypatch.setattr("polarlm.engine.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("polarlm.engine.loading.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(EngineError, match="weights take"):
         Engine.load(tiny_path, device="cpu")
 

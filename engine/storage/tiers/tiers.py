@@ -17,15 +17,15 @@ from typing import TypeVar
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.outputs import TierStatus
-from polarlm.engine.tiers.found import Budget, Found
-from polarlm.engine.tiers.guarded import Guarded
-from polarlm.engine.tiers.lookup import Lookup
-from polarlm.engine.tiers.names import Names, digest, known_digest
-from polarlm.engine.tiers.objects import Payloads, ids_of
-from polarlm.engine.tiers.opening import remembering
-from polarlm.engine.tiers.patience import Patience
-from polarlm.engine.tiers.places import Place
-from polarlm.engine.tiers.writing import Lock, Writer
+from polarlm.engine.storage.tiers.found import Budget, Found
+from polarlm.engine.storage.tiers.guarded import Guarded
+from polarlm.engine.storage.tiers.lookup import Lookup
+from polarlm.engine.storage.tiers.names import Names, digest, known_digest
+from polarlm.engine.storage.tiers.objects import Payloads, ids_of
+from polarlm.engine.storage.tiers.opening import remembering
+from polarlm.engine.storage.tiers.patience import Patience
+from polarlm.engine.storage.tiers.places import Place
+from polarlm.engine.storage.tiers.writing import Lock, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)

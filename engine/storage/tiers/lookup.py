@@ -12,11 +12,11 @@ from threading import Thread, current_thread
 
 from polarlm.engine.kv.prefix import Blocks, PrefixCache
 from polarlm.engine.kv.store import KVStore
-from polarlm.engine.tiers.copies import FullBlock, Run
-from polarlm.engine.tiers.found import Budget, Found
-from polarlm.engine.tiers.guarded import Guarded
-from polarlm.engine.tiers.names import Names
-from polarlm.engine.tiers.objects import DamagedObject, Object, Payloads, unpack
+from polarlm.engine.storage.tiers.copies import FullBlock, Run
+from polarlm.engine.storage.tiers.found import Budget, Found
+from polarlm.engine.storage.tiers.guarded import Guarded
+from polarlm.engine.storage.tiers.names import Names
+from polarlm.engine.storage.tiers.objects import DamagedObject, Object, Payloads, unpack
 
 _RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
 

@@ -21,9 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine import checked_file
 from polarlm.engine.backends import transfer
-from polarlm.engine.checked_file import DamagedFile
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.kv.blocks import OutOfBlocks
 from polarlm.engine.kv.plan import CacheShape
@@ -33,6 +31,8 @@ from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.requests.answers import KEY_BYTES, Known
+from polarlm.engine.storage import checked_file
+from polarlm.engine.storage.checked_file import DamagedFile
 
 _FORMAT = "polarlm session"
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")

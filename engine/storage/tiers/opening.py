@@ -9,10 +9,10 @@ from pathlib import Path
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.plan import CacheShape, parse_size
-from polarlm.engine.tiers.memory import Memory
-from polarlm.engine.tiers.objects import Payloads
-from polarlm.engine.tiers.places import Folder, Place
-from polarlm.engine.tiers.remote import Remote
+from polarlm.engine.storage.tiers.memory import Memory
+from polarlm.engine.storage.tiers.objects import Payloads
+from polarlm.engine.storage.tiers.places import Folder, Place
+from polarlm.engine.storage.tiers.remote import Remote
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.errors import EngineError
-from polarlm.engine.flags import FlagError, in_flags
 from polarlm.model_loaders.errors import LoadError
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130

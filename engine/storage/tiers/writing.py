@@ -16,10 +16,10 @@ import numpy as np
 
 from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.kv.store import KVStore
-from polarlm.engine.tiers.copies import groups_of, take_blocks, take_full
-from polarlm.engine.tiers.guarded import Guarded
-from polarlm.engine.tiers.names import Names
-from polarlm.engine.tiers.objects import BLOCK, FULL, Payloads, pack, pack_ids, representation_of
+from polarlm.engine.storage.tiers.copies import groups_of, take_blocks, take_full
+from polarlm.engine.storage.tiers.guarded import Guarded
+from polarlm.engine.storage.tiers.names import Names
+from polarlm.engine.storage.tiers.objects import BLOCK, FULL, Payloads, pack, pack_ids, representation_of
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.kv.prefix import Blocks, PrefixCache
 from polarlm.engine.kv.store import KVStore
-from polarlm.engine.tiers.objects import Part, Payloads
+from polarlm.engine.storage.tiers.objects import Part, Payloads
 
 
 def groups_of(blocks: Blocks) -> int:

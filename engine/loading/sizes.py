@@ -10,7 +10,6 @@ from polarlm import model_loaders
 from polarlm.engine import codecs, weight_formats
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
-from polarlm.engine.encoding import WHOLE, Encoding
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv import cache_types
 from polarlm.engine.kv.plan import (
@@ -22,6 +21,7 @@ from polarlm.engine.kv.plan import (
     plan_for_memory,
     plan_for_tokens,
 )
+from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.engine import checked_file, codecs
+from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
@@ -23,6 +23,7 @@ from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
 from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.storage import checked_file
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer

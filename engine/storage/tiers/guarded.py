@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from polarlm.engine.outputs import TierStatus
-from polarlm.engine.tiers.places import Place
+from polarlm.engine.storage.tiers.places import Place
 
 _LOG = logging.getLogger(__name__)
 _TROUBLED = 30.0  # seconds without reading after an error of reading, such as a server that is gone; as for writing

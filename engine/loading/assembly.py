@@ -17,23 +17,16 @@ from polarlm import model_loaders
 from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Load, Ops, Rehearsal
 from polarlm.engine.backends.select import select, without_kernels
-from polarlm.engine.calibration import load_or_calibrate
+from polarlm.engine.cli.progress import amounts, progress_bar
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.encoding import WHOLE, Encoding, stored
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.kv import cache_types
 from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens, format_bytes, parse_size
 from polarlm.engine.kv.store import KVStore, Metrics
 from polarlm.engine.limits import DRAFT_ROWS, DRAFTS, MOST_DRAFTED
-from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.magnitudes import Variances, variances
-from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_drafts, rehearse_rows
-from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
-from polarlm.engine.progress import amounts, progress_bar
-from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.statistics import LayerStatistics, neutral
-from polarlm.engine.sampling.sample import NOT_FINITE
-from polarlm.engine.sizes import (
+from polarlm.engine.loading.calibration import load_or_calibrate
+from polarlm.engine.loading.encoding import WHOLE, Encoding, stored
+from polarlm.engine.loading.sizes import (
     cache_shape,
     draft_bytes,
     draft_config,
@@ -42,8 +35,15 @@ from polarlm.engine.sizes import (
     store_plan,
     weight_format,
 )
-from polarlm.engine.tiers.opening import check_settings, open_places
-from polarlm.engine.tiers.places import Place
+from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.magnitudes import Variances, variances
+from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_drafts, rehearse_rows
+from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.statistics import LayerStatistics, neutral
+from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.storage.tiers.opening import check_settings, open_places
+from polarlm.engine.storage.tiers.places import Place
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 

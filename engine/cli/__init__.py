@@ -1,0 +1,1 @@
+"""What every command line needs: flags, exit codes, progress."""

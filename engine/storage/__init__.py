@@ -1,0 +1,1 @@
+"""Sequences and blocks outside of the KV store: session files, tiers."""
