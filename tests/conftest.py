@@ -36,21 +36,27 @@ for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"):
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("tests")
 
+_CASES = 4  # of a test, in `make test`
+
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test with the mark slow(keep=N), N lose the mark."""
-    cases: dict[str, list[pytest.Item]] = {}
+    """Of a test with many cases, all but `_CASES` are slow; of one with the mark slow(keep=N), all but N. The others are
+    spread evenly over the cases."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("slow")
-        if mark is not None and mark.kwargs.get("keep"):
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for group in cases.values():
-        (keep,) = {item.get_closest_marker("slow").kwargs["keep"] for item in group}  # type: ignore[union-attr]
-        for number in {round(i * (len(group) - 1) / max(1, keep - 1)) for i in range(keep)}:
-            group[number].own_markers[:] = [mark for mark in group[number].own_markers if mark.name != "slow"]
+        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("slow")
+        keep = _CASES if mark is None else mark.kwargs.get("keep", 0)
+        last, most = len(cases) - 1, min(keep, len(cases))
+        kept = {round(i * last / max(1, most - 1)) for i in range(most)}
+        for number, case in enumerate(cases):
+            case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
+            if number not in kept:
+                case.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ def bare_pytest(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_bare_machine_lacks_packages_and_a_network(tmp_path: Path) -> None:
     program = tmp_path / "test_what_is_missing.py"
     program.write_text(
@@ -58,6 +59,7 @@ def test_network():
     assert f"{len(MISSING) + 1} passed" in bare_pytest(str(program))
 
 
+@pytest.mark.slow
 def test_every_test_of_a_gpu_is_found() -> None:
     """No file needs a package that is not there when it is imported."""
     found = bare_pytest("--collect-only", *GPU_TESTS)
@@ -92,6 +94,7 @@ exec "$1" -m tests.bare_machine "$2" "$3"
 """
 
 
+@pytest.mark.slow
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Some of each kind: kernels alone, ops, a model; packed weights need no package for their format."""
     some = "rms_norm_is or parts_of_the_inputs or (activation and q4_k and 12)"
@@ -138,6 +141,7 @@ def test_without_a_gpu_or_packages_there_is_a_sentence(
     assert capsys.readouterr().err == "error: The tests need the Python packages hypothesis\n"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("script", "result", "why"),
     [
@@ -171,6 +175,7 @@ def test_three():
 """
 
 
+@pytest.mark.slow
 def test_results_are_written_as_they_come_and_can_be_resumed(tmp_path: Path) -> None:
     program, results = tmp_path / "test_program.py", tmp_path / "results.jsonl"
     program.write_text(PROGRAM)
@@ -198,6 +203,7 @@ def test_results_are_written_as_they_come_and_can_be_resumed(tmp_path: Path) -> 
     assert {line[1:] for line in lines("--until", "1")} == {("skipped", OVER)}
 
 
+@pytest.mark.slow
 def test_the_gpu_s_benchmark_needs_neither_packages_nor_a_network(tmp_path: Path) -> None:
     command = ["make", "--no-print-directory", "gpu-bench", f"PY={sys.executable} -m tests.bare_machine"]
     output = tmp_path / "out.json"

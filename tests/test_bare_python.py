@@ -31,6 +31,7 @@ def run_without(missing: list[str], program: str, *arguments: object, **variable
     return done.stdout
 
 
+@pytest.mark.slow
 def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path) -> None:
     program = """
 from polarlm.engine import Engine, SamplingParams
@@ -55,6 +56,7 @@ for path in sys.argv[1:]:
     assert len(run_without(missing, program, tiny_path, random_model(tmp_path)).splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_the_cache_folder_that_is_named_needs_no_package(tiny_path: Path, tmp_path: Path) -> None:
     program = """
 from polarlm.engine import Engine
@@ -64,6 +66,7 @@ Engine.load(sys.argv[1], device="cpu", block_size=8).close()
     assert list(tmp_path.glob("calibration-*"))
 
 
+@pytest.mark.slow
 def test_what_needs_them_says_so(tmp_path: Path) -> None:
     program = """
 from polarlm.engine import Engine, EngineError
@@ -100,6 +103,7 @@ def test_everything_else_imports_without_them() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_llvmlite_numpy_computes_and_says_so(tiny_path: Path, tmp_path: Path) -> None:
     program = """
 import importlib, pkgutil
@@ -138,6 +142,7 @@ def test_a_simulation_needs_no_http(tmp_path: Path) -> None:
     run_without(["httpx"], "import polarlm.bench.serving.simulate.__main__")
 
 
+@pytest.mark.slow
 def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: Path) -> None:
     """As far as Linux can show it: modules and functions are taken away, and all else stays Linux's own."""
     program = """

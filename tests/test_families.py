@@ -16,6 +16,7 @@ NEW = ["gemma3_tied", "olmo2_post_norms", "phi3_longrope_partial", "phi3_window"
 IDS = list(range(5, 85))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NEW)
 def test_a_fitted_quantized_cache_answers_as_full_precision_does(name: str, tmp_path: Path) -> None:
     """With random weights, so the test compares logits and not text."""

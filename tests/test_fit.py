@@ -74,6 +74,7 @@ def test_the_longest_context_is_what_an_engine_gets(tiny_path: Path, memory, cac
         assert cache.bits_per_value == stats.bits_per_value
 
 
+@pytest.mark.slow
 def test_a_demonstration_model_in_little_memory(demo_path: Path, memory) -> None:
     memory(160 * MIB)
     cache = fits(demo_path, cpu()).weights[0].cache("balanced")
@@ -83,6 +84,7 @@ def test_a_demonstration_model_in_little_memory(demo_path: Path, memory) -> None
     assert 0 < cache.tokens < 8192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_type", [AS_STORED, "q8_0", "q4_0", "f32"])
 def test_weights_take_what_loading_takes(demo_path: Path, weight_type: str) -> None:
     ops = cpu()

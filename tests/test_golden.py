@@ -28,6 +28,7 @@ def decided(case: dict) -> int:
     return next((i for i, margin in enumerate(margins) if margin < MARGIN), len(case["generated_ids"]))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("block_size", [64, 16])
 @pytest.mark.parametrize("model", MODELS)
 def test_full_precision_gives_the_reference_text(model: str, block_size: int) -> None:
@@ -67,6 +68,7 @@ def test_perplexity_is_that_of_the_reference(model: str) -> None:
             assert abs(scored - nll) / count <= 1e-3  # the cache rounds to half precision, the reference does not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_quantized_text_is_still_a_story(model: str) -> None:
     """At head dims 8 and 48 codes are coarse: the text may differ from the reference, but is hardly less likely."""
@@ -113,6 +115,7 @@ def resaved(demo: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_as_folder(demo.model, tmp_path_factory.mktemp("resaved"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mmap", [True, False])
 def test_it_knows_paris_from_bf16_shards(resaved: Path, mmap: bool) -> None:
     assert len(list(resaved.glob("model-*.safetensors"))) > 1
@@ -121,6 +124,7 @@ def test_it_knows_paris_from_bf16_shards(resaved: Path, mmap: bool) -> None:
         assert greedy(engine, QUESTION) == ANSWER
 
 
+@pytest.mark.slow
 def test_it_knows_paris_without_mmap(demo_path: Path) -> None:
     with Engine.load(demo_path, ctx_size=512, mmap=False) as engine:
         assert greedy(engine, QUESTION) == ANSWER

@@ -46,6 +46,7 @@ def test_every_run_is_in_the_file_and_every_family_of_codecs_in_a_run() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "cache_type"), RUNS)
 def test_answers_and_scores_have_not_changed(model: str, cache_type: str) -> None:
     golden, prompt = GOLDEN[model]["types"][cache_type], GOLDEN[model]["prompt"]

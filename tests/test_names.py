@@ -38,6 +38,7 @@ def test_names_are_imported_when_they_are_used(tmp_path: Path) -> None:
     assert run(program, tmp_path).split() == ["False", "True"]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", aliases.NAMES)
 @pytest.mark.parametrize("first", ["", "polarlm."])
 def test_a_short_name_is_the_same_module(name: str, first: str, tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_modules_run_by_their_short_names(tmp_path: Path) -> None:
     assert run("--help", tmp_path, module="server").startswith("usage: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_package", [False, True])
 def test_a_users_own_modules_are_theirs(as_package: bool, tmp_path: Path) -> None:
     for name in aliases.NAMES:

@@ -200,6 +200,7 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
         yield engine, fresh
 
 
+@pytest.mark.slow
 @given(events)
 @settings(max_examples=20)
 def test_conversations_in_any_order_leak_no_block_and_get_the_answers_that_they_get_alone(pair, events) -> None:

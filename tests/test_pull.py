@@ -64,6 +64,7 @@ def test_what_cannot_be_fetched_is_a_sentence(
     assert f"error: {problem}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has another Ctrl-C")
 def test_a_process_that_is_stopped_is_gone_on_with_by_another(
     hub: Hub, small_ggufs: dict[str, bytes], tmp_path: Path

@@ -42,6 +42,7 @@ def divergence(reference: np.ndarray, logits: np.ndarray) -> float:
     return total / len(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "conditioned", "every_token_coded", "low", "high"),
     [

@@ -70,6 +70,7 @@ def rows(document, header):
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"cache_type": "f16"}], ids=["default", "f16"])
 def test_the_conversation_of_the_readme_shows_that_the_model_remembers(demo_path, settings):
     """Its second question can only be answered by who has read the first."""

@@ -107,6 +107,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a Unix shell")
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_can_be_run(page: Path, folder: Path) -> None:

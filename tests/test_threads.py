@@ -186,6 +186,7 @@ def test_score_waits_for_the_streams_before_it(shared_engine: Engine) -> None:
     assert same(fold(chunks), shared_engine.generate(*job(5)))
 
 
+@pytest.mark.slow
 def test_a_long_answer_does_not_starve_other_threads(tiny_path: Path) -> None:
     """A thread that needs the engine for a moment gets it between two tokens of another, however fast they come."""
     with Engine.load(tiny_path, device="cpu", ctx_size=2000, block_size=8) as engine:

@@ -80,6 +80,7 @@ def test_type_checkers_may_read_the_annotations(members: list[str], package: str
     assert f"{package}/py.typed" in members
 
 
+@pytest.mark.slow
 def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     assert contents(build(tmp_path)) == contents(wheel)
     (source,) = tmp_path.glob("*.tar.gz")
@@ -120,11 +121,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     return Installed(tmp_path_factory.mktemp("installed") / "environment", wheel)
 
 
+@pytest.mark.slow
 def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "polarlm", "--version") == "polarlm 0.1.0\n"
     assert all(f"  {name} " in installed.run(tmp_path, "polarlm") for name in COMMANDS)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_installed(name: str, installed: Installed, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "polarlm", name, "--help").startswith(f"usage: polarlm {name} ")
@@ -157,6 +160,7 @@ for name in {names}:
     assert not helps
 
 
+@pytest.mark.slow
 def test_a_model_answers_in_a_folder_with_modules_of_the_same_names(
     installed: Installed, tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +171,7 @@ def test_a_model_answers_in_a_folder_with_modules_of_the_same_names(
     assert installed.run(tmp_path, "python", "-m", "polarlm", *words, "--seed", "1", "--ignore-eos") == answer
 
 
+@pytest.mark.slow
 def test_a_page_of_costs_goes_to_the_current_folder(installed: Installed, tiny_path: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the rain in the north and the other inn on the hill\n" * 9, encoding="utf-8")
     words = ["text.txt", "--model", str(tiny_path), "--types", "f16,balanced", "--device", "cpu", "--minutes", "0.1"]
@@ -197,6 +202,7 @@ print([name for name in polarlm.aliases.NAMES if importlib.util.find_spec(name)]
     assert found == "[]"
 
 
+@pytest.mark.slow
 def test_another_package_s_modules_are_its_own(wheel: Path, tmp_path: Path) -> None:
     """Such as a `server` that lies beside `polarlm` in site-packages."""
     own = Installed(tmp_path / "environment", wheel)
@@ -211,6 +217,7 @@ def test_modules_run_by_their_full_names(installed: Installed, tmp_path: Path) -
     assert installed.run(tmp_path, "python", "-m", "polarlm.server", "--help").startswith("usage: polarlm serve ")
 
 
+@pytest.mark.slow
 def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
     own = Installed(tmp_path / "environment", wheel)
     own.run(tmp_path, "polarlm", "chat", "--version")  # compiles modules into __pycache__

@@ -41,6 +41,7 @@ def state(value: object, seen: tuple[int, ...] = ()) -> object:
     return id(value)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", ["cpu", "emulated GPU"])
 @pytest.mark.parametrize("types", ["balanced", "polarquant"])
 def test_generating_and_scoring_leave_the_ops_unchanged(

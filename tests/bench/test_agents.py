@@ -11,6 +11,7 @@ from polarlm.bench.serving import agents
 from tests.random_model import random_model
 
 
+@pytest.mark.slow
 def test_each_turn_is_found_where_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "agents.json"
     flags = ["--agents", "2", "--opening", "24", "--turn", "4", "--max-tokens", "4", "--threads", "1"]

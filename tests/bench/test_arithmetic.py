@@ -36,6 +36,7 @@ def test_rows_of_a_block_at_once_are_the_same_as_steps(model_path: Path, prompt:
     np.testing.assert_allclose(by_steps, by_chunks, atol=0.01)
 
 
+@pytest.mark.slow
 def test_the_command_measures_both_costs(model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "out.json"
     text.write_text("the cat and the hat in the end " * 20, encoding="utf-8")

@@ -82,6 +82,7 @@ def test_uniform_attention_reads_codes_by_their_number(tiny_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "out.json"
     text.write_text("the rain in the north and the other inn on the hill\n" * 40, encoding="utf-8")

@@ -161,6 +161,7 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
     assert whole == pytest.approx(row["kl_mean"])
 
 
+@pytest.mark.slow
 def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> None:
     """With real speed; it goes to the current folder."""
     assert cost.main(argv(tiny_path, text, "--minutes", "0.2")) == 0
@@ -208,6 +209,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -
     return seen
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("token_seconds", [0.001, 0.03, 0.2])
 def test_the_budget_is_kept(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch, capsys, token_seconds: float

@@ -28,6 +28,7 @@ def test_a_replay_is_right_where_it_was_offered() -> None:
     assert replay.draft([1, 1, 5, 6, 7], 15) == []
 
 
+@pytest.mark.slow
 def test_runs_of_both_kinds_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(drafts, "TASKS", {"copy": "the sea the sea the sea", "prose": "the end"})
     path, output = random_model(tmp_path), tmp_path / "drafts.json"

@@ -123,6 +123,7 @@ def cells(line: str) -> list[str]:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measurements_are_in_the_order_of_their_importance(
     fake_gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +258,7 @@ def test_the_formats_are_those_of_a_file() -> None:
     assert weight_bytes(ops, LLAMA_8B, "bf16") == 2 * sum(parameters(LLAMA_8B))
 
 
+@pytest.mark.slow
 def test_steps_of_one_long_sequence_among_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.Plan, "tasks", only("steps, q4_k_m"))
     sizes = replace(SIZES, step_contexts=(80, 64))

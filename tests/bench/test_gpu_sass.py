@@ -177,6 +177,7 @@ def compiled(kernel: str, variant: Variant) -> tuple[int, Counts]:
     return registers, disassemble(binary)[name].hot_loop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: str(budget.variant).replace(" ", "-"))
 def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budget: Budget) -> None:
     """A change that saves instructions or registers is welcome, and is recorded here."""
@@ -187,6 +188,7 @@ def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budge
     assert instructions == pytest.approx(budget.instructions, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_block_of_polarquant_takes_one_lookup_for_each_pair_of_values() -> None:
     _, loop = compiled("decode_attention", POLARQUANT)
     pairs = loop.hmma * 4  # a product on tensor cores takes four registers of a lane

@@ -39,6 +39,7 @@ def attention(cache: str, context: int, batch: int) -> float:
     return part.seconds / part.repeats
 
 
+@pytest.mark.slow
 def test_a_step_with_4_bit_weights_takes_as_long_as_the_readme_says() -> None:
     parts = predicted("q4_k_m", "balanced", 2048, 1)
     seconds, floor = sum(part.seconds for part in parts), sum(part.floor for part in parts)
@@ -73,6 +74,7 @@ def test_the_readme_s_attention_is_what_was_measured() -> None:
         assert shown == [f"{x:,.{digits}f}" for x, digits in zip(wanted, (1, 1, 1, 2), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "in_turn", "together"), [(1, 0.84, 0.88), (8, 0.80, 0.84), (16, 0.80, 0.84)])
 def test_a_step_in_bfloat16_takes_little_longer_than_reading_its_bytes(
     batch: int, in_turn: float, together: float
@@ -91,5 +93,6 @@ def test_attention_takes_little_longer_than_reading_the_bytes() -> None:
     assert attention("balanced", 32768, 16) <= 140 * US
 
 
+@pytest.mark.slow
 def test_attention_over_polarquant_is_nearly_three_times_as_fast_as_over_f16() -> None:
     assert attention("f16", 131072, 1) >= 2.8 * attention("polarquant", 131072, 1)

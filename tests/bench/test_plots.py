@@ -48,6 +48,7 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_measurement_has_five_pictures(result: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(result), encoding="utf-8")
     assert plots.main([str(tmp_path / "a.json")]) == 0

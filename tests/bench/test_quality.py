@@ -148,6 +148,7 @@ def measured(reference: dict) -> Quality:
         return measure(model, cache_types("f16,polarquant,polarquant:plain"), cut)
 
 
+@pytest.mark.slow
 def test_full_precision_reproduces_the_reference(measured: Quality, reference: dict) -> None:
     """Float32 on both sides, summed in different orders."""
     assert measured.scored_tokens == reference["scored"]

@@ -141,6 +141,7 @@ def test_figures_of_a_load() -> None:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_is_measured(
     tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_server_of_its_own_is_measured(
     ]
 
 
+@pytest.mark.slow
 def test_results_are_kept_when_the_command_is_stopped(
     tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def run(trace: Trace, costs: Costs, end: float, parallel: int = 10_000, machines
     return Simulation(trace, Fleet(machines, Settings(costs, parallel), [NO_LIMIT], **more), end).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_prompts_of_one_length_wait_as_in_m_d_1(load: float) -> None:
     costs = replace(FREE, prompt_token=0.01)  # seconds: a prompt of 10 tokens takes 0.1
@@ -48,6 +49,7 @@ def test_prompts_of_one_length_wait_as_in_m_d_1(load: float) -> None:
     assert result.busy == pytest.approx(load, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_answers_share_a_machine_as_in_m_m_1_with_processor_sharing(load: float) -> None:
     """Each running request makes a step longer by what it takes alone, as if all shared the machine evenly."""

@@ -166,6 +166,7 @@ def stands(local: type[Local], monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_whole_measurement_in_processes(measure_with: Measure) -> None:
     flags = ["--types", "f16", "--threads", "1", "--repeat", "1", "--depth", "100", "--peer-types", "none"]
     whole, out, _ = measure_with(*flags)

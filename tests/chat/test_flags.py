@@ -106,6 +106,7 @@ def test_every_flag_of_a_group_is_explained(title, capsys):
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text != "--")
 
 
+@pytest.mark.slow
 @given(TEXTS)
 @example("-x")
 @example("--no-mmap")

@@ -124,6 +124,7 @@ def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     assert chat.end() == 0
 
 
+@pytest.mark.slow
 def test_a_long_prompt_shows_how_far_it_is_and_can_be_stopped(open_chat):
     chat = open_chat()
     chat.until("> ")
@@ -167,6 +168,7 @@ def test_ctrl_c_clears_what_was_typed(open_chat):
     chat.until("you said: instead")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "typed",
     ["one\\" + ENTER + "two", "one" + ALT_ENTER + "two", "\x1b[200~one\ntwo\x1b[201~"],
@@ -179,6 +181,7 @@ def test_a_message_may_have_several_lines(open_chat, typed):
     chat.until("you said: one\r\ntwo\r\n")
 
 
+@pytest.mark.slow
 def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
     first = open_chat()
     first.until("> ")
@@ -251,6 +254,7 @@ def test_commands_answer_at_the_terminal(open_chat):
     assert chat.end() == 0  # a person saw the error of that turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "what"), [("/save", "saving"), ("/load", "loading")])
 def test_a_slow_file_shows_how_far_it_is_and_ctrl_c_keeps_the_session(open_chat, tmp_path, command, what):
     chat = open_chat()
@@ -303,6 +307,7 @@ def test_ctrl_c_in_a_single_turn_is_an_interrupt(open_chat):
     assert chat.end() == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argv", "no_color", "colored"), [([], "", True), ([], "1", False), (["--color"], "1", True)])
 def test_colors_can_be_refused(open_chat, monkeypatch, argv, no_color, colored):
     monkeypatch.setenv("NO_COLOR", no_color)

@@ -194,6 +194,7 @@ def test_denormal_vectors_stay_finite_and_small(name):
     assert np.abs(y).max() < 1e-30
 
 
+@pytest.mark.slow(keep=1)
 @every_codec
 @settings(deadline=None, max_examples=50)
 @given(

@@ -66,6 +66,7 @@ def test_the_first_of_equally_near_points_wins():
     assert NearestPoint(square)(x)[0].tolist() == [0, 0, 1, 2, 0, 0, 0, 1]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(count=st.integers(1, 40), spread=st.sampled_from([0.0, 0.01, 0.3, 1.0]), seed=st.integers(0, 2**32 - 1))
 def test_any_table(count, spread, seed):

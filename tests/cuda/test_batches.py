@@ -75,6 +75,7 @@ def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant+dense", "f16")])
 @pytest.mark.parametrize("lists", [False, True])
 def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], lists: bool) -> None:

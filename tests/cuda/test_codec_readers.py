@@ -74,6 +74,7 @@ def test_readers_of_halves_give_the_values(
     np.testing.assert_array_equal(factors, np.ones(block_size))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("name", "head_dim"), [("ring3", 48), ("f16", 8), ("turbo4", 136)])
 def test_readers_give_the_stored_means(rng: np.random.Generator, name: str, head_dim: int, bits: int) -> None:
@@ -101,6 +102,7 @@ def test_packing_on_the_device_gives_the_bytes_of_numpy(
         np.testing.assert_array_equal(record, expected)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(128, 64), (8, 16), (136, 32)])
 def test_rounding_to_halves_on_the_device_gives_the_bytes_of_numpy(
@@ -139,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(256) both_kernel(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key_name", "value_name"), [("ring4", "turbo3"), ("ring5", "ring3"), ("f16", "ring3.5")])
 def test_tables_of_both_sides_share_rows_without_overlap(
     rng: np.random.Generator, key_name: str, value_name: str
@@ -169,6 +172,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("name", "head_dim"), COMPILED)
 @pytest.mark.parametrize("values", [False, True])
 def test_readers_compile_without_spills(name: str, head_dim: int, values: bool) -> None:

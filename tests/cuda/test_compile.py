@@ -39,6 +39,7 @@ def row(variant: Variant, usage: Usage) -> str:
     return f"sm_{usage.arch:<4} {usage.registers:4} registers {shared} bytes shared  {usage.kernel:24} {variant}"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("variant", "arch"), COVERING, ids=lambda value: str(value).replace(" ", "-"))
 def test_variants_compile_within_the_limits_of_each_architecture(variant: Variant, arch: int) -> None:
     compiled = compile_text(variant.text(), arch)
@@ -52,11 +53,13 @@ WAITING = {file.stem for file in folder().rglob("*.cu") if "wait_for_previous();
 OVERLAPPING = [(variant.overlapping(), arch) for variant, arch in COVERING if arch >= 90 and variant.kernel in WAITING]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("variant", "arch"), OVERLAPPING, ids=lambda value: str(value).replace(" ", "-"))
 def test_kernels_that_wait_for_the_launch_before_compile_as_well(variant: Variant, arch: int) -> None:
     test_variants_compile_within_the_limits_of_each_architecture(variant, arch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["f16", "bf16"])
 def test_gemv_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
     """The variant with the fewest registers to spare: a few more would spill loads in flight."""
@@ -67,6 +70,7 @@ def test_gemv_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
         test_variants_compile_within_the_limits_of_each_architecture(variant, 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "arch"),
     [

@@ -104,6 +104,7 @@ CACHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
 def test_sequences_of_any_lengths_attend(
     rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
@@ -118,6 +119,7 @@ def test_sequences_of_any_lengths_attend(
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "mean_bits"), [("ring4", 8), ("f16", 0)])
 @pytest.mark.parametrize(("ctas", "warps"), [(1, 1), (2, 1), (1, 3), (13, 3), (90, 2)])
 def test_any_number_of_ctas_and_warps_gives_attention(
@@ -129,6 +131,7 @@ def test_any_number_of_ctas_and_warps_gives_attention(
     cache.assert_attention(attend(cache, q, ctas=ctas, warps=warps), q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
 def test_several_rows_of_a_sequence_attend(
     rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
@@ -144,6 +147,7 @@ def test_several_rows_of_a_sequence_attend(
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("keys", "values", "block"),
     [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128), ("ring4", "ring4", 16)],
@@ -164,6 +168,7 @@ def test_every_row_has_its_own_window(
         cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ctas", [1, 3, 13, 50])
 def test_several_rows_attend_with_any_number_of_ctas(rng: np.random.Generator, ctas: int) -> None:
     cache = random_cache(rng, "ring4", "ring3", [16 * 43 - 5, 16 * 18, 40, 3], step_rows=[16, 1, 2, 3], **SMALL)
@@ -190,6 +195,7 @@ def test_a_window_hides_older_tokens(
     cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
 
 
+@pytest.mark.slow
 def test_a_sequence_without_rows_gives_zeros(rng: np.random.Generator) -> None:
     """It pads a batch."""
     cache = random_cache(rng, "ring4", "ring4", [70, 70], **SMALL)
@@ -208,6 +214,7 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
     cache.assert_attention(attend(cache, q, ctas=7, warps=2), q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> None:
     """If the compiler knows another address of shared memory, it reduces the kernel to a trap, with few registers."""
@@ -234,6 +241,7 @@ def test_a_wrong_span_fails_the_comparison(rng: np.random.Generator, word: str |
         cache.assert_attention(attend(wrong, q, ctas=5, warps=2, window=window), q, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "dim"), [("ring4", 8), ("f16", 80), ("ring4", 128)])
 @pytest.mark.parametrize("ctas", [1, 13])
 def test_the_result_is_scaled_and_rotated(rng: np.random.Generator, keys: str, dim: int, ctas: int) -> None:
@@ -251,6 +259,7 @@ def test_the_result_is_scaled_and_rotated(rng: np.random.Generator, keys: str, d
     np.testing.assert_array_equal(scaled, turned * factors[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_rows", [None, [5, 1]])
 def test_the_result_comes_in_the_type_of_the_next_product(
     rng: np.random.Generator, step_rows: list[int] | None
@@ -275,6 +284,7 @@ def test_the_result_comes_in_the_type_of_the_next_product(
     np.testing.assert_array_equal(read(shorts, "__nv_bfloat16"), np.where(unknown, np.nan, wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", ["ring4", "f16"])
 def test_every_order_of_blocks_and_threads_gives_the_same_bits(rng: np.random.Generator, keys: str) -> None:
     """Whichever CTA is the last of a cell, it adds sums in the order of tokens."""
@@ -285,6 +295,7 @@ def test_every_order_of_blocks_and_threads_gives_the_same_bits(rng: np.random.Ge
         np.testing.assert_array_equal(other, first)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("POLARLM_TEST_GPU" in os.environ, reason="only the emulator sees races")
 @pytest.mark.parametrize("fence", [0, 1])
 def test_a_missing_fence_between_ctas_is_found(

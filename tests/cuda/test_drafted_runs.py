@@ -44,6 +44,7 @@ def engine_of(path: Path, type: str) -> Engine:
     return load_tiny(path, ops=CudaOps(open_device(checked=False)), cache_type=type, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("type", "kind"), [("balanced", Sometimes), *((type, Unpaced) for type in TYPES)])
 def test_text_and_codes_are_those_of_plain_runs(tiny_path: Path, type: str, kind: type[Unpaced]) -> None:
     """500 prompts, with half precision weights. A third of them is not drafted."""

@@ -219,6 +219,7 @@ def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> Non
     assert "constraint bans every token" in str(masked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["NumPy", "device"])
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 30, 700]), st.sampled_from([0.0, 300.0, -3e4, 1e30]))
 def test_log_probabilities_are_normalised_over_the_whole_row(

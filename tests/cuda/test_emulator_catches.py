@@ -343,6 +343,7 @@ def test_a_store_to_a_const_argument_is_caught() -> None:
     assert_caught("\nconst_cast<float *>(x)[0] = 1.0f;  // here\n", "declared const", y, x)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -439,6 +440,7 @@ def test_a_launch_whose_threads_all_end_without_waiting() -> None:
         overlapped("if (blockIdx.x < 1) return;" + WAITS.format(wait="wait_for_previous();"), x)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("number", range(3))
 def test_a_missing_barrier_in_a_kernel_of_the_engine_is_caught(number: int) -> None:
     """`logprobs` without one of its barriers."""

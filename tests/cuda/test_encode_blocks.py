@@ -146,6 +146,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize(("number", "name"), list(enumerate([*CODECS, "ring4+norm16"])))
 def test_codes_without_a_metric_equal_those_of_numpy(
@@ -156,6 +157,7 @@ def test_codes_without_a_metric_equal_those_of_numpy(
     assert_same(side, x, seed=number % 3)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("name", ["f16", "polarquant"])
 def test_codecs_without_a_table_give_the_codes_of_numpy(rng: np.random.Generator, name: str, values: bool) -> None:
@@ -178,6 +180,7 @@ def edges(shape: BlockShape) -> np.ndarray:
     return np.stack([*blocks, np.resize(turns, (size, dim)), mixed]).astype(np.float32)[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3", "ring4+norm16"])
 def test_exceptional_blocks_have_the_codes_of_numpy(name: str) -> None:
     for shape in (BlockShape(16, 16, 16, 8), BlockShape(64, 32, 32, 16)):
@@ -264,6 +267,7 @@ def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> 
             assert_as_good(side, x[:, block : block + 1], metric_of(side, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "dim", "warps"), [(64, 128, 12), (128, 128, 10), (64, 256, 10)])
 def test_the_engine_s_launch_gives_the_codes_of_numpy(
     rng: np.random.Generator, size: int, dim: int, warps: int

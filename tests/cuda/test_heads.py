@@ -133,6 +133,7 @@ def test_without_an_output_for_values_queries_and_keys_are_the_same(rng: np.rand
         np.testing.assert_array_equal(with_values[side], without[side])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @pytest.mark.parametrize(("dim", "normed", "smoothed", "rotated"), [*CASES, (136, False, False, "values")])
 def test_place_kv_is_transform_heads_and_append_kv(

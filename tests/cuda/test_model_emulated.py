@@ -180,6 +180,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fixture", "types"), CASES)
 def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> None:
     device = CudaOps(open_device(checked=False))
@@ -187,6 +188,7 @@ def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> No
     close(*(talk(model_of(ops, fixture, types)) for ops in backends))
 
 
+@pytest.mark.slow
 def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrated, with the default cache types, so that every op of an engine is used."""
     said, scores = [], []
@@ -222,6 +224,7 @@ def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.Mon
     np.testing.assert_allclose(logprobs[0], logprobs[1], atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("types", ["balanced", "polarquant", "f16"])
 def test_powers_of_two_in_keys_and_values_change_no_bit(

@@ -19,6 +19,7 @@ def faults(setting: Setting, stored: Stored, launched: Stored | None = None) -> 
     return [f"off by {error}, allowed {allowed}" for error, allowed, _ in found if not error <= allowed]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 64, 16), (3, 3, 128, 32), (8, 1, 256, 16), (2, 1, 64, 4)]
 )

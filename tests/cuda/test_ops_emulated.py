@@ -524,6 +524,7 @@ def drafts_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
 TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant", "ring5")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", TYPES)
 def test_prefill_and_steps_attend_as_on_the_host(types: tuple[str, str]) -> None:
     """All inputs are exact in half precision, so that codes are equal and only sums differ."""
@@ -571,6 +572,7 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
         assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("rows", "rotation", "formats", "dtype"),
     [

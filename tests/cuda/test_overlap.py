@@ -70,6 +70,7 @@ def test_a_kernel_waits_if_its_own_body_does() -> None:
     assert not waits(text, "c")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_compiled_kernels_wait_as_their_texts_say(kernel: str) -> None:
@@ -91,6 +92,7 @@ def test_compiled_kernels_wait_as_their_texts_say(kernel: str) -> None:
         assert any(opcode in ("LDG", "LDGSTS") for opcode in before) == is_early
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("kernel", ["gemv", "gemv_packed", "gemm_packed", "gemm_small", "place_kv", "sample"])
 def test_without_the_constant_the_calls_change_no_instruction(kernel: str) -> None:
@@ -135,6 +137,7 @@ def few_words(model: Transformer) -> list[np.ndarray]:
     return dialogue.logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "types"), [("llama_gqa_llama3_tied", ("ring4", "ring3.5")), ("Q4_K_M", ("f16", "f16"))]
 )
@@ -176,6 +179,7 @@ def logits_of(device: Any) -> Sequence[np.ndarray]:
     return few_words(model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")))
 
 
+@pytest.mark.slow
 def test_a_model_answers_the_same(fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded or not; kernels that do not wait are launched as always."""
     machine, module = fake

@@ -75,6 +75,7 @@ def mixed_model(tied: bool = False) -> tuple[ModelConfig, RandomWeights]:
     return config, RandomWeights(config, lambda name: stored_type(name, "layers.0" in name, tied))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied head"])
 def test_a_model_of_mixed_types_is_that_of_numpy(tied: bool) -> None:
     """Prompts, steps of one row and of several, against float32 with the dequantized file."""

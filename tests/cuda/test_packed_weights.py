@@ -59,6 +59,7 @@ def allowed_of(raw: np.ndarray, name: str) -> np.ndarray:
     return HALF / 2 * (np.abs(values - offsets) + np.abs(offsets) + np.abs(values)) + 2.0**-25 * (codes + 2)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_tiles_hold_the_file_s_values_exactly(ops: CudaOps, rng: np.random.Generator, name: str) -> None:
     """Of several matrices joined, none of which ends with a tile; uploaded a few rows at a time; embedded in place."""
@@ -83,12 +84,14 @@ def test_a_matrix_uploaded_in_parts_is_the_same(
     np.testing.assert_array_equal(ops.rows(held), file.values)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 17, 40, 64])
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str, rows: int) -> None:
     check_product(ops, rng, name, rows, 37, width_of(name, 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4, 5, 11])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k"])
 def test_products_whose_warps_take_several_units(
@@ -101,6 +104,7 @@ def test_products_whose_warps_take_several_units(
     check_product(ops, rng, name, rows, 70, width)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_of_many_rows(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
@@ -149,6 +153,7 @@ def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, 
     assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("half", [16, 24, 80])
 @pytest.mark.parametrize("rows", [1, 3, 8, 12, 20])
 @pytest.mark.parametrize("name", ["q8_0", "q4_k"])
@@ -157,6 +162,7 @@ def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, n
     check_activation(ops, rng, name, rows, half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", ["q2_k", "q4_k", "q8_0"])
 def test_blocks_that_stay_multiply_several_sets_of_tiles(
@@ -171,6 +177,7 @@ def test_blocks_that_stay_multiply_several_sets_of_tiles(
     check_activation(ops, rng, name, rows, 112)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 13])
 @pytest.mark.parametrize("name", ["q3_k", "q4_k", "q8_0"])
 def test_products_of_large_matrices_share_x_among_four_tiles(
@@ -201,6 +208,7 @@ def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: in
     assert (np.abs(y - wanted) <= allowed).all()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("rows", "rounded"), [(2, False), (3, True), (12, True), (40, True), (70, True)])
 @pytest.mark.parametrize(
     ("name", "half", "blocks", "following"),

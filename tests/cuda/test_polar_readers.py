@@ -64,6 +64,7 @@ def test_a_record_of_polarquant_unpacks_to_its_fields(values: bool, head_dim: in
         assert 8 * of.nbytes / (block_size * head_dim) == 4.0
 
 
+@pytest.mark.slow(keep=1)
 @every_shape
 @both_sides
 def test_the_polarquant_reader_decodes_as_its_codec(values: bool, block_size: int, head_dim: int) -> None:
@@ -78,6 +79,7 @@ def test_the_polarquant_reader_decodes_as_its_codec(values: bool, block_size: in
         assert (error <= 4.01 * HALF_ULP * np.abs(exact) + 2 * DENORMAL).all()
 
 
+@pytest.mark.slow(keep=1)
 @every_shape
 @both_sides
 def test_the_polarquant_encoder_gives_the_bytes_of_its_codec(values: bool, block_size: int, head_dim: int) -> None:
@@ -142,6 +144,7 @@ def test_a_record_of_polarpair_unpacks_to_its_fields(name: str, group: str, head
             assert of.nbytes == -(-stored // 128) * 128
 
 
+@pytest.mark.slow(keep=1)
 @every_kernel
 def test_the_polarpair_reader_decodes_as_its_codec(name: str, head_dim: int) -> None:
     """Of a radius: the roundings of the direction, of (code + ½) · step + low and of the product to half.
@@ -160,6 +163,7 @@ def test_the_polarpair_reader_decodes_as_its_codec(name: str, head_dim: int) -> 
         assert (error <= 3.01 * HALF_ULP * np.abs(exact) + 2.0**-19 * radius + 2 * DENORMAL).all()
 
 
+@pytest.mark.slow(keep=1)
 @every_kernel
 def test_the_polarpair_encoder_gives_the_fields_of_its_codec(name: str, head_dim: int) -> None:
     """To the last bit, but for the arc tangents of a GPU."""
@@ -249,6 +253,7 @@ def test_polarpair_has_no_record_for_values_or_groups_that_cut_tiles(name: str, 
     assert records.record_of(codecs.get(name), Geometry(values, 192, 64)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "values", "arch"),
     [

@@ -89,6 +89,7 @@ def check(
         paged.assert_attention(attend(paged, q, window, seed, warps), q[:, :-1], window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "group", "rows", "block_size", "kv_heads"),
     [
@@ -132,6 +133,7 @@ CODED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec_k", "codec_v", "dim", "group", "length", "rows", "block_size", "mean_bits"), CODED)
 def test_a_prompt_attends_to_quantized_blocks(
     rng: np.random.Generator,
@@ -161,11 +163,13 @@ def test_a_window_hides_older_tokens(rng: np.random.Generator, window: int, rows
     check(rng, "ring4", "turbo3", 190, rows, 2, window, [1], block_size=16, head_dim=16, dropped=dropped, mean_bits=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "dim"), [("f16", 16), ("f16", 64), ("f16", 80), ("f16", 128), ("ring4", 64)])
 def test_warps_of_32_rows_give_attention(rng: np.random.Generator, codec: str, dim: int) -> None:
     check(rng, codec, codec, 150, 45, 2, block_size=32, head_dim=dim, warps=(1, 32), seeds=[0, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec_k", "codec_v", "dim"), [("f16", "f16", 128), ("ring4", "ring3.5", 128)])
 def test_the_engine_s_launch_gives_attention(rng: np.random.Generator, codec_k: str, codec_v: str, dim: int) -> None:
     check(rng, codec_k, codec_v, 330, 70, 3, head_dim=dim, warps=None, seeds=[2])

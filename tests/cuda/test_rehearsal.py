@@ -75,6 +75,7 @@ def converse(engine: Engine, length: int) -> None:
     engine.generate([*PROMPT[:length], *answer.token_ids, *PROMPT[:length]], SOME)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -20,6 +20,7 @@ ROWS = (1, 2, 3, 8, 9, 16, 17, 33, 64)
 WIDTH, OUT = 1024, 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("weight", ["f16", "bf16", "q8_0", "q4_k"])

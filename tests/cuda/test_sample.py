@@ -167,6 +167,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_many_blocks_share_a_row(masked: bool, rng: np.random.Generator) -> None:
     """The best tokens are next to each other, as in vocabularies that are sorted by frequency."""

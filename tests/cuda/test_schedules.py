@@ -83,6 +83,7 @@ ALLOWED = {"f16": (0.05, 0.01), "balanced": (2.0, 0.15)}
 
 
 # Prompts that begin as an earlier one read its blocks as codes, and a CPU that computes them does not.
+@pytest.mark.slow
 @pytest.mark.parametrize(("types", "cache_prompt"), [("f16", True), ("balanced", False)])
 @pytest.mark.parametrize("part", range(min(PARTS, SIZES.schedules)))
 def test_answers_of_random_schedules_are_those_of_the_cpu(
@@ -147,6 +148,7 @@ def compare_with_waiting(
     assert begun.count(Fetch) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", [None, [range(5, 50), range(40, 90)]], ids=["no constraint", "a constraint"])
 def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Any

@@ -71,6 +71,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", TYPES)
 def test_a_restored_sequence_gives_the_same_logits_bit_for_bit(types: tuple[str, str]) -> None:
     device = CudaOps(open_device(checked=False))
@@ -111,6 +112,7 @@ def test_full_precision_slots_of_a_cpu_snapshot_become_half_precision_on_a_gpu()
     assert_same(given, {name: a if ".coded." in name else a.astype(np.float16) for name, a in wanted.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [*TYPES, ("polarpair-m4n4", "turbo3"), ("ring4+norm16", "f16")])
 def test_padding_of_records_is_zero(types: tuple[str, str]) -> None:
     """Between the fields of a record and behind them are zeros, and not what was in the GPU's memory before."""

@@ -161,6 +161,7 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 # -- where requests go -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_turns_of_a_conversation_meet_the_same_replica(cluster: Cluster) -> None:
     conversations = cluster.conversations()
     assert len(conversations) == 2
@@ -174,6 +175,7 @@ def test_turns_of_a_conversation_meet_the_same_replica(cluster: Cluster) -> None
             turns += [response.json()["choices"][0]["message"]["content"], "go on"]
 
 
+@pytest.mark.slow
 def test_more_requests_than_a_replica_should_have_go_to_the_next_one(cluster: Cluster) -> None:
     with ThreadPoolExecutor(20) as pool:
         answers = pool.map(lambda _: cluster.ask("the same question", max_tokens=20), range(20))
@@ -181,6 +183,7 @@ def test_more_requests_than_a_replica_should_have_go_to_the_next_one(cluster: Cl
     assert len(set(replicas)) == 2
 
 
+@pytest.mark.slow
 def test_requests_without_a_conversation_are_shared_out_equally(cluster: Cluster) -> None:
     def ask(number: int) -> str:
         body = {"prompt": f"{number} is", "max_tokens": 60, **ALWAYS}
@@ -374,6 +377,7 @@ def kill(replica: str) -> None:
     ray.kill(ray.get_actor(f"SERVE_REPLICA::polarlm#Replica#{replica}", namespace="serve"))
 
 
+@pytest.mark.slow
 def test_conversations_of_a_replica_that_dies_go_on_at_another(cluster: Cluster) -> None:
     (dying, question), (other, _) = cluster.conversations().items()
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, **ALWAYS}
@@ -406,6 +410,7 @@ SCALING = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 1}
 SCALING |= {"metrics_interval_s": 0.2, "look_back_period_s": 1, "upscale_delay_s": 0.5, "downscale_delay_s": 0.5}
 
 
+@pytest.mark.slow
 def test_scaling_up_and_down_loses_no_request(cluster: Cluster) -> None:
     """The new application takes the place of the old one; it then grows with the number of clients, and shrinks."""
     left, answers = [threading.Event() for _ in range(5)], []
@@ -443,6 +448,7 @@ def test_scaling_up_and_down_loses_no_request(cluster: Cluster) -> None:
             one.result()
 
 
+@pytest.mark.slow
 def test_a_replica_whose_engine_hangs_is_replaced(cluster: Cluster) -> None:
     soon = {"health_check_period_s": 0.5, "health_check_timeout_s": 1, "graceful_shutdown_timeout_s": 1}
     cluster.deploy(num_replicas=1, **soon)

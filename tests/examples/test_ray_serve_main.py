@@ -58,6 +58,7 @@ def test_a_wrong_configuration_is_answered_with_a_sentence(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_replicas_answer_until_ctrl_c(tmp_path: Path, tiny_path: Path) -> None:
     listener = tcp_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]

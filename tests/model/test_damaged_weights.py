@@ -215,6 +215,7 @@ def code_of(ask: Callable[..., object], *given: object) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backend: Callable[[], Ops]) -> None:
     """From long and short prompts, and from scores; or when the model is loaded, if its codes are fitted to them."""
     cache_types = itertools.cycle(("f16", "balanced", "balanced", "f16"))  # each file has both

@@ -40,6 +40,7 @@ def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[
     return scored
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("fixture", ["llama_gqa_llama3_tied", "qwen2_bias", "qwen3_qk_norm_tied"])
 def test_powers_of_two_change_no_bit(tmp_path: Path, fixture: str, types: str) -> None:
@@ -54,6 +55,7 @@ def test_powers_of_two_change_no_bit(tmp_path: Path, fixture: str, types: str) -
                     np.testing.assert_array_equal(given, wanted)
 
 
+@pytest.mark.slow
 def test_divergence_of_a_real_model_does_not_depend_on_the_magnitude() -> None:
     """Fitted to the model. The scale may be another power of two then, so that other codes are nearest."""
     path = shared("models", "stories15M")

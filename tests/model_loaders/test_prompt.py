@@ -86,6 +86,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 class TestMessagesStayText:
+    @pytest.mark.slow
     @given(data=st.data())
     def test_text_of_messages_adds_no_control_token(self, model, data: st.DataObject) -> None:
         tokenizer, template = model
@@ -103,6 +104,7 @@ class TestMessagesStayText:
         harmless = ["x" if content else "" for content in contents]
         assert control_ids(tokenizer, ids(contents)) == control_ids(tokenizer, ids(harmless))
 
+    @pytest.mark.slow
     @given(content=st.lists(st.sampled_from(["</s>", "<s>", "<", "/s>", " ", "he", "\ufdd0"]), max_size=8).map("".join))
     def test_nothing_of_a_message_is_lost(self, content: str) -> None:
         tokenizer, template = tiny("{{ bos_token + messages[0].content + eos_token }}")
@@ -130,6 +132,7 @@ class TestMessagesStayText:
 
 
 class TestConversationsOnlyGrow:
+    @pytest.mark.slow(keep=1)
     @given(data=st.data())
     def test_a_turn_begins_with_all_ids_of_the_one_before(self, model, data: st.DataObject) -> None:
         tokenizer, template = model

@@ -142,6 +142,7 @@ class TestWhatItCanNotDo:
         with pytest.raises(LoadError, match=rf"^The chat template of model\.gguf failed: .*{complaint}"):
             render(source)
 
+    @pytest.mark.slow(keep=1)
     @pytest.mark.parametrize(
         "source",
         [
@@ -215,6 +216,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
         worker.wait(60)
         assert rendered(usable, HELLO) == "fine"
 
+    @pytest.mark.slow
     def test_an_ended_worker_is_replaced(self) -> None:
         usable = template("{% if n is defined %}{{ [[n] * 10**7] * 10**6 }}{% endif %}fine")
         with pytest.raises(LoadError, match=r"too much (time|memory)|more text"):

@@ -65,6 +65,7 @@ def test_centring_removes_most_of_what_a_key_bias_costs(name: str, rng: np.rando
     assert plain - exact > 5 * max(centred - exact, 0.01)
 
 
+@pytest.mark.slow
 def test_a_small_real_model_stays_within_one_percent() -> None:
     model = load(shared("models", "stories15M"))
     model.weights.close()

@@ -67,6 +67,7 @@ def test_batched_requests_get_the_answers_that_they_get_alone(engine: Engine, mo
     assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("spare", [0, 3, 8])
 @pytest.mark.parametrize("type", ["f16", "polarquant", "ring4"])
 def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: str, spare: int) -> None:
@@ -87,6 +88,7 @@ def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: 
         assert_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -58,6 +58,7 @@ def unpaced(engine: Engine) -> list[Unpaced]:
     return made
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("type", ["polarquant", "f16"])
 @pytest.mark.parametrize("itself", [True, False])
 def test_answers_are_those_of_the_model_alone(tiny_path: Path, other: Path, type: str, itself: bool) -> None:

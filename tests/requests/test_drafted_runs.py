@@ -81,6 +81,7 @@ def settings(type: str) -> dict[str, Any]:
     return {"block_size": block, "ctx_size": 800, "parallel": 8, "calibration": False, "cache_type": type}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type", TYPES)
 def test_greedy_text_is_that_of_plain_runs(path_of: PathOf, ops: Ops, type: str) -> None:
     """Up to a step whose best tokens are as good as equally likely: NumPy multiplies several rows in another order."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -141,6 +142,7 @@ def assert_idle_but_taken(engine: Engine) -> None:
     assert all(group.full.free == group.full.size for group in engine._store.groups)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_plain_runs() -> None:
     """With requests that are preempted, and drafts that are right."""
     Schedules.preempted = Schedules.drafted = 0

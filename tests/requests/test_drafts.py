@@ -56,6 +56,7 @@ def drafted(
     return engine.generate(prompt, params, ANEW), drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_answers_are_those_of_steps_of_one_token(engine: Engine, right: float, temperature: float) -> None:
@@ -84,6 +85,7 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ENDS.values(), ids=ENDS)
 def test_answers_end_and_are_penalised_as_in_steps_of_one_token(engine: Engine, more: dict[str, Any]) -> None:
     """An end in the midst of right drafts leaves what a plain answer leaves: the next turn finds as much."""
@@ -199,6 +201,7 @@ def chi_squared(one: Sequence[Any], other: Sequence[Any]) -> float:
     return float(((found / freedom) ** (1 / 3) - 1 + spread) / spread**0.5)
 
 
+@pytest.mark.slow
 def test_sampled_answers_have_the_distribution_of_plain_ones(engine: Engine) -> None:
     """Tokens behind the first one, of other seeds than those of the plain answers."""
     params = replace(PARAMS, temperature=1.0, top_k=4, max_tokens=4, min_p=0)

@@ -174,6 +174,7 @@ def test_the_next_turn_finds_what_is_stored(engine: Engine, in_steps: Any) -> No
     assert len(second.token_ids) == 9
 
 
+@pytest.mark.slow
 def test_batches_and_requests_that_are_preempted(
     engine: Engine, in_steps: Any, monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]
 ) -> None:
@@ -219,6 +220,7 @@ class Broken(InTurn):
         return super().allowed()
 
 
+@pytest.mark.slow
 def test_an_error_in_a_run_ends_its_request_alone(engine: Engine) -> None:
     trays: list[list[Chunk | Exception]] = [[], []]
     for tray, constraint in zip(trays, [Broken(SETS, VOCABULARY), None], strict=True):

@@ -180,6 +180,7 @@ JOBS = st.lists(
 PACE = 3  # tokens in a block
 
 
+@pytest.mark.slow
 @given(JOBS, st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_every_request_finishes(jobs: list[Job], most: int) -> None:

@@ -265,6 +265,7 @@ def summary(answer: Completion) -> tuple[Any, ...]:
     return answer.text, answer.token_ids, answer.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_random_schedules_have_the_answers_of_steps_that_wait(
     tiny_path: Path, plain: Engine, part: int, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def breaker_ends_in(ids: Sequence[int], s: Sampling) -> bool:
     return any(text[:end].endswith(breaker) for breaker in encoded for end in range(before + 1, len(text) + 1))
 
 
+@pytest.mark.slow
 @given(sequences, st.integers(1, 90), settings_of_dry)
 @settings(max_examples=100)
 @example(
@@ -124,6 +125,7 @@ def test_the_largest_penalties_leave_a_token_to_draw() -> None:
     assert sample(np.zeros(2, np.float32), Draw(sampling(), [], 0.5, 2, dry=penalties)) in (0, 1)
 
 
+@pytest.mark.slow
 def test_an_answer_stops_repeating_itself(tiny: Engine) -> None:
     ids = tiny.tokenize("the rain the rain the rain the rain")
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias=dict.fromkeys(ids, 9.0))

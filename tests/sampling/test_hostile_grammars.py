@@ -101,6 +101,7 @@ def test_a_constraint_that_took_long_to_compile_is_not_kept_for_ever(grammars: G
     assert len(grammars._compiled) <= 2
 
 
+@pytest.mark.slow
 def test_a_limit_ends_the_compilation_and_not_the_worker_which_has_the_vocabulary(grammars: Grammars) -> None:
     grammars.constraint(SamplingParams(regex="first"))
     workers = {seconds: worker._worker for seconds, worker in grammars._workers.items()}
@@ -115,6 +116,7 @@ def test_a_limit_ends_the_compilation_and_not_the_worker_which_has_the_vocabular
     assert {seconds: worker._worker for seconds, worker in grammars._workers.items()} == workers
 
 
+@pytest.mark.slow
 def test_what_was_refused_is_refused_again_without_being_compiled(grammars: Grammars) -> None:
     params = SamplingParams(schema=PRIME | {"title": "again"})
     messages = []

@@ -176,6 +176,7 @@ def test_banning_every_token_is_an_error() -> None:
         support([0.0, 1.0], {"logit_bias": {0: -math.inf, 1: -math.inf}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values", [{}, {"temperature": 0.5}, {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 1.5}]
 )

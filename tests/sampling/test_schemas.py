@@ -28,6 +28,7 @@ FORMATS = jsonschema.FormatChecker(["email", "ipv4", "uuid"])
 QUESTION = [{"role": "user", "content": "Answer as JSON."}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEMAS, ids=lambda case: case["name"])
 def test_answers_are_of_their_schema(case: dict[str, Any], demo: Engine) -> None:
     schema = json.dumps(case["schema"], default=float)

@@ -70,6 +70,7 @@ def test_what_runs_is_changed_and_nothing_else(product: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_mutation_is_killed_or_survives(product: Path) -> None:
     by_token = {mutation.old: mutation for mutation in mutations(product, ["polarlm_like"])}
     results = [(by_token[token], outcome(by_token[token], product, product)) for token in ("+", "<")]
@@ -86,6 +87,7 @@ def test_the_choice_is_fair_and_repeatable() -> None:
     assert [sum(one.room == room for one in picked) for room in "abc"] == [10, 10, 1]
 
 
+@pytest.mark.slow
 def test_every_room_has_mutations_and_tests() -> None:
     found = {mutation.room for mutation in mutations(mutate.ROOT)}
     assert found == set(mutate.ROOMS)

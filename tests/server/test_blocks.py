@@ -146,6 +146,7 @@ def test_nothing_is_shared_unless_a_flag_says_so(tiny_path: Path, tmp_path: Path
         read_command_line(["--share-blocks"], {})
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_on_another_machine(tiny_path: Path, tmp_path: Path) -> None:
     """Two servers: the second has nothing of its own."""
     for folder in ("plain", "one", "two"):

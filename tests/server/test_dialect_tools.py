@@ -151,6 +151,7 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, her
 # -- LiteLLM, LangChain and pydantic-ai --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", "")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_litellm_gets_a_call(
@@ -202,6 +203,7 @@ def test_langchain_binds_tools(hermes: Serving, responses: bool) -> None:
     jsonschema.validate(parsed, WEATHER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_pydantic_ai_calls_tools_and_has_structured_output(hermes: Serving, number: int) -> None:
     from pydantic_ai import Agent
@@ -299,6 +301,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_no_body_with_tools_breaks_the_server(hermes: Serving, path: str) -> None:
     assert hermes.post(path, BODIES[path]).status_code == 200

@@ -148,6 +148,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_mid_stream(server: Process) -> None:
     """Some of its requests run, others wait."""
     before, port = ended(server), server.url.rpartition(":")[2]
@@ -241,6 +242,7 @@ def answer_to(connection: socket.socket, data: bytes) -> bytes:
     return everything(connection)
 
 
+@pytest.mark.slow
 def test_garbage_over_http(server: Process) -> None:
     """Requests with wrong bytes, cut and lengthened; each is answered or hung up on, never with a server's error."""
     rng, seen = random.Random(2), set()
@@ -279,6 +281,7 @@ def test_an_error_in_a_step_ends_those_who_took_part(server: Process) -> None:
     assert any("secret detail" in line.get("traceback", "") for line in server.log())
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_ends_every_stream_properly(tiny_path: Path, tmp_path: Path) -> None:
     """Those that run, and those that wait."""
     with (

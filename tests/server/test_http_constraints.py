@@ -169,6 +169,7 @@ def test_a_request_whose_time_ends_while_its_constraint_is_compiled_is_told_so(
     assert response.status_code == 504
 
 
+@pytest.mark.slow
 def test_hostile_constraints_at_once_hold_up_nobody_else(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a 400. A request without a constraint, and one whose constraint is known, are answered meanwhile."""
     known = {"guided_regex": "[a-f]{5}", "max_tokens": 8}

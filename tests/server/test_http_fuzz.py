@@ -250,6 +250,7 @@ def streamed_error(text: str) -> bool:
     return '"internal"' in text or '"api_error"' in text or '"server_error"' in text
 
 
+@pytest.mark.slow
 def test_no_body_breaks_the_server(server: Serving) -> None:
     rng = random.Random(SEED)
     app = create_app(server.driver, server.driver.config)
@@ -273,6 +274,7 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
         assert server.post(path, body).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_no_depth_breaks_the_server(server: Serving, opening: str) -> None:
     """In any field, whether it is read or ignored."""

@@ -74,6 +74,7 @@ def test_a_stream_is_the_default_and_has_a_line_for_each_piece(server: Serving) 
     assert [json.loads(line)["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_generate_asks_a_question_or_continues_a_raw_text(server: Serving, client: ollama.Client, stream: bool) -> None:
     system = {"role": "system", "content": "then on"}
@@ -90,6 +91,7 @@ def test_generate_asks_a_question_or_continues_a_raw_text(server: Serving, clien
         forget(server.engine)
 
 
+@pytest.mark.slow
 def test_options_are_those_of_sampling(server: Serving, client: ollama.Client) -> None:
     text = text_of(server.engine, QUESTION)
     answer = client.chat("any", QUESTION, options={**OPTIONS, "stop": [text[8:10]]})

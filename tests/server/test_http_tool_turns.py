@@ -72,6 +72,7 @@ def hit_rate(server: Serving, more: dict[str, Any]) -> tuple[float, int]:
     return found / stored, reasoned
 
 
+@pytest.mark.slow
 def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> None:
     more = {"tool_choice": "required", "parallel_tool_calls": False}
     rate, reasoned = hit_rate(server, {**more, "chat_template_kwargs": {"enable_thinking": False}})
@@ -79,6 +80,7 @@ def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> N
     assert not reasoned
 
 
+@pytest.mark.slow
 def test_reasoning_between_calls_is_found_as_well(tmp_path: Path) -> None:
     """Clients leave it out, and the template shows it behind the last question."""
     more = {"tool_choice": "required", "parallel_tool_calls": False}

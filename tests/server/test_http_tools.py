@@ -62,6 +62,7 @@ def assert_valid(call: Any) -> None:
         jsonschema.validate(json.loads(call.function.arguments), WEATHER)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_calls_parse(family: Serving, stream: bool) -> None:
     for seed in range(3):

@@ -306,6 +306,7 @@ def test_messages_of_a_server_that_was_started_again_have_higher_numbers(tiny_pa
             assert not subscriber.known()
 
 
+@pytest.mark.slow
 def test_a_server_publishes_until_its_end(tiny_path: Path, tmp_path: Path) -> None:
     address = free_address()
     blocks = SMALL_BLOCKS.format(kept=8)

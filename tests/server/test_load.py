@@ -148,6 +148,7 @@ async def load(process: Process, jobs: list[Job], seconds: float, seen: Seen) ->
         watching.cancel()
 
 
+@pytest.mark.slow
 def test_answers_under_load_are_the_same_as_alone_and_no_memory_is_lost(
     server: Process, jobs: list[Job], kept: int
 ) -> None:

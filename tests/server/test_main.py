@@ -178,6 +178,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 """
 
 
+@pytest.mark.slow
 def test_as_many_files_are_opened_as_connections_need(tiny_path: Path, tmp_path: Path) -> None:
     """Where the system's soft limit is lower than the hard one."""
     pytest.importorskip("resource", reason="there are no such limits on this system")
@@ -189,6 +190,7 @@ def test_as_many_files_are_opened_as_connections_need(tiny_path: Path, tmp_path:
         assert process.log()[:-1] == []
 
 
+@pytest.mark.slow
 def test_a_server_out_of_files_says_so_once_a_second(tiny_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("resource", reason="there are no such limits on this system")
     prelude = FEW_FILES.format(soft=100, hard=100)
@@ -232,10 +234,12 @@ def victim(troubled: Process) -> Iterator[Process]:
         assert client.ask(id=1, prompt="a", max_tokens=3, **GREEDY)[1]["done"]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_says_so_at_the_start(victim: Process) -> None:
     assert re.search(r"^note: \S+ has no chat template: .*", victim.errors.read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_clients_that_are_gone(victim: Process) -> None:
     clients = [victim.client() for _ in range(12)]
     for client in clients:
@@ -289,6 +293,7 @@ def loaded(process: Process) -> list[Any]:
     return clients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load(tiny_path: Path, tmp_path: Path, number: signal.Signals) -> None:
     with Process(tiny_path, tmp_path, "--socket-port", "0", "--parallel", "4", troubled=True) as process:
@@ -303,6 +308,7 @@ def test_a_signal_under_load(tiny_path: Path, tmp_path: Path, number: signal.Sig
         assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_no_new_requests_after_a_signal(tiny_path: Path, tmp_path: Path) -> None:
     with Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process, process.client() as client:
         client.send(id="runs", **{**LONG, "max_tokens": 80})
@@ -318,6 +324,7 @@ def test_no_new_requests_after_a_signal(tiny_path: Path, tmp_path: Path) -> None
         assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tiny_path: Path, tmp_path: Path) -> None:
     with Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process, process.client() as client:
         client.send(id="runs", **LONG)
@@ -329,6 +336,7 @@ def test_a_second_signal_ends_it_at_once(tiny_path: Path, tmp_path: Path) -> Non
         assert process.wait() == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_both_ways_to_speak_to_it_and_its_log(tiny_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with Process(tiny_path, tmp_path, "--unix", str(path)) as process:
@@ -353,6 +361,7 @@ def test_both_ways_to_speak_to_it_and_its_log(tiny_path: Path, tmp_path: Path) -
         assert all(line.keys() >= {"time", "client", "seconds", "prompt_tokens"} for line in lines.values())
 
 
+@pytest.mark.slow
 def test_the_key_of_the_environment_is_asked_for(tiny_path: Path, tmp_path: Path) -> None:
     flags = ("--socket-port", "0", "--log-prompts")
     with Process(tiny_path, tmp_path, *flags, **{KEY_VARIABLE: "sk-1"}) as process:

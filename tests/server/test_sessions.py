@@ -139,6 +139,7 @@ def message(status_and_body: tuple[int, dict[str, Any]], status: int, code: str)
 # -- sessions go on --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_after_a_restart(tiny_path: Path, tmp_path: Path) -> None:
     with start(tiny_path, tmp_path) as process:
         text, usage = turn(process, [USER], **letters(process))
@@ -157,6 +158,7 @@ def test_a_conversation_goes_on_after_a_restart(tiny_path: Path, tmp_path: Path)
         assert answer == expected
 
 
+@pytest.mark.slow
 def test_the_socket_saves_and_loads(server: Process) -> None:
     prompt = "the end and then the end"
     with server.client() as client:
@@ -246,6 +248,7 @@ def test_there_has_to_be_something_to_save_and_to_load(server: Process) -> None:
     assert os.listdir(server.sessions) == []
 
 
+@pytest.mark.slow
 def test_without_a_folder_there_are_no_sessions(tiny_path: Path, tmp_path: Path) -> None:
     with Process(tiny_path, tmp_path, "--socket-port", "0") as process:
         for path, method in (("/sessions", "GET"), ("/sessions/load", "POST"), ("/sessions/a", "DELETE")):
@@ -254,6 +257,7 @@ def test_without_a_folder_there_are_no_sessions(tiny_path: Path, tmp_path: Path)
             assert client.ask(id=1, load="a")[1]["error"]["code"] == "sessions_off"
 
 
+@pytest.mark.slow
 def test_a_sessions_folder_that_is_a_file_is_refused(tiny_path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
@@ -327,6 +331,7 @@ def test_a_full_disk_leaves_the_old_session_and_the_server(server: Process) -> N
         assert ask(server, "/sessions/load", name="talk")[0] == 200
 
 
+@pytest.mark.slow
 def test_sessions_take_no_more_of_the_disk_than_the_limit(tiny_path: Path, tmp_path: Path) -> None:
     with start(tiny_path, tmp_path) as process:
         process.sessions = tmp_path / "sessions"
@@ -348,6 +353,7 @@ def test_sessions_take_no_more_of_the_disk_than_the_limit(tiny_path: Path, tmp_p
         assert ask(process, "/sessions/save", name="third", messages=[USER])[0] == 200
 
 
+@pytest.mark.slow
 def test_unfinished_files_of_a_killed_save_are_removed_at_the_next_start(tiny_path: Path, tmp_path: Path) -> None:
     """And what another server is saving is not."""
     go, folder = tmp_path / "go", tmp_path / "sessions"
@@ -383,6 +389,7 @@ def test_a_corrupted_session_is_refused_and_the_server_lives_on(server: Process)
     assert ask(server, "/sessions/load", name="talk")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_session_of_another_model_is_refused(server: Process, tmp_path: Path) -> None:
     file = saved(server)
     (tmp_path / "other").mkdir()
@@ -391,6 +398,7 @@ def test_a_session_of_another_model_is_refused(server: Process, tmp_path: Path) 
         assert "another" in message(ask(other, "/sessions/load", name="talk"), 422, "session")
 
 
+@pytest.mark.slow
 def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     with start(tiny_path, tmp_path, prelude=WAITING, GO=str(go)) as process:
@@ -405,6 +413,7 @@ def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path
     assert (tmp_path / "sessions" / "talk.safetensors").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     with start(tiny_path, tmp_path, "--request-seconds", "2", prelude=WAITING, GO=str(go)) as process:
@@ -425,6 +434,7 @@ def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Pa
         message(ask(process, "/sessions/load", name="late"), 404, "unknown_session")  # and nothing else began
 
 
+@pytest.mark.slow
 def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     with start(tiny_path, tmp_path, "--parallel", "1", "--max-queue", "1", prelude=WAITING, GO=str(go)) as process:
@@ -441,6 +451,7 @@ def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path
         assert told[0][0] == 200
 
 
+@pytest.mark.slow
 def test_the_end_of_a_server_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     impatient = """

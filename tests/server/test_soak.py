@@ -136,6 +136,7 @@ def left(server: Serving) -> bool:
     return bool(server.driver.snapshot().active) or server.busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 4], ids=["nothing kept", "prefixes kept"])
 def test_clients_of_all_kinds_at_once(tiny_path: Path, kept: int) -> None:
     plain = {"cache_type": "f16", "calibration": False, "block_size": 8, "parallel": 8, "kept_sequences": kept}

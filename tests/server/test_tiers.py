@@ -46,6 +46,7 @@ def written(folder: Path) -> int:
     return len([file for file in (folder / "blocks").iterdir() if not file.name.startswith(".")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_the_next_turn_after_a_restart_needs_no_prefill(tiny_path: Path, tmp_path: Path, how: signal.Signals) -> None:
     with start(tiny_path, tmp_path / "plain", disk=False) as server:
@@ -71,6 +72,7 @@ def test_the_next_turn_after_a_restart_needs_no_prefill(tiny_path: Path, tmp_pat
         assert "cached_from" not in chat(server.url, USER, said(first), AGAIN)["usage"]["prompt_tokens_details"]
 
 
+@pytest.mark.slow
 def test_the_socket_tells_the_place_of_a_hit(tiny_path: Path, tmp_path: Path) -> None:
     prompt = list(range(5, 60))
     for turn in range(2):
@@ -84,6 +86,7 @@ def test_the_socket_tells_the_place_of_a_hit(tiny_path: Path, tmp_path: Path) ->
         assert last["usage"].get("cached_from") == ({"disk": 54} if turn else None)
 
 
+@pytest.mark.slow
 def test_killed_servers_leave_only_right_blocks(tiny_path: Path, tmp_path: Path) -> None:
     """Each is killed while it writes, at another point; the next one's answers are those of a server without a disk."""
     prompts = [{"role": "user", "content": f"{number} abcdefgh" * 6} for number in range(3)]

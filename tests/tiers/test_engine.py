@@ -194,6 +194,7 @@ def reader(plain_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield engine, folder
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data())
 def test_damaged_files_are_never_used(reader, written, data) -> None:

@@ -220,6 +220,7 @@ print(max(held))
 """
 
 
+@pytest.mark.slow
 def test_the_limit_holds_at_every_moment_with_many_writers(tmp_path: Path) -> None:
     """Three processes with four threads each: what is being written counts, too."""
     size = 6000
@@ -278,6 +279,7 @@ for number in range(int(sys.argv[2]), 10**6):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_whole_objects_only(tmp_path: Path) -> None:
     seen = 0
     for attempt in range(6):
@@ -300,6 +302,7 @@ def test_a_killed_process_leaves_whole_objects_only(tmp_path: Path) -> None:
     assert seen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_killed_at_any_line_of_writing_leaves_whole_objects_only(tmp_path: Path) -> None:
     """Of opening a folder, writing, replacing, noting use, and making room: a few hundred places to die at.

@@ -72,6 +72,7 @@ def test_attention_at_every_level(level: Level, window: int | None, sequences: l
     check(attended(case, level, window), exact(case, window))
 
 
+@pytest.mark.slow
 @with_plain_tiles
 @pytest.mark.parametrize(
     ("dim", "group", "block_size", "mean_bits"),
@@ -183,6 +184,7 @@ def check_over_codes(case: Step, level: Level, window: int | None) -> None:
     assert np.abs(error).max() < 4 * most * np.abs(wanted).max()
 
 
+@pytest.mark.slow(keep=1)
 @every_level
 @pytest.mark.parametrize("types", TYPES, ids="/".join)
 def test_attention_over_codes(level: Level, types: tuple[str, str]) -> None:
@@ -190,6 +192,7 @@ def test_attention_over_codes(level: Level, types: tuple[str, str]) -> None:
     check_over_codes(step(shape, [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900), level, 900)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     types=st.sampled_from(TYPES),
@@ -240,6 +243,7 @@ def test_nan_in_a_slot_gives_nan(side: str, level: Level) -> None:
     np.testing.assert_array_equal(found[1:], attended(alone(case, 1), level, None))
 
 
+@pytest.mark.slow(keep=1)
 @with_plain_tiles
 @special_levels
 def test_instructions_over_blocks_in_full_precision(level: Level) -> None:

@@ -23,6 +23,7 @@ def format_of(types: tuple[str, str], mean_bits: int = 8) -> CacheFormat:
     return CacheFormat(k, v, None, None, mean_bits, N, K, D)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("mean_bits", [0, 8, 16])
 @pytest.mark.parametrize("types", TYPES)
 def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str], mean_bits: int) -> None:

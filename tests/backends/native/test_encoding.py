@@ -132,6 +132,7 @@ def both(format: CacheFormat, level: Level, blocks: int = 3, threads: int = 1) -
     return caches[0], caches[1]
 
 
+@pytest.mark.slow(keep=1)
 @every_float_level
 @pytest.mark.parametrize("name", ["ring3.5", "ring4", "ring5", "turbo3"])
 @pytest.mark.parametrize("along", [True, False], ids=["along-tokens", ""])
@@ -153,6 +154,7 @@ def test_errors_cost_the_same() -> None:
         assert cost(compiled, side) == pytest.approx(cost(plain, side), rel=1e-3)
 
 
+@pytest.mark.slow(keep=1)
 @every_float_level
 @pytest.mark.parametrize("name", ["ring3", "ring5", "turbo4"])
 def test_without_feedback_codes_are_equal(name: str, level: Level) -> None:
@@ -166,6 +168,7 @@ def test_without_feedback_codes_are_equal(name: str, level: Level) -> None:
     np.testing.assert_array_equal(compiled.mean["mean"].view(np.int16), plain.mean["mean"].view(np.int16))
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(WITH_KERNELS),
     st.sampled_from(WITH_KERNELS),
@@ -184,6 +187,7 @@ def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, alon
         assert equal == 1 or costs[0] == pytest.approx(costs[1], rel=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", FLOAT_LEVELS[:: len(FLOAT_LEVELS) - 1 or 1], ids=lambda level: level.name)
 @pytest.mark.parametrize(
     ("k", "v", "dim", "size", "along"),

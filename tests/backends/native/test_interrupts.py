@@ -89,6 +89,7 @@ def test_a_step_interrupted_at_any_line_is_right_the_next_time(is_recorded: bool
     assert line > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_type", ["f16", "ring4"])
 def test_an_engine_interrupted_after_a_tape_answers_as_before(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, cache_type: str

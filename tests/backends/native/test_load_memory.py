@@ -68,6 +68,7 @@ def loaded(folder: Path, how: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["mmap", "read"])
 def test_a_model_is_in_memory_once_while_it_is_loaded(folder: Path, how: str) -> None:
     found = loaded(folder, how)

@@ -75,6 +75,7 @@ def crowd(path: Path) -> None:
     print("done")
 
 
+@pytest.mark.slow
 def test_nothing_aborts_hangs_or_changes_when_many_threads_call(tiny_path: Path) -> None:
     """In a process of its own, which a fault would end."""
     module = "tests.backends.native.test_many_callers"

@@ -40,6 +40,7 @@ def decided(engine: Engine, prompt: list[int]) -> list[int]:
     return [token for token, _, _ in close]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_answers_of_every_family_are_those_of_float32(name: str, tmp_path: Path) -> None:
     path, prompts = make_model(tmp_path, name), np.random.default_rng(0).integers(5, VOCABULARY, (4, 50)).tolist()
@@ -70,6 +71,7 @@ def all_scored(
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_type", ["balanced", "polarquant"])
 def test_steps_over_codes_are_the_same_at_every_level(
     cache_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +135,7 @@ def test_logits_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, one)
 
 
+@pytest.mark.slow
 def test_the_demonstration_model_computes_as_its_file_says(demo: Engine, demo_path: Path) -> None:
     """On WikiText. With inputs of 8 instead of 16 bits, the divergence would be .003."""
     text = shared("text", "wikitext2_test_raw.txt").read_text(encoding="utf-8")
@@ -191,6 +194,7 @@ def margins(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
 real_models = pytest.mark.parametrize("model", ["stories15M", "demonstration model"])
 
 
+@pytest.mark.slow
 @real_models
 def test_greedy_answers_in_full_precision_are_those_of_float32(model: str, request: pytest.FixtureRequest) -> None:
     """After the same tokens, wherever the best two of float32 are not closer than MARGIN."""
@@ -202,6 +206,7 @@ def test_greedy_answers_in_full_precision_are_those_of_float32(model: str, reque
     assert is_decided.mean() > 0.9, "too few steps are decided"
 
 
+@pytest.mark.slow
 @real_models
 def test_greedy_answers_over_codes_are_those_of_float32(model: str, request: pytest.FixtureRequest) -> None:
     """Queries of 8 bits (7 on CPUs that add two products in 16 bits) and codes that round the other way change

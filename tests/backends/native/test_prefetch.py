@@ -60,6 +60,7 @@ def current(view: object) -> list[int]:
     return [view.current.block, *view.following]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["q4_1", "q4_k", "q8_0"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("rows", [2, 3, 8, 13])

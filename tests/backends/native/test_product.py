@@ -186,6 +186,7 @@ def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     assert loop.on_stack == 0
 
 
+@pytest.mark.slow
 @special_levels
 def test_sums_of_too_many_rows_are_seen_on_the_stack(level: Level) -> None:
     """So that the tests above can fail."""

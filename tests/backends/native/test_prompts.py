@@ -81,6 +81,7 @@ def transform(
     return HeadTransform(kv_heads, None, None, rotation, scale_back)
 
 
+@pytest.mark.slow(keep=1)
 @every_level
 @pytest.mark.parametrize(
     ("dim", "group", "rows", "done", "blocks", "window"),
@@ -98,6 +99,7 @@ def test_prompts_attend(
     check(found, exact(q, cache, span, 0.3, window, stored))
 
 
+@pytest.mark.slow
 @given(
     dim=st.sampled_from([24, 64]),
     group=st.integers(1, 8),
@@ -186,6 +188,7 @@ def test_prompts_of_an_engine_attend_by_the_kernel() -> None:
     assert (found != PLAIN.attention(q, cache, [span], 0.1, None)).any()
 
 
+@pytest.mark.slow(keep=1)
 @special_levels
 @pytest.mark.parametrize("dim", [64, 128])
 def test_instructions(dim: int, level: Level) -> None:

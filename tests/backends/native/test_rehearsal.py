@@ -78,6 +78,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
     return only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -120,6 +121,7 @@ def test_weights_are_read_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(read) == len(set(read))
 
 
+@pytest.mark.slow
 def test_weights_do_not_wait_for_kernels_and_the_engine_only_for_some(
     tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None]
 ) -> None:

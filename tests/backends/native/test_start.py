@@ -55,6 +55,7 @@ def started(model: Path, cache: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_llvm_is_loaded_only_to_compile(tmp_path: Path) -> None:
     model, cache = random_model(tmp_path), tmp_path / "cache"
     first, second = started(model, cache), started(model, cache)

@@ -19,6 +19,7 @@ from tests.server.page.visitor import (
 )
 
 
+@pytest.mark.slow
 def test_shift_enter_begins_a_line(page: Browser) -> None:
     choose(page, max_tokens=1)
     send(page, f"one{SHIFT}{ENTER}{NO_MODIFIER}two")
@@ -26,6 +27,7 @@ def test_shift_enter_begins_a_line(page: Browser) -> None:
     assert page.text(".question") == "one\ntwo"
 
 
+@pytest.mark.slow
 def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
     numbers = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"]
     chats = ["new", "search", "import"]
@@ -65,6 +67,7 @@ def test_a_narrow_screen_has_all_of_it(page: Browser) -> None:
     assert page.run("return [document.activeElement.id, log.inert, composer.inert]") == ["open-settings", False, False]
 
 
+@pytest.mark.slow
 def test_the_view_follows_the_answer_unless_the_user_has_scrolled_up(page: Browser) -> None:
     size(page, 360, 400)
     below = "return log.scrollHeight - log.scrollTop - log.clientHeight"
@@ -157,6 +160,7 @@ PALE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_has_enough_contrast(page: Browser, scheme: str) -> None:
     page.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -170,6 +174,7 @@ def test_every_text_has_enough_contrast(page: Browser, scheme: str) -> None:
     assert page.run(COLOURS + PALE)[1] != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_field_and_every_scroll_bar_can_be_seen(page: Browser, scheme: str) -> None:
     page.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -246,6 +251,7 @@ WRONG = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
 def test_every_control_has_a_name_whatever_is_shown(page: Browser, width: int, height: int) -> None:
     talk(page)
@@ -260,6 +266,7 @@ def test_every_control_has_a_name_whatever_is_shown(page: Browser, width: int, h
     assert page.run(WRONG) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (640, 400), (390, 844), (320, 568)])
 def test_nothing_is_wider_than_the_screen(page: Browser, width: int, height: int) -> None:
     """640 by 400 is 1280 by 800 at 200 %."""

@@ -24,6 +24,7 @@ def blocks(page: Browser, tokens: int, cached: int, length: int, window: int | N
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "cached", "full", "coded", "shared"),
     [
@@ -49,6 +50,7 @@ def test_behind_a_window_are_the_blocks_that_can_be_seen(page: Browser) -> None:
     assert (found["first"], found["full"], found["coded"]) == (8, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 16, 17, 24, 50])
 def test_the_engine_holds_as_many_bytes_as_these_blocks_take(page: Browser, tiny_path: Path, tokens: int) -> None:
     with load_tiny(tiny_path, **PLAIN) as engine:
@@ -68,6 +70,7 @@ def test_the_picture_is_said_in_words(page: Browser) -> None:
     assert page.run(words, 10, 0) == "1 block of 64 tokens: 1 in full precision"
 
 
+@pytest.mark.slow
 def test_it_moves_with_the_answer_and_is_what_the_engine_tells(visit: Any, tiny_path: Path, tmp_path: Path) -> None:
     prelude = SMALL_BLOCKS.format(kept=4)
     with Process(tiny_path, tmp_path, troubled=True, prelude=prelude) as server:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.server.page.browser import ENTER, ESCAPE, Browser
 from tests.server.page.visitor import (
     asked,
@@ -29,6 +31,7 @@ def messages(page: Browser) -> list[str]:
 # -- branches --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_message_is_edited_and_both_answers_stay(page: Browser) -> None:
     says(page, ["one"], ["two"], ["three"])
     send_and_wait(page, "first")
@@ -49,6 +52,7 @@ def test_a_message_is_edited_and_both_answers_stay(page: Browser) -> None:
     assert shown(page) == ["first edited", "three"]
 
 
+@pytest.mark.slow
 def test_an_answer_is_generated_again_and_both_stay(page: Browser) -> None:
     says(page, ["one"], ["two"])
     send_and_wait(page, "first")
@@ -76,6 +80,7 @@ def test_an_answer_is_edited_and_the_server_goes_on_with_it(page: Browser) -> No
     assert text_of(page) == "The sky is green."
 
 
+@pytest.mark.slow
 def test_the_real_server_goes_on_with_an_answer(page: Browser) -> None:
     choose(page, temperature=0, max_tokens=12)
     send_and_wait(page, "a")
@@ -117,6 +122,7 @@ def test_up_in_an_empty_field_edits_the_last_message_and_escape_leaves_it(page: 
 # -- several conversations -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_conversations_survive_a_reload(page: Browser) -> None:
     says(page, ["one"], ["two"])
     choose(page, system="be brief")
@@ -137,6 +143,7 @@ def test_conversations_survive_a_reload(page: Browser) -> None:
     assert page.run("return system.value") == ""
 
 
+@pytest.mark.slow
 def test_what_has_come_of_an_answer_survives_a_reload(page: Browser) -> None:
     says(page, ["half ", {"wait": 2500}, "an answer", {"wait": 60000}])
     send(page, "first")
@@ -147,6 +154,7 @@ def test_what_has_come_of_an_answer_survives_a_reload(page: Browser) -> None:
     assert "Continue" in buttons(page)
 
 
+@pytest.mark.slow
 def test_leaving_a_conversation_ends_its_answer_and_keeps_what_has_come(page: Browser) -> None:
     says(page, ["half", {"wait": 60000}], ["two"])
     send(page, "first")
@@ -159,6 +167,7 @@ def test_leaving_a_conversation_ends_its_answer_and_keeps_what_has_come(page: Br
     page.until(lambda: page.run("return rows.at(-1).message.ending") in ("stopped", "error"))
 
 
+@pytest.mark.slow
 def test_search_finds_words_in_titles_and_texts(page: Browser) -> None:
     says(page, ["Rain in SPAIN"], ["snow"])
     send_and_wait(page, "first")
@@ -173,6 +182,7 @@ def test_search_finds_words_in_titles_and_texts(page: Browser) -> None:
     assert len(titles(page)) == 2
 
 
+@pytest.mark.slow
 def test_a_conversation_is_renamed(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")

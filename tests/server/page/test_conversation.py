@@ -35,6 +35,7 @@ from tests.server.process import Process
 # -- a conversation --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_answer_comes_piece_by_piece_and_is_the_apis(page: Browser, server: Process) -> None:
     choose(page, temperature=0, max_tokens=60)
     send(page, LONG)
@@ -49,6 +50,7 @@ def test_an_answer_comes_piece_by_piece_and_is_the_apis(page: Browser, server: P
     assert same_words(answer(page), whole["choices"][0]["message"]["content"])
 
 
+@pytest.mark.slow
 def test_the_next_turn_has_the_conversation_in_it_and_finds_it_in_the_cache(page: Browser, server: Process) -> None:
     choose(page, temperature=0, max_tokens=30, system="be on time")
     send(page, "the rain")
@@ -67,6 +69,7 @@ def test_the_next_turn_has_the_conversation_in_it_and_finds_it_in_the_cache(page
     assert 0 < cached < prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["button", "escape"])
 def test_stop_ends_the_answer_and_the_servers_work(page: Browser, server: Process, how: str) -> None:
     choose(page, temperature=0)
@@ -84,6 +87,7 @@ def test_stop_ends_the_answer_and_the_servers_work(page: Browser, server: Proces
     assert 'outcome="cancelled"} ' in server.get("/metrics")
 
 
+@pytest.mark.slow
 def test_regenerate_answers_the_last_message_again(page: Browser) -> None:
     choose(page, max_tokens=20, temperature=2, top_p=1, min_p=0)
     send(page, "the rain")
@@ -94,6 +98,7 @@ def test_regenerate_answers_the_last_message_again(page: Browser) -> None:
     assert roles(page) == ["user", "assistant"]
 
 
+@pytest.mark.slow
 def test_a_seed_makes_it_the_same_again(page: Browser) -> None:
     choose(page, max_tokens=20, temperature=2, seed=7)
     send(page, "the rain")
@@ -104,6 +109,7 @@ def test_a_seed_makes_it_the_same_again(page: Browser) -> None:
     assert text_of(page) == first
 
 
+@pytest.mark.slow
 def test_a_new_chat_begins_anew_in_the_middle_of_an_answer(page: Browser, server: Process) -> None:
     choose(page, temperature=0)
     send(page, LONG)
@@ -170,6 +176,7 @@ def test_a_list_with_lines_that_look_alike_is_not_stopped(page: Browser) -> None
     assert "repeated itself" not in figures(page)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("text", "least", "found"),
     [
@@ -191,6 +198,7 @@ def test_the_page_recognises_loops(page: Browser, text: str, least: int, found: 
 # -- meters ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_meters_fill(page: Browser, server: Process) -> None:
     now = stats(server, 0)
     assert page.text("#model") == now["model"]
@@ -228,6 +236,7 @@ def test_the_memory_saved_is_shown_as_a_factor(page: Browser) -> None:
 # -- what goes wrong ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_servers_sentence_is_shown(page: Browser) -> None:
     send(page, "rain " * 200)
     page.until(lambda: page.text(".message .notice"))
@@ -240,6 +249,7 @@ def test_the_servers_sentence_is_shown(page: Browser) -> None:
     assert page.run("return document.querySelectorAll('.message .notice').length") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "half"])
 def test_an_answer_that_was_lost_says_so_and_can_be_retried_without_being_hovered(page: Browser, text: str) -> None:
     says(page, [*([text] if text else []), {"wait": 60000}], ["two"])
@@ -259,6 +269,7 @@ def test_an_answer_that_was_lost_says_so_and_can_be_retried_without_being_hovere
         assert page.run(seen)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_silent_about_its_cache_is_no_trouble(
     visit: Callable[[Process], Browser], tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -271,6 +282,7 @@ def test_a_server_that_is_silent_about_its_cache_is_no_trouble(
         assert page.run("return document.querySelectorAll('.message .notice').length") == 0
 
 
+@pytest.mark.slow
 def test_a_busy_server_says_when_to_come_back_and_retry_does(
     visit: Callable[[Process], Browser], tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -291,6 +303,7 @@ def test_a_busy_server_says_when_to_come_back_and_retry_does(
         assert page.text(".message .notice") == ""
 
 
+@pytest.mark.slow
 def test_a_lost_connection_is_shown_and_can_be_retried(
     visit: Callable[[Process], Browser], tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -316,6 +329,7 @@ def test_a_lost_connection_is_shown_and_can_be_retried(
         assert page.text(".message .notice") == ""
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
     visit: Callable[[Process], Browser], tiny_path: Path, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_conversations_go_to_a_file_and_come_back(page: Browser) -> None:
     assert plain[0] == plain[1]
 
 
+@pytest.mark.slow
 def test_a_file_of_a_conversation_that_is_here_adds_what_it_has_more(page: Browser) -> None:
     says(page, ["one"], ["two"], ["three"])
     send_and_wait(page, "first")
@@ -99,6 +100,7 @@ def test_a_file_of_a_conversation_that_is_here_adds_what_it_has_more(page: Brows
     page.until(lambda: len(kept(page)) == 1 and "elsewhere" in json.dumps(kept(page)))
 
 
+@pytest.mark.slow
 def test_a_file_that_turns_a_conversation_around_changes_nothing(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")
@@ -116,6 +118,7 @@ def test_a_file_that_turns_a_conversation_around_changes_nothing(page: Browser) 
     assert page.run("return Object.values(current.messages).flatMap(({children}) => children).length") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -134,6 +137,7 @@ def test_a_file_of_something_else_is_refused_in_a_sentence(page: Browser, text: 
     assert titles(page) == []
 
 
+@pytest.mark.slow
 def test_a_file_cannot_bring_loops_or_values_of_other_kinds(page: Browser) -> None:
     hostile = {
         "title": {"a": 1},

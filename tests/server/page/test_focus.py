@@ -25,6 +25,7 @@ def rename(page: Browser, name: str) -> None:
     page.type("#list input", name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["#message", "#system"])
 def test_a_click_elsewhere_ends_renaming_and_the_focus_goes_there(page: Browser, where: str) -> None:
     two_chats(page)
@@ -34,6 +35,7 @@ def test_a_click_elsewhere_ends_renaming_and_the_focus_goes_there(page: Browser,
     assert page.text("[aria-current]") == "renamed"
 
 
+@pytest.mark.slow
 def test_a_click_on_another_conversation_opens_it_while_one_is_renamed(page: Browser) -> None:
     two_chats(page)
     rename(page, "renamed")
@@ -45,6 +47,7 @@ def test_a_click_on_another_conversation_opens_it_while_one_is_renamed(page: Bro
     ]
 
 
+@pytest.mark.slow
 def test_a_name_that_is_being_typed_stays_when_another_tab_changes_the_conversation(page: Browser) -> None:
     two_chats(page)
     rename(page, "renamed")
@@ -58,6 +61,7 @@ def test_a_name_that_is_being_typed_stays_when_another_tab_changes_the_conversat
     assert page.run("return document.activeElement.value") == "renamed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["second", "first"])
 def test_the_focus_stays_in_the_list_of_conversations_when_an_answer_ends(page: Browser, which: str) -> None:
     two_chats(page)
@@ -69,6 +73,7 @@ def test_the_focus_stays_in_the_list_of_conversations_when_an_answer_ends(page: 
     assert page.run(FOCUSED) == which
 
 
+@pytest.mark.slow
 def test_the_focus_stays_below_a_message_when_an_answer_ends(page: Browser) -> None:
     says(page, ["half", {"wait": 500}, " an answer"])
     send(page, "on")
@@ -88,6 +93,7 @@ def test_the_focus_is_below_an_answer_that_was_saved(page: Browser) -> None:
     assert page.run(FOCUSED) == "Edit"
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_edited_cannot_be_saved_while_another_one_comes(page: Browser) -> None:
     """It would take the place of all that comes behind it, of the other one too."""
     says(page, ["one"], ["half", {"wait": 500}, " an answer"])
@@ -102,6 +108,7 @@ def test_an_answer_that_is_edited_cannot_be_saved_while_another_one_comes(page: 
     assert page.run("return document.querySelector('.edit textarea').value") == "one!"
 
 
+@pytest.mark.slow
 def test_one_press_of_up_leaves_the_end_of_an_answer_that_comes(page: Browser) -> None:
     says(page, [*["line\n\n"] * 60, *[piece for _ in range(40) for piece in ("more\n\n", {"wait": 20})]])
     send(page, "go on")

@@ -11,6 +11,7 @@ from tests.server.page.visitor import answer, asked, choose, done, says, send, s
 from tests.server.process import Process
 
 
+@pytest.mark.slow
 def test_settings_are_there_after_a_reload(page: Browser) -> None:
     chosen = {"system": "be brief", "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
     chosen |= {"repeat_penalty": 1.1, "max_tokens": 99, "seed": 5}
@@ -22,6 +23,7 @@ def test_settings_are_there_after_a_reload(page: Browser) -> None:
     page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
 
 
+@pytest.mark.slow
 def test_empty_fields_show_what_is_in_force(page: Browser, server: Process) -> None:
     params = json.loads(server.get("/props"))["default_generation_settings"]["params"]
     for name in ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier"):
@@ -38,6 +40,7 @@ def test_empty_fields_show_what_is_in_force(page: Browser, server: Process) -> N
     assert "temperature" not in asked(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says_so", [False, True])
 def test_a_model_without_a_chat_template_says_so(page: Browser, says_so: bool) -> None:
     page.run("showProps({default_generation_settings: {params: {}}, chat_template_is_default: arguments[0]})", says_so)
@@ -46,6 +49,7 @@ def test_a_model_without_a_chat_template_says_so(page: Browser, says_so: bool) -
     assert page.shown("#untaught") or not says_so
 
 
+@pytest.mark.slow
 def test_a_browser_that_forbids_storage_gets_its_answer(page: Browser) -> None:
     for storage in ("sessionStorage", "localStorage"):
         page.run(

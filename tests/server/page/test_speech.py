@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.server.page.browser import Browser
 from tests.server.page.visitor import asked, done, says, send, send_and_wait
 
@@ -55,6 +57,7 @@ def test_what_was_said_is_not_found_on_the_page_a_second_time(page: Browser) -> 
     page.until(lambda: page.text("#said") == "")
 
 
+@pytest.mark.slow
 def test_how_far_the_prompt_is_can_be_seen_and_is_not_spoken_each_time(page: Browser) -> None:
     progress = [
         {"event": {"choices": [], "prompt_progress": {"total": 640, "cache": 0, "processed": 64 * part}}}

@@ -64,6 +64,7 @@ def reached(page: Browser, text: str) -> bool:
 # -- messages and answers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [0, 0.3, 1])
 def test_what_is_sent_in_two_tabs_stays_with_both_answers(page: Browser, other: Browser, later: float) -> None:
     says(page, ["answer to A ", {"wait": 1500}, "ends"])
@@ -97,6 +98,7 @@ def test_messages_that_two_tabs_put_in_one_place_are_versions_of_it(page: Browse
     assert shown(other) == ["first", "one", "from A", "to A"]
 
 
+@pytest.mark.slow
 def test_a_message_edited_in_one_tab_while_the_other_answers_is_a_version(page: Browser, other: Browser) -> None:
     says(other, SLOW)
     says(page, ["another"])
@@ -115,6 +117,7 @@ def test_a_message_edited_in_one_tab_while_the_other_answers_is_a_version(page: 
     assert shown(other) == ways[1]
 
 
+@pytest.mark.slow
 def test_an_answer_that_two_tabs_go_on_with_has_two_versions(page: Browser, other: Browser) -> None:
     for tab, more in ((page, " and A"), (other, " and B")):
         tab.run("otherTabs.close(); otherTabs = null")  # neither hears of the other one
@@ -128,6 +131,7 @@ def test_an_answer_that_two_tabs_go_on_with_has_two_versions(page: Browser, othe
         tab.until(lambda tab=tab: tab.text(".arrows span") in ("1/2", "2/2"))
 
 
+@pytest.mark.slow
 def test_an_answer_that_the_other_tab_goes_on_with_stays_one(page: Browser, other: Browser) -> None:
     says(other, [" and", {"wait": 2200}, " more", {"wait": 2200}, " text"])  # so that it is kept several times
     other.run("resume(rows.at(-1).message)")  # as Continue does
@@ -137,6 +141,7 @@ def test_an_answer_that_the_other_tab_goes_on_with_stays_one(page: Browser, othe
     assert paths(page) == [["first", "one and more text"]]
 
 
+@pytest.mark.slow
 def test_a_tab_that_watches_shows_the_other_ones_answer(page: Browser, other: Browser) -> None:
     says(page, ["**from", {"wait": 2500}, "** A"])
     page.type("#message", "typed")
@@ -153,6 +158,7 @@ def test_a_tab_that_watches_shows_the_other_ones_answer(page: Browser, other: Br
 # -- the conversation itself -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_name_given_while_the_other_tab_answers_stays(page: Browser, other: Browser) -> None:
     says(other, SLOW)
     send(other, "from B")
@@ -167,6 +173,7 @@ def test_a_name_given_while_the_other_tab_answers_stays(page: Browser, other: Br
         tab.until(lambda tab=tab: titles(tab) == ["Weather"])
 
 
+@pytest.mark.slow
 def test_settings_chosen_while_the_other_tab_answers_stay(page: Browser, other: Browser) -> None:
     says(other, SLOW)
     send(other, "from B")
@@ -178,6 +185,7 @@ def test_settings_chosen_while_the_other_tab_answers_stay(page: Browser, other: 
     other.until(lambda: other.run("return system.value") == "be brief")
 
 
+@pytest.mark.slow
 def test_a_conversation_deleted_while_the_other_tab_answers_stays_deleted(page: Browser, other: Browser) -> None:
     says(other, SLOW, ["again"])
     send(other, "from B")
@@ -198,6 +206,7 @@ def test_a_conversation_deleted_while_the_other_tab_answers_stays_deleted(page: 
     page.until(lambda: titles(page) == ["first"])
 
 
+@pytest.mark.slow
 def test_a_deletion_taken_back_has_what_the_other_tab_was_answered_meanwhile(page: Browser, other: Browser) -> None:
     says(other, SLOW)
     send(other, "from B")

@@ -42,6 +42,7 @@ def shown(page: Browser, text: str) -> str:
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "html"),
     [
@@ -84,6 +85,7 @@ def test_the_structure_of_markdown(page: Browser, text: str, html: str) -> None:
     assert shown(page, text).replace("</hr>", "") == html
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "html"),
     [
@@ -173,6 +175,7 @@ def test_a_line_without_end_does_not_widen_the_page(page: Browser) -> None:
     assert page.run("return log.scrollWidth - log.clientWidth") <= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     [
@@ -214,6 +217,7 @@ def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(page: Browser, 
     assert end <= max(middle, 4200)
 
 
+@pytest.mark.slow
 def test_four_thousand_tokens_are_drawn_in_few_milliseconds_each(page: Browser) -> None:
     """With a selection in what does not change, which stays."""
     text = "## Part\n\nSome words in **bold** and `code`, then a list:\n\n- one\n- two\n\n```python\nx = 1\n```\n\n"
@@ -243,6 +247,7 @@ def test_four_thousand_tokens_are_drawn_in_few_milliseconds_each(page: Browser) 
     assert longest < 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["**a ", "~~a ", "__a "])
 def test_a_long_line_that_is_kept_is_shown_at_once(page: Browser, unit: str) -> None:
     """What nobody closes is looked for up to the end of the line, again for each that is open."""
@@ -281,6 +286,7 @@ def test_an_answer_of_four_thousand_tokens_comes_as_fast_at_its_end_as_at_its_be
     assert page.run("return document.querySelectorAll('.answer p').length") == 1000
 
 
+@pytest.mark.slow
 def test_code_is_copied_as_it_was_written(page: Browser) -> None:
     says(page, ["```python\nif x < 1:\n\ty = '\u202e'\n```"])
     send_and_wait(page, "code")

@@ -35,6 +35,7 @@ def call(index: int, name: str, *arguments: str) -> list[dict[str, Any]]:
 # -- tools -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_call_is_folded_and_goes_on_with_a_result(page: Browser) -> None:
     says(page, call(0, "get_weather", '{"city"', ':"Oslo"}'), ["It ", "rains."])
     choose(page, tools=json.dumps([TOOL]))
@@ -64,6 +65,7 @@ def test_a_call_is_folded_and_goes_on_with_a_result(page: Browser) -> None:
     assert page.run("return document.activeElement.id") == "message"
 
 
+@pytest.mark.slow
 def test_several_calls_have_a_field_each_and_results_can_be_edited(page: Browser) -> None:
     says(page, ["I look.", *call(0, "one", "{}"), *call(1, "two", "{}")], ["first"], ["second"])
     send_and_wait(page, "go")
@@ -94,6 +96,7 @@ def test_a_call_under_way_says_so(page: Browser) -> None:
     assert page.text(".call summary") == "Called look"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "wrong"), [("[{", "not JSON"), ("{}", "a JSON array")])
 def test_tools_that_are_none_are_not_sent(page: Browser, text: str, wrong: str) -> None:
     choose(page, tools=text)
@@ -103,6 +106,7 @@ def test_tools_that_are_none_are_not_sent(page: Browser, text: str, wrong: str) 
     assert page.run("return [asked.length, message.value, document.activeElement.id]") == [0, "go", "tools"]
 
 
+@pytest.mark.slow
 def test_the_servers_complaint_is_shown_at_the_field(page: Browser) -> None:
     """By the real server."""
     choose(page, tools='[{"name": "no name!"}]')
@@ -117,6 +121,7 @@ def test_the_servers_complaint_is_shown_at_the_field(page: Browser) -> None:
 # -- schemas ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_answer_is_of_the_schema(page: Browser) -> None:
     """By the real server."""
     choose(page, schema='{"type": "boolean"}', max_tokens=60)
@@ -141,6 +146,7 @@ def test_a_schema_is_an_object(page: Browser) -> None:
 # -- reasoning -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reasoning_is_folded_with_its_time(page: Browser) -> None:
     thought = [{"reasoning_content": "Let me "}, {"reasoning_content": "think."}, {"wait": 300}]
     says(page, [*thought, "Yes", {"wait": 300}, "."], ["No."])
@@ -159,6 +165,7 @@ def test_reasoning_is_folded_with_its_time(page: Browser) -> None:
     assert page.text(".thinking summary") == f"Thought for {seconds} s"
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_stopped_while_it_thought_begins_anew(page: Browser) -> None:
     says(page, [{"reasoning_content": "Let me "}, {"wait": 60000}], ["Yes."])
     send(page, "sure?")
