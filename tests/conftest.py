@@ -43,8 +43,9 @@ FIXTURES = Path(__file__).parent / "fixtures" / "models"
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make all cases of a test slow but `_CASES`, and all but N of one with the mark slow(keep=N). The others are spread
-    evenly over the cases.
+    """Make all cases of a test slow but `_CASES`, and all but N of one with the mark slow(keep=N).
+
+    The others are spread evenly over the cases.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
