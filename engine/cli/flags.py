@@ -202,7 +202,7 @@ def version() -> str:
     """The line that `--version` prints. A checkout that is not installed has no version."""
     if found := release():
         return f"polarlm {found}"
-    return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[1]}"
+    return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[2]}"
 
 
 def release() -> str:
