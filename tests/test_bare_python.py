@@ -84,6 +84,7 @@ for path in (sys.argv[1], None):
     assert "POLARLM_CACHE" in of_demo
 
 
+@pytest.mark.slow
 def test_what_a_model_does_not_need_takes_no_memory(tmp_path: Path) -> None:
     """The constants of GGUF files are those of 6 MB of package; a bar that is not shown would take 2."""
     pytest.importorskip("llvmlite")
@@ -129,6 +130,7 @@ for package in (engine, model_loaders, server):
     assert "NumPy" in said[0]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("module", ["serving.__main__", "serving.agents"])
 def test_a_measurement_over_http_names_the_extra_that_brings_its_client(module: str, tiny_path: Path) -> None:
     program = f"from polarlm.bench.{module} import main; sys.stderr = sys.stdout; print(main(sys.argv[1:]))"

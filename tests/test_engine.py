@@ -96,6 +96,7 @@ def test_an_eos_token_ends_the_answer_and_is_not_part_of_it(tiny: Engine) -> Non
     assert len(free.token_ids) == 4
 
 
+@pytest.mark.slow
 @given(st.integers(0, 30), st.integers(1, 8))
 @settings(max_examples=20)
 def test_the_answer_ends_before_a_stop_string_even_across_tokens(tiny_engine, start: int, length: int) -> None:
@@ -322,6 +323,7 @@ def test_dropping_a_stream_closes_it(tiny: Engine) -> None:
     assert tiny.cache_stats().tokens == len(PROMPT)
 
 
+@pytest.mark.slow
 def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
     for chunk in tiny.stream(PROMPT, GREEDY):
         if chunk.token_ids:

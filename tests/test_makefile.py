@@ -95,6 +95,7 @@ def gpu_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_without_the_demonstration_model_the_kernels_are_measured(tmp_path: Path) -> None:
     done = gpu_bench(tmp_path)
     assert done.returncode == 0, done.stderr

@@ -100,6 +100,7 @@ def test_chat(engine: Engine, params: SamplingParams) -> None:
     assert_continues(engine, answer.text, usage.prompt_tokens, usage.cached_tokens)
 
 
+@pytest.mark.slow(keep=1)
 def test_server(engine: Engine, params: SamplingParams) -> None:
     asked = {"model": "any", "temperature": 1, "seed": 1, "max_tokens": 24}
     asked["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}

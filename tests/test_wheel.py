@@ -212,6 +212,7 @@ def test_another_package_s_modules_are_its_own(wheel: Path, tmp_path: Path) -> N
     assert own.run(tmp_path, "python", "-c", program) == "True False\n"
 
 
+@pytest.mark.slow
 def test_modules_run_by_their_full_names(installed: Installed, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "python", "-m", "polarlm.engine.chat", "--version") == "polarlm 0.1.0\n"
     assert installed.run(tmp_path, "python", "-m", "polarlm.server", "--help").startswith("usage: polarlm serve ")

@@ -244,6 +244,7 @@ def test_a_slow_model_stops_before_the_window_that_would_take_too_long(
     assert found["complete"] is True
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("passes", "windows", "types"), [(1, 1, ["f16"]), (3, 1, TYPES), (5, 2, TYPES)])
 def test_what_was_measured_is_kept_when_it_is_stopped(
     tiny_path: Path,
@@ -314,6 +315,7 @@ def test_standard_input_can_be_the_text(
     assert "standard input" in result(Path("out.html"))[1].text
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_fetched(
     hub: Hub, small_ggufs: dict[str, bytes], text: Path, no_speed: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

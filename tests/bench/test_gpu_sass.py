@@ -198,6 +198,7 @@ def test_a_block_of_polarquant_takes_one_lookup_for_each_pair_of_values() -> Non
     assert loop.port < 600
 
 
+@pytest.mark.slow
 def test_attention_of_a_prompt_copies_no_registers_of_keys_and_values() -> None:
     """The words of a tile are stored in the order of its two operands."""
     _, loop = compiled("prefill_attention", PREFILL)

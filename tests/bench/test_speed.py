@@ -187,6 +187,7 @@ def test_a_whole_measurement_in_processes(measure_with: Measure) -> None:
     assert out.startswith("random (Q8_0) on ")
 
 
+@pytest.mark.slow
 def test_the_tables_come_last_and_the_file_says_how_it_was_made(
     measure_with: Measure, tmp_path: Path, local: type[Local]
 ) -> None:
@@ -290,6 +291,7 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
     assert [row[1].split(", ")[1] for row in read[1:]] == ["20%", "22%"], "of the fastest"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("failing", ["start", "prompt", "steps"])
 def test_a_contestant_that_fails_is_a_line_in_the_table(
     failing: str, measure_with: Measure, stands: type[Stand]

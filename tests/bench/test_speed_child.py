@@ -96,6 +96,7 @@ def test_closing_ends_the_process(child: Child) -> None:
         os.kill(child.pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe")
 def test_a_child_ends_with_its_parent_in_the_middle_of_a_call(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"

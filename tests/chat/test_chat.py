@@ -370,6 +370,7 @@ def test_input_is_utf8_whatever_the_locale_says():
     assert done.stdout == b"you said: gr??e\n"
 
 
+@pytest.mark.slow
 def test_a_prompt_is_utf8_whatever_the_locale_says():
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
     words = ["-p", "größe", "-sys", "für", "-r", "ß?", "-st"]

@@ -91,6 +91,7 @@ def open_chat(tmp_path, monkeypatch):
         terminal.close()
 
 
+@pytest.mark.slow
 def test_a_prompt_waits_and_ctrl_d_leaves(open_chat):
     chat = open_chat()
     chat.until("fake: a context of 128 tokens fits")
@@ -103,6 +104,7 @@ def test_a_prompt_waits_and_ctrl_d_leaves(open_chat):
     assert "Traceback" not in chat.shown
 
 
+@pytest.mark.slow
 def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat = open_chat()
     chat.until("> ")
@@ -138,6 +140,7 @@ def test_a_long_prompt_shows_how_far_it_is_and_can_be_stopped(open_chat):
     chat.until("There is no answer yet.")
 
 
+@pytest.mark.slow
 def test_ctrl_c_after_a_stopped_answer_leaves(open_chat):
     chat = open_chat("-p", "slow")
     chat.until("slow slow")
@@ -148,6 +151,7 @@ def test_ctrl_c_after_a_stopped_answer_leaves(open_chat):
     assert chat.end() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_empty_prompt_leaves_the_second_time(open_chat):
     chat = open_chat()
     chat.until("> ")
@@ -200,6 +204,7 @@ def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
     assert history.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_the_terminal_is_left_as_it_was(open_chat):
     chat = open_chat("-p", "slow")
     chat.until("slow slow")
@@ -212,6 +217,7 @@ def test_the_terminal_is_left_as_it_was(open_chat):
     assert chat.flags() & termios.ECHOCTL
 
 
+@pytest.mark.slow
 def test_a_paste_that_was_refused_does_not_come_back(open_chat, tmp_path):
     first = open_chat()
     for message in ("error", "\x1b[200~error" + " paste" * 400 + "\x1b[201~"):
@@ -237,6 +243,7 @@ def test_without_a_home_folder_messages_come_back_in_the_same_chat(tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_commands_answer_at_the_terminal(open_chat):
     chat = open_chat()
     chat.until("> ")
@@ -282,18 +289,21 @@ def test_control_characters_of_a_saved_conversation_do_not_reach_the_terminal(op
     chat.until("a␛]0;title␇b")
 
 
+@pytest.mark.slow
 def test_control_characters_of_the_model_do_not_reach_the_terminal(open_chat):
     chat = open_chat("-st", "-p", "a\x1b]0;title\x07b")
     chat.until("you said: a␛]0;title␇b")
     assert chat.end() == 0
 
 
+@pytest.mark.slow
 def test_raw_completion_shows_its_prompt(open_chat):
     chat = open_chat("-no-cnv", "-p", "Once ")
     chat.until("Once you said: Once ")
     assert chat.end() == 0
 
 
+@pytest.mark.slow
 def test_raw_completion_at_a_terminal_needs_a_prompt(open_chat):
     chat = open_chat("-no-cnv")
     chat.until("error: -no-cnv/--no-conversation needs a prompt")
@@ -316,6 +326,7 @@ def test_colors_can_be_refused(open_chat, monkeypatch, argv, no_color, colored):
     assert ("\x1b[2m" in chat.shown) == colored
 
 
+@pytest.mark.slow
 def test_with_output_in_a_file_the_dialogue_stays_on_the_terminal(open_chat, tmp_path):
     with (tmp_path / "answers").open("wb") as file:
         chat = open_chat(stdout=file.fileno())

@@ -41,6 +41,7 @@ def test_five_bits_and_no_rotation(name):
     assert codecs.get(name).rotation(64) is None
 
 
+@pytest.mark.slow(keep=1)
 @both
 def test_error_on_gaussian_values_is_that_of_equal_cells(name):
     """Given its range, a group has its smallest and largest value at the ends and 30 Gaussian values within."""

@@ -101,6 +101,7 @@ def assert_appended(x: np.ndarray, spans: np.ndarray, count: int, block_size: in
         np.testing.assert_array_equal(current_v, packed(values, True))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("block_size", "dim", "threads"), [(16, 8, 32), (32, 24, 64), (64, 80, 256), (64, 136, 96)])
 def test_a_step_writes_one_token_of_each_sequence(
     rng: np.random.Generator, block_size: int, dim: int, threads: int

@@ -62,6 +62,7 @@ def test_readers_give_the_points_of_codes_and_the_stored_norms(
         assert (np.abs(got.astype(np.float64) * stored[:, None] - decoded) <= allowed).all()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(128, 64), (8, 16), (136, 32)])
 def test_readers_of_halves_give_the_values(
@@ -86,6 +87,7 @@ def test_readers_give_the_stored_means(rng: np.random.Generator, name: str, head
     np.testing.assert_array_equal(mean, read_mean(mean_fields))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("name", "values", "head_dim", "block_size"), cases())
 def test_packing_on_the_device_gives_the_bytes_of_numpy(
     rng: np.random.Generator, name: str, values: bool, head_dim: int, block_size: int

@@ -133,6 +133,7 @@ def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     assert machine.largest_shared == 96 << 10
 
 
+@pytest.mark.slow
 def test_the_limit_of_shared_memory_counts_what_the_kernel_has_by_itself(device, machine: Machine) -> None:
     """48 KB, beside 256 bytes of static shared memory: more than a kernel has without asking for it."""
     from polarlm.engine.backends.cuda.kernel_source import prelude
@@ -386,6 +387,7 @@ def test_a_replayed_step_samples_with_the_lists_of_its_call(device, machine: Mac
     assert len(set(map(tuple, recorded))) > 5
 
 
+@pytest.mark.slow
 def test_batches_that_grow_and_shrink_have_a_recording_for_each_bucket(device, machine: Machine) -> None:
     """All write their logits, and everything else, to the memory that was set aside for the largest."""
     model, most = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16")), 8

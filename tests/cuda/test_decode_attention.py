@@ -179,6 +179,7 @@ def test_several_rows_attend_with_any_number_of_ctas(rng: np.random.Generator, c
 SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("keys", "values", "block"), [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128)]
 )

@@ -137,6 +137,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return ops_of(request.param)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("backend", ["NumPy", "device"])
 @given(st.lists(rows, min_size=1, max_size=3))
 def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[Row]) -> None:

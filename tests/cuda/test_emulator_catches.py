@@ -148,6 +148,7 @@ LAST_BLOCK = """
 """
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("missing", ["BARRIER", "RELEASE", "ACQUIRE", ""])
 def test_the_last_block_reads_what_others_have_stored_before_a_fence_and_an_atomic(missing: str) -> None:
     lines = {"BARRIER": "__syncthreads();", "RELEASE": "__threadfence();", "ACQUIRE": "__threadfence();"}

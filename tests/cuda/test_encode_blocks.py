@@ -188,6 +188,7 @@ def test_exceptional_blocks_have_the_codes_of_numpy(name: str) -> None:
             assert_same(Side(values, name, shape), edges(shape))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("bits", RINGS)
 def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Generator, bits: int) -> None:
     points = points_of(bits)

@@ -92,6 +92,7 @@ CASES = [
 PRODUCT = {"__half": "__half", "__nv_bfloat16": "__nv_bfloat16", "float": "__half"}  # of weights: the type of x
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("weight", "most", "warps_out", "shape", "more"), CASES)
 def test_gemm_small_equals_the_product(
     rng: np.random.Generator, weight: str, most: int, warps_out: int, shape: tuple[int, int, int], more: bool
@@ -194,6 +195,7 @@ def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return silu * up, 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(silu) * off_up + 16 * EPS32 * np.abs(gate * up)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("rows", "warps_out", "shape", "parts", "biased"),
     [
@@ -230,6 +232,7 @@ def test_gemm_small_applies_the_activation(
         assert (np.abs(y - exact) <= allowed).all()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("normed", "biased"), [(1, True), (0, False)])
 @pytest.mark.parametrize(("split", "shape"), [(1, (1, 1032, 35)), (2, (3, 520, 8)), (8, (4, 2104, 5))])
 def test_gemv_applies_the_activation(

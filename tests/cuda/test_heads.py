@@ -160,6 +160,7 @@ def test_place_kv_is_transform_heads_and_append_kv(
         np.testing.assert_array_equal(current_v, wanted[1])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(("dim", "normed", "smoothed", "rotated"), CASES[:2])
 def test_place_kv_of_several_rows_is_transform_heads_and_append_kv(

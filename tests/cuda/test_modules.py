@@ -89,6 +89,7 @@ def test_an_error_is_that_of_every_launch_and_not_of_the_wait() -> None:
     assert len(compiler.begun) == 2  # as without the thread, a launch compiles again after an error
 
 
+@pytest.mark.slow
 def test_a_program_does_not_wait_for_texts_that_nobody_needs() -> None:
     """Three texts take a second each; the one that has begun is finished, the others are left."""
     program = (

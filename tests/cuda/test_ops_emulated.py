@@ -169,6 +169,7 @@ ROWS = [
 ]  # and whether it is recorded
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("rows", "recorded"), ROWS)
 @pytest.mark.parametrize(("normed", "biased", "added", "stored"), [
     (False, False, False, "f16"),
@@ -612,6 +613,7 @@ def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
         assert (kernels[0] > 0, kernels[1]) == (True, 0)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("count", [N, 5, 1])
 def test_round_trip_replaces_tokens_by_their_decoded_block(ops: CudaOps, count: int) -> None:
     pair = []

@@ -121,6 +121,7 @@ def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator)
     assert launched(ops, "gemm_small_sum_kernel") in (True, None)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rows", [12, 70])
 @pytest.mark.parametrize(("other", "narrowed"), [("q6_k", 1), ("f16", 1), ("bf16", 2)])
 def test_x_is_rounded_once_for_parts_that_take_it_in_the_same_type(

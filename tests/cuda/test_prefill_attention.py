@@ -150,6 +150,7 @@ def test_a_prompt_attends_to_quantized_blocks(
     check(rng, codec_k, codec_v, length, rows, group, **of_cache)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("length", [100, 128, 129, 191])
 def test_a_prompt_may_continue_within_or_at_the_end_of_a_block(rng: np.random.Generator, length: int) -> None:
     check(rng, "ring4", "ring3.5", length, 3, 1, head_dim=16, seeds=[0, 2])
@@ -193,6 +194,7 @@ def test_scores_that_rise_and_fall_steeply_do_not_overflow(rng: np.random.Genera
 SINK = SpanHeader._fields.index("sink")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("column", [SINK, HEADER, HEADER + 2])
 def test_a_wrong_block_fails_the_comparison(rng: np.random.Generator, column: int) -> None:
     """The comparison fails when the sink or a quantized block is the next record of its pool."""
@@ -212,6 +214,7 @@ def test_new_blocks_in_another_order_fail_the_comparison(rng: np.random.Generato
         paged.assert_attention(attend(swapped, q), q[:, :-1])
 
 
+@pytest.mark.slow
 def test_results_are_multiplied_by_the_factor_of_their_head(rng: np.random.Generator) -> None:
     """Powers of two, to the bit."""
     paged = random_cache(rng, "ring4", "ring3.5", [100], rows=30, block_size=32, head_dim=32, kv_heads=2)

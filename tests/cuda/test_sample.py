@@ -130,6 +130,7 @@ def logits_of_models(draw: st.DrawFn) -> np.ndarray:
     return (x + draw(st.sampled_from([0.0, 20.0, -7.0]))).astype(np.float32)
 
 
+@pytest.mark.slow
 @given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32))
 def test_ids_equal_those_of_the_host(logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -181,6 +182,7 @@ def test_many_blocks_share_a_row(masked: bool, rng: np.random.Generator) -> None
             assert token in {int(allowed[i]) for i in right_answers(row[allowed], chain, [], u)}
 
 
+@pytest.mark.slow
 def test_equal_logits_are_drawn_in_order_of_ids() -> None:
     """More equal values than the list of the best has room for: the places of tokens decide, by id alone."""
     vocab = 5000

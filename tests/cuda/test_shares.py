@@ -39,6 +39,7 @@ def plan_of(
 lengths = st.lists(st.integers(1, 131072), min_size=1, max_size=64)
 
 
+@pytest.mark.slow
 @given(lengths, st.integers(1, 160), st.integers(1, 16), st.sampled_from([0, 512, 4096]), st.sampled_from([1, 2, 8]))
 @settings(max_examples=200, deadline=None)
 def test_no_cta_has_more_than_one_unit_above_the_mean(

@@ -330,6 +330,7 @@ def test_streams_arrive_token_by_token(cluster: Cluster) -> None:
     assert len({round(at / STEP_SECONDS) for at in times}) > 10
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_cancels_its_request(cluster: Cluster, stream: bool) -> None:
     question = f"is {stream} known"

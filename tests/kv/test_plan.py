@@ -76,6 +76,7 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
     assert plan.bytes == allocated
 
 
+@pytest.mark.slow
 @given(shapes(), st.integers(1, 3000), st.integers(1, 5))
 def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> None:
     """A prompt of any length, then steps to the end, on block tables only."""

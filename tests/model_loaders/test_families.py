@@ -422,6 +422,7 @@ def test_yarn_without_a_factor_in_a_gguf_file_does_not_scale(given: dict[str, ob
     np.testing.assert_array_equal(rope_frequencies(got.rope, got.head_dim)[0], plain)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("scaling", "factor"),
     [

@@ -55,6 +55,7 @@ def expected_text(name: str, text: str) -> str:
     return text
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("vectors", "name"), [(key, name) for key, names in VECTORS.items() for name in names])
 def test_ids_agree_with_llama_cpps_vectors(vectors: str, name: str) -> None:
     stem = f"ggml-vocab-{vectors}.gguf"
@@ -112,6 +113,7 @@ def test_every_control_string_becomes_its_id_on_demand(name: str, data: st.DataO
     assert [i for i in ids if i in tokenizer.control_tokens().values()] == wanted
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["llama3-json", "qwen2.5-json", "llama2-json"])
 @given(text=TEXTS)
 def test_control_agrees_with_the_library_reading_the_whole_text(name: str, text: str) -> None:
@@ -169,6 +171,7 @@ def test_half_a_surrogate_pair_is_replaced() -> None:
     assert text_of(tokenizer, tokenizer.tokenize("a\ud83d")) == "a�"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("character", [" ", "a", "\n"])
 def test_long_runs_of_one_character_pass_through_tiktoken(character: str) -> None:
     tokenizer = vocab.real("llama3-tiktoken")

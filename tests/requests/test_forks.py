@@ -61,6 +61,7 @@ def answers(template: ChatTemplate, content: str, count: int = 100) -> set[str]:
     return {rendered(template, [{"role": "user", "content": content}]) for _ in range(count)}
 
 
+@pytest.mark.slow
 def test_templates_render_in_parent_and_child() -> None:
     shared = template()
     answers(shared, "before", 1)
@@ -121,6 +122,7 @@ def test_an_engine_answers_in_parent_and_child(tiny_path: Path, two_cores: None)
         assert engine.generate(PROMPT, GREEDY).token_ids == alone
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_in_parent_and_child(tiny_path: Path, two_cores: None) -> None:
     def chat(content: str) -> str:
         return engine.chat([{"role": "user", "content": content}], GREEDY).text
@@ -176,6 +178,7 @@ def test_a_child_forked_during_a_unit_of_work_refuses_the_engine(
         assert answers == [engine.generate(PROMPT, GREEDY).token_ids]
 
 
+@pytest.mark.slow
 def test_a_child_refuses_an_engine_on_a_gpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def complaint() -> str:
         with pytest.raises(EngineError) as raised:

@@ -142,6 +142,7 @@ def test_requests_are_constrained_whatever_else_they_ask_for(engine: Engine, set
         assert answer.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_requests_of_a_batch_are_constrained_each_by_its_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks for fewer requests than there are, so that some are preempted."""
     by_count(engine, monkeypatch)

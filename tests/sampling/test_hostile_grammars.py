@@ -54,6 +54,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_constraints_are_refused(grammars: Grammars, name: str) -> None:
     params, reason = HOSTILE[name]
@@ -131,6 +132,7 @@ def test_what_was_refused_is_refused_again_without_being_compiled(grammars: Gram
     assert grammars.counts() == counts
 
 
+@pytest.mark.slow
 def test_a_compilation_ends_when_its_client_goes(grammars: Grammars) -> None:
     """Its process is ended, not waited for: what it would have said is not remembered."""
     long = TURNS[-1]

@@ -201,6 +201,7 @@ def test_an_end_token_has_no_logprob(engine: Engine) -> None:
     assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ((), (), "stop")
 
 
+@pytest.mark.slow
 def test_a_preempted_request_gets_each_logprob_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5 + number] * 20 for number in range(3)]
     alone = [engine.generate(prompt, asking(2)) for prompt in prompts]

@@ -30,6 +30,7 @@ def test_about_half_of_the_layers_have_better_matrices() -> None:
         assert better / shape.layers == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("tied", "qkv_bias", "arch"), [(False, False, "llama"), (True, True, "qwen2")])
 def test_the_engine_runs_it(tied: bool, qkv_bias: bool, arch: str, tmp_path: Path) -> None:
     shape = Shape(arch, 2, 256, 512, 4, 2, 300, 256, tied=tied, qkv_bias=qkv_bias)

@@ -102,6 +102,7 @@ def test_a_cpu_restricted_to_older_instructions_is_not_in_the_headline(results: 
     ]
 
 
+@pytest.mark.slow
 def test_the_page_has_all_models_with_their_pictures(results: Path) -> None:
     publish(results, "a", measurement("2026-11-22", 1000, model="tinyllama", weights="Q4_K"))
     publish(results, "b", measurement("2026-11-20", 75))

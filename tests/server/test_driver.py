@@ -68,6 +68,7 @@ def run(test: Callable[[Driver], Any], engine: Engine, **settings: Any) -> None:
 # -- answers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_concurrent_requests_get_the_same_answers_as_alone(engine: Engine) -> None:
     prompts: list[Any] = [[5 + number] * (3 * number + 1) for number in range(9)]
     prompts += ["once", [{"role": "user", "content": "Hi"}]]

@@ -156,6 +156,7 @@ def test_of_too_many_new_constraints_the_last_ones_are_to_come_again(
     assert compilations(server)["too_many"] >= 1
 
 
+@pytest.mark.slow
 def test_a_request_whose_time_ends_while_its_constraint_is_compiled_is_told_so(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

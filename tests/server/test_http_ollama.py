@@ -53,6 +53,7 @@ def test_a_chat_is_answered_as_the_engine_does(server: Serving, client: ollama.C
     assert answer.created_at.endswith("Z")
 
 
+@pytest.mark.slow
 def test_a_streamed_chat_is_the_same_in_lines(server: Serving, client: ollama.Client) -> None:
     whole = client.chat("any", QUESTION, options=OPTIONS)
     forget(server.engine)
@@ -113,6 +114,7 @@ def test_an_answer_is_of_the_format(client: ollama.Client) -> None:
     assert 100 <= int(client.chat("any", QUESTION, format=schema).message.content or "") <= 999
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_engine(server: Serving, client: ollama.Client) -> None:
     expected = alone(server.engine, QUESTION, temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
     answer = client.chat("any", QUESTION, options=OPTIONS, logprobs=True, top_logprobs=2)
@@ -185,6 +187,7 @@ def test_embeddings_are_those_of_the_engine(server: Serving, client: ollama.Clie
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("path", "given", "place"),
     [

@@ -249,6 +249,7 @@ def test_a_wrong_key_is_an_authentication_error(tiny: Engine) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_is_a_rate_limit_error(tiny: Engine, stream: bool) -> None:
     with serving(tiny, max_queue=0) as server:
@@ -265,6 +266,7 @@ def test_a_full_queue_is_a_rate_limit_error(tiny: Engine, stream: bool) -> None:
         assert chat(server).choices
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_an_error_that_is_not_tried_again(tiny: Engine) -> None:
     with serving(tiny, request_seconds=1) as server:
         server.gate.close()

@@ -34,6 +34,7 @@ def server(tiny: Engine) -> Iterator[Serving]:
 # -- tokens ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(text=st.text(CHARACTERS))
 def test_tokens_of_a_text_are_that_text(shared: Serving, text: str) -> None:
     tokens = shared.post("/tokenize", {"content": text}).json()["tokens"]

@@ -91,6 +91,7 @@ def test_a_named_function_is_called(family: Serving) -> None:
         assert_valid(call)
 
 
+@pytest.mark.slow
 def test_some_of_the_tools_may_be_allowed_alone(hermes: Serving) -> None:
     for name in ("weather", "time"):
         tools = [{"type": "function", "function": {"name": name}}]
@@ -242,6 +243,7 @@ def allowed(what: Any) -> dict[str, Any]:
     return {"tool_choice": {"type": "allowed_tools", "allowed_tools": what}}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("given", "field", "sentence"),
     [

@@ -470,6 +470,7 @@ program._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
         assert any("the disk did not finish in time" in line.get("message", "") for line in process.log())
 
 
+@pytest.mark.slow
 def test_sessions_are_saved_and_loaded_while_others_are_answered(server: Process) -> None:
     with server.client() as client:
         for number in range(3):

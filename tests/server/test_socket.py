@@ -67,6 +67,7 @@ def test_an_answer(server: Running, prompt: dict[str, Any], stream: dict[str, An
     assert all(seconds >= 0 for seconds in message["timings"].values())
 
 
+@pytest.mark.slow
 def test_interleaved_requests_on_one_connection(server: Running) -> None:
     prompts = {f"request {number}": [5 + number] * (4 * number + 1) for number in range(6)}
     texts, last, order = dict.fromkeys(prompts, ""), {}, []
@@ -85,6 +86,7 @@ def test_interleaved_requests_on_one_connection(server: Running) -> None:
     assert len(list(itertools.groupby(order))) > len(prompts)  # not one after the other
 
 
+@pytest.mark.slow
 def test_many_clients(server: Running) -> None:
     clients = [Client(server.address) for _ in range(20)]
     for number, client in enumerate(clients):

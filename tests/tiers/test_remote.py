@@ -217,6 +217,7 @@ def lying(store: Store) -> Callable[[_Handler], bool]:
     return lie
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("how", ["lies", "stalls", "vanishes", "fails"])
 def test_trouble_there_is_a_miss_here(
     model: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

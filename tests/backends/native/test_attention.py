@@ -232,6 +232,7 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
         ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
 
 
+@pytest.mark.slow(keep=1)
 @every_level
 @pytest.mark.parametrize("side", ["full_k", "full_v"])
 def test_nan_in_a_slot_gives_nan(side: str, level: Level) -> None:

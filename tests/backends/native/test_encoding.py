@@ -249,6 +249,7 @@ def test_tiles_without_a_metric_are_those_of_numpy(
             np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 32),
     st.sampled_from([16, 32, 48, 64, 80]),
@@ -407,6 +408,7 @@ def test_codecs_without_a_kernel_are_encoded_in_numpy() -> None:
         np.testing.assert_array_equal(arrays(compiled)[name], array)
 
 
+@pytest.mark.slow(keep=1)
 @special_levels
 @pytest.mark.parametrize("along_tokens", [False, True])
 def test_instructions(level: Level, along_tokens: bool) -> None:

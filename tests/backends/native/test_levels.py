@@ -149,6 +149,7 @@ def test_every_level_passes(level: Level) -> None:
     self_test.check(level)
 
 
+@pytest.mark.slow
 def test_it_needs_no_package_that_takes_memory() -> None:
     """That of GGUF files, with all that it imports, is for those alone."""
     program = """
@@ -241,6 +242,7 @@ def test_a_model_loads_with_numpy_where_its_kernels_fail(tiny_path: Path, monkey
     assert sum("product_x" in sentence and "NumPy" in sentence for sentence in said) == 1
 
 
+@pytest.mark.slow
 def test_where_memory_must_not_be_executed_numpy_computes() -> None:
     """Linux can forbid a process to make memory executable; this one has to say so without a traceback."""
     if ctypes.sizeof(ctypes.c_void_p) != 8 or not sys.platform.startswith("linux"):

@@ -117,6 +117,7 @@ def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type:
     assert kl(exact, found) == pytest.approx(kl(exact, wide), rel=0.2)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
 def test_packed_weights_compute_as_float32_does(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

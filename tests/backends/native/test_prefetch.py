@@ -120,6 +120,7 @@ def test_the_last_product_takes_the_first_pieces() -> None:
     assert (NOTHING[[0, 1, 3]] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_first() -> None:
     shape = Shape(block_size=64, types=("f16", "f16"))
     cases = [step(shape, SEQUENCES, None, seed) for seed in range(3)]  # the same places in three layers

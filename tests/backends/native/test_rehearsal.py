@@ -182,6 +182,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_all_to_numpy(
     assert "kernels" not in threads.why
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("kind", "op"), [("encode_", "encoding"), ("decode_", "decoding"), ("attention_", "attention")]
 )

@@ -31,6 +31,7 @@ def stepped(path: Path, cache_type: str) -> Engine:
     return engine
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("cache_type", "in_numpy"),
     [("f16", ""), ("polarquant", ""), ("polarpair-m4n4/f16", "; in NumPy, for want of one: encoding")],

@@ -44,6 +44,7 @@ def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
     assert reached == order
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_has_all_of_it(page: Browser) -> None:
     size(page, 360, 640)
     assert page.run("return document.documentElement.scrollWidth") == 360
@@ -211,6 +212,7 @@ def test_the_head_of_a_phone_has_room_for_the_models_name(page: Browser) -> None
     assert {"Chats", "Settings", "New chat"} <= named, page.run(name, "new")
 
 
+@pytest.mark.slow
 def test_what_is_hidden_below_older_messages_leaves_no_gap_and_nothing_hanging(page: Browser) -> None:
     usage = {"prompt_tokens": 37, "completion_tokens": 4, "total_tokens": 41}
     says(page, ["one", {"event": {"choices": [], "usage": usage}}])

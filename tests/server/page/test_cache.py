@@ -102,6 +102,7 @@ def test_it_moves_with_the_answer_and_is_what_the_engine_tells(visit: Any, tiny_
         assert name == "blocks-say"
 
 
+@pytest.mark.slow
 def test_every_block_has_a_cell_up_to_a_long_context(page: Browser) -> None:
     script = """
         const [tokens, context] = arguments, length = 64;
@@ -123,6 +124,7 @@ def test_every_block_has_a_cell_up_to_a_long_context(page: Browser) -> None:
     assert 2000 < counted[1] + counted[2] <= 2640
 
 
+@pytest.mark.slow
 def test_colours_can_be_told_apart_by_those_who_see_two_of_them_alike(page: Browser) -> None:
     """The two hues keep a distance for each kind of colour blindness, and kinds of blocks differ in shape as well."""
     # By Viénot, Brettel and Mollon (1999) for red and green, in linear RGB.
@@ -149,6 +151,7 @@ def test_colours_can_be_told_apart_by_those_who_see_two_of_them_alike(page: Brow
         assert min(apart(own, paper), apart(shared, paper)) > 0.3
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Browser) -> None:
     progress = {"total": 640, "cache": 320, "processed": 384, "time_ms": 5}
     says(page, [{"event": {"choices": [], "prompt_progress": progress}}, {"wait": 60000}])
@@ -160,6 +163,7 @@ def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Browser) -> N
     assert page.text("#progress") == "384 of 640 tokens"
 
 
+@pytest.mark.slow
 def test_the_real_server_tells_how_far_the_prompt_is(page: Browser) -> None:
     page.run(
         """
@@ -175,6 +179,7 @@ def test_the_real_server_tells_how_far_the_prompt_is(page: Browser) -> None:
     assert told[-1]["processed"] == told[-1]["total"] == page.run("return rows.at(-1).message.usage.prompt")
 
 
+@pytest.mark.slow
 def test_a_server_that_hides_what_is_cached_shows_no_block_as_shared(page: Browser) -> None:
     counts = {"prompt_tokens": 300, "completion_tokens": 20, "total_tokens": 320, "prompt_tokens_details": None}
     says(page, ["one", {"event": {"choices": [], "usage": counts}}])

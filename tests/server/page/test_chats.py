@@ -66,6 +66,7 @@ def test_an_answer_is_generated_again_and_both_stay(page: Browser) -> None:
     assert messages(page) == ["first", "one", "on"]
 
 
+@pytest.mark.slow
 def test_an_answer_is_edited_and_the_server_goes_on_with_it(page: Browser) -> None:
     says(page, ["The sky is green."], [" and", " white."])
     send_and_wait(page, "sky?")
@@ -96,6 +97,7 @@ def test_the_real_server_goes_on_with_an_answer(page: Browser) -> None:
     assert text_of(page).startswith(part)
 
 
+@pytest.mark.slow
 def test_an_edited_answer_is_kept_without_asking(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")
@@ -106,6 +108,7 @@ def test_an_edited_answer_is_kept_without_asking(page: Browser) -> None:
     assert page.run("return asked.length") == 1
 
 
+@pytest.mark.slow
 def test_up_in_an_empty_field_edits_the_last_message_and_escape_leaves_it(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")
@@ -199,6 +202,7 @@ def test_a_conversation_is_renamed(page: Browser) -> None:
     assert titles(page) == ["Weather"]
 
 
+@pytest.mark.slow
 def test_a_deleted_conversation_can_be_brought_back(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")
@@ -213,6 +217,7 @@ def test_a_deleted_conversation_can_be_brought_back(page: Browser) -> None:
     assert not page.shown("#undo")
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_deleted_while_its_answer_comes_stays_deleted(page: Browser) -> None:
     says(page, ["half", {"wait": 60000}])
     send(page, "first")
@@ -225,6 +230,7 @@ def test_a_conversation_that_is_deleted_while_its_answer_comes_stays_deleted(pag
     assert (titles(page), kept(page)) == ([], [])
 
 
+@pytest.mark.slow
 def test_another_tab_hears_of_changes(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")

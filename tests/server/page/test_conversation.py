@@ -124,6 +124,7 @@ def test_a_new_chat_begins_anew_in_the_middle_of_an_answer(page: Browser, server
     assert roles(page) == ["user", "assistant"]
 
 
+@pytest.mark.slow
 def test_drafted_tokens_are_counted_where_there_are_any(page: Browser) -> None:
     def usage(accepted: int, rejected: int) -> dict[str, Any]:
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
@@ -154,6 +155,7 @@ def test_a_looping_answer_is_stopped(page: Browser) -> None:
     assert page.text(".assistant .foot .act") == "Regenerate"
 
 
+@pytest.mark.slow
 def test_a_looping_answer_goes_on_with_the_loop_check_off_and_after_a_reload(page: Browser) -> None:
     page.click("#loop_check")
     page.reload()
@@ -168,6 +170,7 @@ def test_a_looping_answer_goes_on_with_the_loop_check_off_and_after_a_reload(pag
     assert page.run("return loop_check.checked")
 
 
+@pytest.mark.slow
 def test_a_list_with_lines_that_look_alike_is_not_stopped(page: Browser) -> None:
     items = [piece for number in range(150) for piece in (f"{number}", ". one", " more", " line\n")]
     says(page, [*items, *["-"] * 250, *["Twice", " the", " same", " words "] * 50, *map(str, range(800))] * 2)
@@ -222,6 +225,7 @@ def test_the_meters_fill(page: Browser, server: Process) -> None:
     page.until(lambda: page.text("#requests") == "0 running, 0 waiting")
 
 
+@pytest.mark.slow
 def test_the_memory_saved_is_shown_as_a_factor(page: Browser) -> None:
     show = "stats.sequence = {tokens: 9, bytes: arguments[0], f16_bytes: arguments[1]}; meter()"
     page.run(show, 3 << 20, 12 << 20)

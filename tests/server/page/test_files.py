@@ -41,6 +41,7 @@ def import_text(page: Browser, text: str) -> str:
     return page.text("#shelf-says")
 
 
+@pytest.mark.slow
 def test_conversations_go_to_a_file_and_come_back(page: Browser) -> None:
     call = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": "{}"}}
     says(page, [{"reasoning_content": "hm"}, "one"], [{"tool_calls": [call]}])

@@ -83,6 +83,7 @@ def test_the_focus_stays_below_a_message_when_an_answer_ends(page: Browser) -> N
     assert page.run(FOCUSED) == "Copy message"
 
 
+@pytest.mark.slow
 def test_the_focus_is_below_an_answer_that_was_saved(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")

@@ -61,6 +61,7 @@ def test_a_browser_that_forbids_storage_gets_its_answer(page: Browser) -> None:
     assert answer(page)
 
 
+@pytest.mark.slow
 def test_an_invalid_setting_keeps_the_message(page: Browser) -> None:
     choose(page, top_p=1.5)
     send(page, "the rain")

@@ -27,6 +27,7 @@ def tree(page: Browser) -> list[dict[str, Any]]:
     return [node for node in page.protocol("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
 
 
+@pytest.mark.slow
 def test_a_screen_reader_is_given_the_answer_once_and_no_tokens(page: Browser) -> None:
     page.run(LISTEN)
     says(page, ["one ", "two ", "three ", *["more "] * 200])
@@ -36,12 +37,14 @@ def test_a_screen_reader_is_given_the_answer_once_and_no_tokens(page: Browser) -
     assert page.run("return document.querySelectorAll('.turns [aria-live]').length") == 0
 
 
+@pytest.mark.slow
 def test_blocks_are_spoken_apart_and_buttons_are_no_part_of_an_answer(page: Browser) -> None:
     says(page, ["# Title\none\n\n- two\n- three\n\n| a | b |\n|---|---|\n| 4 | 5 |\n\n```python\nx = 1\n```\n"])
     send_and_wait(page, "count")
     assert page.text("#said").split("\n") == ["Title", "one", "two", "three", "a", "b", "4", "5", "x = 1"]
 
 
+@pytest.mark.slow
 def test_what_was_said_is_not_found_on_the_page_a_second_time(page: Browser) -> None:
     """By somebody who reads on, searches, or copies all of it."""
     page.run(
@@ -73,6 +76,7 @@ def test_how_far_the_prompt_is_can_be_seen_and_is_not_spoken_each_time(page: Bro
     assert sorted(heard(page)) == ["Answered.", "Answering …", "Reading the prompt …", "one"]
 
 
+@pytest.mark.slow
 def test_an_error_is_an_alert_when_it_happens_and_not_when_it_is_read_again(page: Browser) -> None:
     says(page, [{"status": 400, "error": {"message": "no"}}])
     send_and_wait(page, "count")
@@ -94,6 +98,7 @@ def test_a_warning_that_nothing_is_kept_has_a_place_before_it_comes(page: Browse
     assert page.text("#none") == "No conversation has these words in it."
 
 
+@pytest.mark.slow
 def test_undo_says_of_what(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.server.page.browser import Browser
 from tests.server.page.visitor import choose, press_button, says, send_and_wait, size
 
@@ -33,6 +35,7 @@ def before_its_scripts(page: Browser, script: str) -> Iterator[None]:
         page.protocol("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
 
 
+@pytest.mark.slow
 def test_a_full_storage_is_said_and_the_conversation_goes_on(page: Browser) -> None:
     says(page, ["one"], ["two"])
     page.run(
@@ -49,6 +52,7 @@ def test_a_full_storage_is_said_and_the_conversation_goes_on(page: Browser) -> N
     page.until(lambda: page.text("#unkept") == "" and page.run(KEPT) == 1)
 
 
+@pytest.mark.slow
 def test_a_browser_that_keeps_nothing_says_so(page: Browser) -> None:
     script = "IDBFactory.prototype.open = () => { throw new DOMException('no', 'SecurityError'); };"
     with before_its_scripts(page, script):
@@ -64,6 +68,7 @@ def test_a_browser_that_keeps_nothing_says_so(page: Browser) -> None:
         assert page.run(SHOWN) == ["first", "one"]
 
 
+@pytest.mark.slow
 def test_a_browser_that_lets_no_tab_hear_of_another_has_a_page_that_works(page: Browser) -> None:
     """As Firefox does where all cookies are blocked."""
     script = "window.BroadcastChannel = class { constructor() { throw new DOMException('no', 'SecurityError'); } };"
@@ -76,6 +81,7 @@ def test_a_browser_that_lets_no_tab_hear_of_another_has_a_page_that_works(page: 
         page.until(lambda: page.run(SHOWN) == ["first", "one"])
 
 
+@pytest.mark.slow
 def test_a_setting_that_found_no_room_is_the_last_one_all_the_same(page: Browser) -> None:
     choose(page, system="old")
     page.run(
@@ -94,6 +100,7 @@ def test_a_setting_that_found_no_room_is_the_last_one_all_the_same(page: Browser
     assert page.run("return system.value") == "from another tab"
 
 
+@pytest.mark.slow
 def test_results_that_are_being_typed_stay_when_another_tab_changes_the_conversation(page: Browser) -> None:
     call = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": "{}"}}
     says(page, [{"tool_calls": [call]}])
@@ -108,6 +115,7 @@ def test_results_that_are_being_typed_stay_when_another_tab_changes_the_conversa
     press_button(page, "Send results")
 
 
+@pytest.mark.slow
 def test_a_change_in_another_tab_leaves_the_place_that_is_read(page: Browser) -> None:
     says(page, ["line\n\n"] * 100)
     send_and_wait(page, "first")

@@ -84,6 +84,7 @@ def test_what_is_sent_in_two_tabs_stays_with_both_answers(page: Browser, other: 
         tab.until(lambda tab=tab: shown(tab)[:2] == ["first", "one"] and all(reached(tab, text) for text in said))
 
 
+@pytest.mark.slow
 def test_messages_that_two_tabs_put_in_one_place_are_versions_of_it(page: Browser, other: Browser) -> None:
     says(page, ["to A"])
     says(other, ["to B"])
@@ -219,6 +220,7 @@ def test_a_deletion_taken_back_has_what_the_other_tab_was_answered_meanwhile(pag
     other.until(lambda: titles(other) == ["first"] and other.text("#unkept") == "")
 
 
+@pytest.mark.slow
 def test_conversations_kept_by_earlier_versions_of_the_page_are_read_and_go_on(page: Browser) -> None:
     old = {
         "id": "0123456789abcdef",

@@ -127,6 +127,7 @@ def test_text_of_the_model_is_never_html(page: Browser) -> None:
     assert page.run("return window.harmed ?? null") is None
 
 
+@pytest.mark.slow
 def test_text_of_the_user_is_never_html(page: Browser) -> None:
     choose(page, max_tokens=1)
     page.run("message.value = arguments[0]", HOSTILE)
@@ -139,6 +140,7 @@ def test_text_of_the_user_is_never_html(page: Browser) -> None:
     assert page.run("return window.harmed ?? null") is None
 
 
+@pytest.mark.slow
 def test_what_the_user_writes_is_drawn_as_answers_are_and_copied_as_it_was_written(page: Browser) -> None:
     written = "What does **this** do?\n\n```python\nif x:\n    y()\n```"
     says(page, ["one"])
@@ -152,6 +154,7 @@ def test_what_the_user_writes_is_drawn_as_answers_are_and_copied_as_it_was_writt
     page.until(lambda: page.run("return window.copied") == written)
 
 
+@pytest.mark.slow
 def test_names_that_a_model_makes_up_are_text_too(page: Browser) -> None:
     call = {"index": 0, "id": "<b>", "function": {"name": "<img src=x>", "arguments": '{"a": "<svg>"}'}}
     says(page, [{"reasoning_content": "<i>hm</i>"}, {"tool_calls": [call]}])
@@ -161,12 +164,14 @@ def test_names_that_a_model_makes_up_are_text_too(page: Browser) -> None:
     assert page.text(".thoughts") == "<i>hm</i>"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_seen_or_reorders_text_is_shown_as_signs(page: Browser) -> None:
     assert shown(page, "a\x00b\x1b[31mc\x7f") == "<p>a␀b␛[31mc␡</p>"
     assert shown(page, "`a\u202eb`\n```\n\u2066x\n```") == "<p><code>a⟨U+202E⟩b</code></p>{Code: ⟨U+2066⟩x}"
     assert page.run("const p = make('div'); new Markdown(p).write('ab\\n'); return p.firstChild.dir") == "auto"
 
 
+@pytest.mark.slow
 def test_a_line_without_end_does_not_widen_the_page(page: Browser) -> None:
     says(page, ["x" * 20000, "\n\n```\n", "y" * 20000, "\n```\n\n", "|a" * 300, "|\n", "|-" * 300, "|\n"])
     send_and_wait(page, "long")
@@ -262,11 +267,13 @@ def test_a_long_line_that_is_kept_is_shown_at_once(page: Browser, unit: str) -> 
     assert milliseconds < 1000
 
 
+@pytest.mark.slow
 def test_a_long_cell_is_shown_to_its_end(page: Browser) -> None:
     long = "word " * 900
     assert f"<td>{long}end</td>" in shown(page, f"| a | b |\n|---|---|\n| {long}end | c |\n")
 
 
+@pytest.mark.slow
 def test_an_answer_of_four_thousand_tokens_comes_as_fast_at_its_end_as_at_its_beginning(page: Browser) -> None:
     """Through all of the page: the stream, the text, the meters, the picture, the view that follows."""
     says(page, ["word ", "and ", "**bold** ", "more\n\n"] * 1000)
@@ -298,6 +305,7 @@ def test_code_is_copied_as_it_was_written(page: Browser) -> None:
     page.until(lambda: page.text(".code button") == "Copy")
 
 
+@pytest.mark.slow
 def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Browser) -> None:
     says(page, ["```\na\n```"])
     send_and_wait(page, "code")
@@ -312,6 +320,7 @@ def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Br
     assert page.run("return document.activeElement.textContent") in ("Copy", "Copied")
 
 
+@pytest.mark.slow
 def test_nothing_becomes_code_unless_a_program_asks_for_it(page: Browser) -> None:
     """Trusted types: what would write HTML, a script or a handler raises an error."""
     script = """
@@ -326,6 +335,7 @@ def test_nothing_becomes_code_unless_a_program_asks_for_it(page: Browser) -> Non
     assert page.run(script) == [True] * 4
 
 
+@pytest.mark.slow
 def test_the_policy_stops_what_is_injected(page: Browser) -> None:
     script = """
         const violated = new Set();

@@ -86,6 +86,7 @@ def test_several_calls_have_a_field_each_and_results_can_be_edited(page: Browser
     assert folds == ["Called one", "Called two", "Result of one", "Result of two"]
 
 
+@pytest.mark.slow
 def test_a_call_under_way_says_so(page: Browser) -> None:
     says(page, [*call(0, "look", '{"a": ['), {"wait": 60000}])
     send(page, "go")
@@ -129,6 +130,7 @@ def test_an_answer_is_of_the_schema(page: Browser) -> None:
     assert json.loads(text_of(page)) in (True, False)
 
 
+@pytest.mark.slow
 def test_a_schema_that_nothing_fulfils_is_said_at_the_field_on_a_small_screen_too(page: Browser) -> None:
     """By the real server."""
     choose(page, schema='{"type": "nothing"}')
@@ -138,6 +140,7 @@ def test_a_schema_that_nothing_fulfils_is_said_at_the_field_on_a_small_screen_to
     assert page.text("#schema-wrong") == page.text(".message .notice") != ""
 
 
+@pytest.mark.slow
 def test_a_schema_is_an_object(page: Browser) -> None:
     choose(page, schema="[]")
     assert "a JSON object" in page.text("#schema-wrong")

@@ -53,6 +53,7 @@ def test_tiles_are_decoded(name: str, level: Level) -> None:
     check(name, level, 64, 96 if name == "q4_0" else 80, 1)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(NAMES),
     st.sampled_from([16, 24, 48, 64, 128, 256]),

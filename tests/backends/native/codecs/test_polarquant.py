@@ -115,6 +115,7 @@ def test_a_query_of_zeros(level: Level) -> None:
     assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
 def test_sums_of_the_largest_products_fit(level: Level) -> None:
     """All pairs of a query alike, and codes whose directions are its own: for every code of the levels above."""

@@ -102,6 +102,7 @@ def test_a_query_of_zeros(level: Level) -> None:
     assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
 
+@pytest.mark.slow(keep=1)
 @every_level
 @every_codec
 def test_mix(name: str, level: Level) -> None:
