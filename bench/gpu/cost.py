@@ -5,7 +5,7 @@ of shared memory and L1, or tensor cores. Latencies of memory are hidden, except
 all others are in a product; a warp of attention takes as long as it would alone, by the compiler's own stalls and
 estimated delays of shared memory and shuffles, or longer. Every block of
 a product reads its activations from L2 once; what blocks of a multiprocessor may share in L1 is not counted, nor are
-bank conflicts. An H200 took 1.2 (bfloat16 weights) to 1.7 (4-bit) times as long for a step.
+bank conflicts. An H200 takes 1.2 (bfloat16 weights) to 1.4 (4-bit) times as long for a step.
 """
 
 from __future__ import annotations
