@@ -25,14 +25,13 @@ _SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
 def sample(device: Device, launch: Launcher, logits: Array, draws: Draws, newest: Array | None = None) -> Array:
     """logits (B, V) → token ids (B,) int32 on the device; below 0 where no token can be drawn."""
     rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
-    table, stride = draws.on(device), np.int64(rows.shape[1])
+    table, vocabulary, stride = draws.on(device), draws.vocabulary, np.int64(rows.shape[1])
     scratch = device.empty((len(logits), SCRATCH_WORDS), np.uint64)
     saved = device.empty(draws.table.shape, np.float32) if draws.has_lists else None
-    parts = -(-draws.vocabulary // _PART), len(logits)
+    parts = -(-vocabulary // _PART), len(logits)
     if saved is not None:
         launch("sample_adjust", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
-    launch("sample_maxima", parts, _SAMPLE, scratch, rows, table, draws.vocabulary, stride, file="sample")
-    vocabulary = draws.vocabulary
+    launch("sample_maxima", parts, _SAMPLE, scratch, rows, table, vocabulary, stride, file="sample")
     launch("sample_list", parts, _SAMPLE, ids, scratch, rows, table, saved, vocabulary, stride, file="sample")
     launch("sample", (len(logits),), _SAMPLE, ids, scratch, rows, table, vocabulary, stride)
     if saved is not None:
