@@ -135,23 +135,20 @@ class _Prompt:
                 for side in (0, 1):
                     sides[side][:] = kept[side]
 
-    def share(self, name: str, layer: int, x: Array, queries: list[Array]) -> list[float]:
-        """For `taps`: the share of each query's attention (T,) that is on complete blocks after the first, the mean of
-        all heads; empty but for the tap after which it is known."""
-        if name == "queries":
-            queries[:] = [x]
-            return []
-        if name != "keys":
-            return []
-        (q,), config = queries, self.model.config
-        keys = np.concatenate([self._sides[layer][0].astype(np.float32), x.swapaxes(0, 1)], axis=1)
+    def share(self, q: np.ndarray, k: np.ndarray, layer: int) -> np.ndarray:
+        """The share of attention on complete blocks after the first, (T,), the mean of all heads.
+
+        q (T, H, D), k (T, K, D): of the tokens after the prompt in a layer, as the taps have them.
+        """
+        config = self.model.config
+        keys = np.concatenate([self._sides[layer][0].astype(np.float32), k.swapaxes(0, 1)], axis=1)
         grouped = q.reshape(len(q), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
         scores = grouped @ keys[:, None].swapaxes(2, 3) * self.model.attention_scale  # (K, G, T, S)
         length = self._sequence.length
         scores[..., length:][..., ~np.tri(len(q), dtype=bool)] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         coded = weights[..., self._block : length].sum(axis=-1) / weights.sum(axis=-1)
-        return coded.mean(axis=(0, 1)).tolist()
+        return coded.mean(axis=(0, 1))
 
     def release(self) -> None:
         self.model.store.release(self._sequence)
@@ -195,18 +192,23 @@ def measure(coded: Transformer, store: KVStore, cut: Sequence[Sequence[int]]) ->
 def _compare(prompt: _Prompt, ids: Sequence[int], length: int, depth: Depth) -> None:
     """Add the figures of `ids`, one block after a prompt of `length` tokens."""
     block, none = len(ids), slice(0, 0)
-    shares: list[list[float]] = []
-    queries: list[Array] = []
+    parts: dict[tuple[str, int], dict[int, np.ndarray]] = {}  # (name, layer) → first position → rows of a part
 
     def taps(name: str, layer: int, position: int, x: Array) -> None:
-        shares.extend([found] if (found := prompt.share(name, layer, x, queries)) else [])
+        if name in ("queries", "keys"):
+            parts.setdefault((name, layer), {})[position] = x.copy()
+
+    def seen(name: str, layer: int) -> np.ndarray:
+        rows = parts[name, layer]
+        return np.concatenate([rows[position] for position in sorted(rows)])
 
     exact = prompt.logits(ids, none, none, taps)
+    shares = [prompt.share(seen("queries", i), seen("keys", i), i) for i in range(prompt.model.config.layers)]
     depth.on_codes += np.mean(shares, axis=0).tolist()
     every, middle = slice(block, length), max(block, length - _NEWEST)
     newest, older = slice(middle, length), slice(block, middle)
-    parts = {ALL: (every, every), "keys": (every, none), "values": (none, every), "newest": (newest, newest)}
-    for name, coded in (parts | {"older": (older, older)}).items():
+    read = {ALL: (every, every), "keys": (every, none), "values": (none, every), "newest": (newest, newest)}
+    for name, coded in (read | {"older": (older, older)}).items():
         depth.kl.setdefault(name, []).extend(compare(exact, prompt.logits(ids, *coded)).kl.tolist())
 
 
@@ -243,10 +245,9 @@ def draw(found: Sequence[Mapping[str, Any]], name: str) -> Figure:
     figure, ((left, right),) = panels(2, 1, (5.2, 4.2))
     at = [depth["tokens"] for depth in found]
     for part, colour in _COLOURS.items():
-        seen = [(tokens, depth["kl"][part]["mean"]) for tokens, depth in zip(at, found, strict=True)]
-        left.plot(
-            *zip(*((tokens, kl) for tokens, kl in seen if kl > 0), strict=True), "o-", ms=3.5, color=colour, lw=1.2
-        )
+        seen = [(tokens, kl) for tokens, depth in zip(at, found, strict=True) if (kl := depth["kl"][part]["mean"]) > 0]
+        if seen:
+            left.plot(*zip(*seen, strict=True), "o-", ms=3.5, color=colour, lw=1.2)
     right.plot(at, [100 * depth["on_codes"] for depth in found], "o-", ms=3.5, color=_COLOURS[ALL], lw=1.2)
     right.set_ylim(0, 100)
     for ax, title in ((left, "KL, nats (mean)"), (right, "attention on codes, %")):
@@ -256,7 +257,8 @@ def draw(found: Sequence[Mapping[str, Any]], name: str) -> Figure:
         ax.set_xlabel("tokens before")
         ax.set_title(title)
     plain_log(left)
-    spread(left, [found[-1]["kl"][part]["mean"] for part in _COLOURS], list(_COLOURS), list(_COLOURS.values()))
+    ends = {part: kl for part in _COLOURS if (kl := found[-1]["kl"][part]["mean"]) > 0}
+    spread(left, list(ends.values()), list(ends), [_COLOURS[part] for part in ends])
     figure.suptitle(f"Where the divergence comes from: {name}", fontweight="bold")
     return figure
 

@@ -22,9 +22,9 @@ IDS = np.random.default_rng(5).integers(5, 90, 256).tolist()
 BLOCK = 64
 
 
-def assembled(path: Path, cache_type: str) -> tuple[Parts, dict[str, Any]]:
+def assembled(path: Path, cache_type: str, threads: int = 1) -> tuple[Parts, dict[str, Any]]:
     settings = {"ctx_size": len(IDS), "kept_sequences": 0, "parallel": 1, "cache_type": cache_type}
-    return assemble(settle(path, None, settings), None, ops=NumpyOps(1)), settings
+    return assemble(settle(path, None, settings), None, ops=NumpyOps(threads)), settings
 
 
 @pytest.fixture(params=["compact", "f16"])
@@ -71,8 +71,10 @@ def test_codes_are_those_of_a_prompt(tiny_path: Path, parts: tuple[Parts, dict[s
     assert len(found.kl[SERVED]) == len(found.on_codes) == 2 * BLOCK
 
 
-def test_uniform_attention_reads_codes_by_their_number(tiny_path: Path) -> None:
-    parts, settings = assembled(tiny_path, "compact")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_uniform_attention_reads_codes_by_their_number(tiny_path: Path, threads: int) -> None:
+    """With several threads the rows of a prompt come in parts."""
+    parts, settings = assembled(tiny_path, "compact", threads)
     try:
         parts.model.config = replace(parts.model.config, attention_scale=1e-30)
         found = only_depth(parts, settings).on_codes
@@ -82,7 +84,6 @@ def test_uniform_attention_reads_codes_by_their_number(tiny_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_the_command(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "out.json"
     text.write_text("the rain in the north and the other inn on the hill\n" * 40, encoding="utf-8")
