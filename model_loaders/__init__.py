@@ -83,7 +83,7 @@ def load(
     if name is not None and where.is_dir():
         model = replace(model, name=name.short)  # the folder is called after a commit
     if verbose is not None:
-        verbose(f"{model.name}: {model.config.family}, {model.config.layers} layers, {model.dtype} weights")
+        verbose(f"{model.name}: {model.config.family}, {len(model.config.layers)} layers, {model.dtype} weights")
     return model
 
 

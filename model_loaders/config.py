@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
+# RMSNorm of q and k before RoPE: of each head, weights (D,); or of all heads together, weights (H·D,) and (K·D,).
+QKNorm = Literal["head", "all"] | None
+Norms = Literal["before", "after", "both"]  # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both
 
 
 @dataclass(frozen=True)
@@ -38,52 +42,88 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Causal attention over keys and values: the mixer of a layer."""
+
+    heads: int  # H
+    kv_heads: int  # K, divides H
+    head_dim: int  # D, not necessarily E / H
+    rope: RopeConfig | None  # None: no RoPE
+    rotary_dim: int | None = None  # channels of a head that RoPE rotates; None: D
+    window: int | None = None  # attend to this many last tokens (itself included); None: all
+    scale: float | None = None  # of q·k; None: D^-½
+    qk_norm: QKNorm = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of q·k."""
+        return self.scale or self.head_dim**-0.5
+
+    @property
+    def rope_kind(self) -> tuple[RopeConfig | None, int, int]:
+        """What decides cos and sin: layers for which it is equal share their tables."""
+        return self.rope, self.rotated, self.head_dim
+
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        return self.rotary_dim or self.head_dim
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """down(activation(gate(x)) · up(x)): the feed-forward network of a layer."""
+
+    size: int  # F
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer: the residual stream plus what its mixer gives, then plus what its feed-forward network gives."""
+
+    mixer: Attention
+    ffn: GatedMLP
+    norms: Norms = "before"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder.
+    """A decoder: its layers, and what belongs to all of them.
 
     Letters used everywhere: E hidden size, F feed-forward size, H query heads, K KV heads, D head dim, L layers,
     V vocabulary size.
     """
 
     family: str  # the file in model_loaders/families that configured it
-    layers: int  # L
+    layers: tuple[Layer, ...]  # L
     hidden_size: int  # E
-    ffn_size: int  # F
-    heads: int  # H
-    kv_heads: int  # K, divides H
-    head_dim: int  # D, not necessarily E / H
     vocab_size: int  # V: rows of the embedding
     max_context: int  # tokens
     norm_eps: float
-    rope: RopeConfig
-    qkv_bias: bool = False
-    out_bias: bool = False  # o_proj
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over D on q and k, before RoPE
     tied_head: bool = False  # the output head is the embedding
-    windows: tuple[int | None, ...] = ()  # per layer: attend to this many last tokens (itself included); None: all
-    # Not in `repr`, which identifies a model; `engine.model.weights.fingerprint` adds those that are not defaults.
-    wide_qk_norm: bool = field(default=False, repr=False)  # qk_norm is over all heads together, weights (H·D), (K·D)
-    pre_norms: bool = field(default=True, repr=False)  # RMSNorm of the inputs of attention and feed-forward
-    post_norms: bool = field(default=False, repr=False)  # RMSNorm of their outputs, before the residual is added
-    activation: Activation = field(default="silu", repr=False)
-    embedding_scale: float = field(default=1.0, repr=False)  # of embeddings, not of the head
-    attention_scale: float | None = field(default=None, repr=False)  # of q·k; None: D^-½
-    rotary_dim: int | None = field(default=None, repr=False)  # channels of a head that RoPE rotates; None: D
-    ropes: tuple[RopeConfig | None, ...] = field(default=(), repr=False)  # per layer, None: no RoPE; empty: `rope`
+    embedding_scale: float = 1.0  # of embeddings, not of the head
 
-    def window(self, layer: int) -> int | None:
-        """Sliding window of `layer` in tokens, None if it has none."""
-        return self.windows[layer] if self.windows else None
+    @property
+    def attention(self) -> Attention:
+        """Attention in the first layer, for figures that are told of a whole model."""
+        return self.layers[0].mixer
 
-    def layer_rope(self, layer: int) -> RopeConfig | None:
-        """RoPE of `layer`, None if it has none."""
-        return self.ropes[layer] if self.ropes else self.rope
+    @property
+    def ffn(self) -> GatedMLP:
+        """The feed-forward network of the first layer, as `attention`."""
+        return self.layers[0].ffn
+
+    def with_mixers(self, change: Callable[[Attention], Attention]) -> ModelConfig:
+        """The configuration with `change` of each layer's mixer."""
+        return replace(self, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in self.layers))
 
     def for_context(self, tokens: int) -> ModelConfig:
         """The configuration for a context of `tokens`."""
-        ropes = tuple(rope and rope.for_context(tokens) for rope in self.ropes)
-        return replace(self, rope=self.rope.for_context(tokens), ropes=ropes)
+        return self.with_mixers(lambda mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_context(tokens)))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._unsupported import why_not
@@ -48,9 +48,10 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     """Configuration and weights. Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
     arch, family, layout = _family(gguf.metadata, gguf.path)
     config = configure(_fields(gguf, f"{arch}.", family, layout))
-    _check_head_channels(gguf, f"{arch}.", config)
+    _check_head_channels(gguf, f"{arch}.", config.attention)
     if _ROPE_DIVISORS in gguf.tensors:
-        config = replace(config, rope=replace(config.rope, divisors=_checked_divisors(gguf, config)))
+        divisors = _checked_divisors(gguf, config.attention)
+        config = config.with_mixers(lambda one: replace(one, rope=one.rope and replace(one.rope, divisors=divisors)))
     weights = StoredWeights(gguf.path, _tensors(gguf, config), gguf.files)
     return fit(config, weights, interleaved=layout.interleaved, offsets=False)
 
@@ -153,16 +154,15 @@ def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, o
     return rope
 
 
-def _check_head_channels(gguf: GgufFile, prefix: str, config: ModelConfig) -> None:
-    rotated = config.rotary_dim or config.head_dim
+def _check_head_channels(gguf: GgufFile, prefix: str, attention: Attention) -> None:
     for key, meaning, wanted in (
-        ("attention.value_length", "values", config.head_dim),
-        ("rope.dimension_count", "RoPE", rotated),
+        ("attention.value_length", "values", attention.head_dim),
+        ("rope.dimension_count", "RoPE", attention.rotated),
     ):
         channels = gguf.metadata.get(prefix + key, wanted)
         if channels != wanted:
             raise LoadError(
-                f"{gguf.path}: {prefix}{key} is {channels!r}, but keys have {config.head_dim} channels per head; "
+                f"{gguf.path}: {prefix}{key} is {channels!r}, but keys have {attention.head_dim} channels per head; "
                 f"another number for {meaning} is not supported."
             )
 
@@ -174,9 +174,9 @@ def _longrope(gguf: GgufFile, prefix: str) -> dict[str, object]:
     return {**rope, "rope_type": "longrope", "attention_factor": factor, "original_max_position_embeddings": context}
 
 
-def _checked_divisors(gguf: GgufFile, config: ModelConfig) -> tuple[float, ...]:
+def _checked_divisors(gguf: GgufFile, attention: Attention) -> tuple[float, ...]:
     """Llama 3.1's frequencies as one divisor per channel pair, which the converter computed."""
-    divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), (config.rotary_dim or config.head_dim) // 2
+    divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), attention.rotated // 2
     if len(divisors) != pairs:
         raise LoadError(
             f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {gguf.tensors[_ROPE_DIVISORS].dtype} ({len(divisors)},), "

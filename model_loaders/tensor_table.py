@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Attention, GatedMLP, ModelConfig
 
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's and llama.cpp's.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
@@ -20,14 +20,15 @@ Names = Mapping[str, tuple[tuple[str, str], ...]]
 class TensorSpec:
     """One tensor of a file.
 
-    rotated_heads: the number of heads of D rows, from the first row on, that RoPE rotates; a file may order their rows
-    differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
+    rotated_heads: the number of heads, from the first row on, that the RoPE of `attention` rotates; a file may order
+    their rows differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
     """
 
     name: str  # Hugging Face's
     gguf: str  # llama.cpp's
     shape: tuple[int, ...]
     rotated_heads: int = 0
+    attention: Attention | None = None
     offset: float = 0.0
 
 
@@ -65,19 +66,15 @@ def tensor_table(config: ModelConfig, names: Names, norm_offset: float = 0.0) ->
     }
     if not config.tied_head:
         top["head"] = (TensorSpec("lm_head.weight", "output.weight", (config.vocab_size, e)),)
-    return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(config.layers)))
+    return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(len(config.layers))))
 
 
 def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) -> Slots:
     slots: dict[str, tuple[TensorSpec, ...]] = {}
-    biased = {
-        "qkv": config.qkv_bias,
-        "out": config.out_bias,
-        "gate_up": config.mlp_bias,
-        "down": config.mlp_bias,
-    }
+    mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
+    biased = {"qkv": mixer.qkv_bias, "out": mixer.out_bias, "gate_up": ffn.bias, "down": ffn.bias}
     for slot, tensors in names.items():
-        shapes = _shapes(config, slot, len(tensors))
+        shapes = _shapes(config.hidden_size, mixer, ffn, slot, len(tensors))
         for kind in ("weight", "bias") if biased.get(slot) else ("weight",):
             slots[slot if kind == "weight" else f"{slot}_bias"] = tuple(
                 TensorSpec(
@@ -85,6 +82,7 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
                     f"blk.{layer}.{ggml}.{kind}",
                     shape if kind == "weight" else shape[:1],
                     heads,
+                    mixer if heads else None,
                     norm_offset if slot.endswith("norm") else 0.0,
                 )
                 for (theirs, ggml), (shape, heads) in zip(tensors, shapes, strict=True)
@@ -92,32 +90,33 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     return slots
 
 
-def _shapes(config: ModelConfig, slot: str, count: int) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and rotated heads of each of the `count` tensors of a slot."""
-    e, f, d, h, k = config.hidden_size, config.ffn_size, config.head_dim, config.heads, config.kv_heads
+def _shapes(e: int, mixer: Attention, ffn: GatedMLP, slot: str, count: int) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and rotated heads of each of the `count` tensors of a slot; e: hidden size."""
+    f, d, h, k = ffn.size, mixer.head_dim, mixer.heads, mixer.kv_heads
     if slot == "qkv":
         heads = ((h, h), (k, k), (k, 0)) if count == 3 else ((h + 2 * k, h + k),)
         return [((number * d, e), rotated) for number, rotated in heads]
     if slot == "gate_up":
         return [((2 * f // count, e), 0)] * count
     if slot in ("q_norm", "k_norm"):
-        number = 1 if not config.wide_qk_norm else h if slot == "q_norm" else k
+        number = 1 if mixer.qk_norm == "head" else h if slot == "q_norm" else k
         return [((number * d,), number)]
     return [({"out": (e, h * d), "down": (e, f)}.get(slot, (e,)), 0)]
 
 
-def row_order(spec: TensorSpec, config: ModelConfig, interleaved: bool) -> np.ndarray | None:
+def row_order(spec: TensorSpec, interleaved: bool) -> np.ndarray | None:
     """For each row of a tensor in a file, its row in memory, int64; None if the order is the same.
 
     In memory RoPE pairs channels D/2 apart. In a file pairs are rotary_dim/2 apart, or neighbours if `interleaved`;
     channels that RoPE does not rotate follow, and form pairs among themselves in memory.
     """
-    if not spec.rotated_heads or not (interleaved or config.rotary_dim):
+    attention = spec.attention
+    if attention is None or not (interleaved or attention.rotary_dim):
         return None
-    head = head_order(config.head_dim, config.rotary_dim or config.head_dim, interleaved)
+    head = head_order(attention.head_dim, attention.rotated, interleaved)
     order = np.arange(spec.shape[0])
-    rotated = spec.rotated_heads * config.head_dim
-    order[:rotated] = (order[:rotated].reshape(-1, config.head_dim)[:, :1] + head).ravel()
+    rotated = spec.rotated_heads * attention.head_dim
+    order[:rotated] = (order[:rotated].reshape(-1, attention.head_dim)[:, :1] + head).ravel()
     return order
 
 

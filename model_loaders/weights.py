@@ -71,22 +71,20 @@ def fit(
         listed = ", ".join(weights.label(name) for name in missing[:_LISTED])
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise LoadError(
-            f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {config.layers} "
+            f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {len(config.layers)} "
             "layers has; download the model completely."
         )
     for name, spec in expected.items():
         _check(weights, name, spec.shape)
     for name in sorted(weights.names() - expected.keys()):
-        if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < config.layers:
+        if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < len(config.layers):
             raise LoadError(
                 f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "
                 "configuration does not have; use a plain checkpoint of a supported model."
             )
     if config.embedding_scale != 1:
         config = replace(config, embedding_scale=as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
-    changes = {
-        name: (row_order(spec, config, interleaved), spec.offset if offsets else 0.0) for name, spec in expected.items()
-    }
+    changes = {name: (row_order(spec, interleaved), spec.offset if offsets else 0.0) for name, spec in expected.items()}
     return config, weights.arranged(changes)
 
 

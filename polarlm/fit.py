@@ -107,7 +107,7 @@ def _report(argv: Sequence[str]) -> str:
         result = {**about, "devices": [asdict(one) for one in found], "advice": asdict(advice), "command": command}
         return json.dumps(result, indent=1, ensure_ascii=False)
     name = path if path.startswith(PREFIX) else Path(path).name
-    lines = [f"{name}: {model.layers} layers, {model.max_context:,} tokens of context, {dtype} weights"]
+    lines = [f"{name}: {len(model.layers)} layers, {model.max_context:,} tokens of context, {dtype} weights"]
     for device in found:
         lines += ["", *_device_lines(device, model)]
     lines += ["", advice.sentence]

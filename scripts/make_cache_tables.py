@@ -46,8 +46,8 @@ def shape_of(model: str, keys: str, values: str) -> CacheShape:
     """The shape of the cache of a model of MODELS on the CPU."""
     layers, kv_heads, head_dim = MODELS[model]
     mean_bits = 0 if keys == "f16" else MEAN_BITS
-    layer = LayerShape(codecs.get(keys), codecs.get(values), mean_bits)
-    return CacheShape(BLOCK, kv_heads, head_dim, (layer,) * layers)
+    layer = LayerShape(codecs.get(keys), codecs.get(values), kv_heads, head_dim, mean_bits)
+    return CacheShape(BLOCK, (layer,) * layers)
 
 
 def memory_table() -> str:

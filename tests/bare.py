@@ -39,14 +39,16 @@ def bare_model(
 ) -> Transformer:
     """A model with its own store; models may share weights."""
     k, v = (codecs.get(name) for name in types)
-    d, mean_bits = config.head_dim, 16 if centred and types[0] != "f16" else 0
-    layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
-    plan = plan_for_tokens(CacheShape(block_size, config.kv_heads, d, layers), tokens, 4, step_rows)
+    d, mean_bits = config.attention.head_dim, 16 if centred and types[0] != "f16" else 0
+    layers = tuple(
+        LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, mean_bits, one.mixer.window) for one in config.layers
+    )
+    plan = plan_for_tokens(CacheShape(block_size, layers), tokens, 4, step_rows)
     plan = replace(
         plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks)
     )  # of each of the sequences
     ops = ops or NumpyOps()
-    conditioning = [Conditioning(k.rotation(d), v.rotation(d))] * config.layers
+    conditioning = [Conditioning(k.rotation(d), v.rotation(d))] * len(config.layers)
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
 
 

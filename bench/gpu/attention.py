@@ -55,9 +55,9 @@ class EncodeTime:
 
 def layer_format(sizes: Sizes, cache_type: CacheType, metric_k: Metric | None, metric_v: Metric | None) -> CacheFormat:
     """The format of a layer's cache, centred as in the engine. Raises ValueError for an unsupported shape."""
-    k, v, config = codecs.get(cache_type.key), codecs.get(cache_type.value), sizes.config
+    k, v, attention = codecs.get(cache_type.key), codecs.get(cache_type.value), sizes.config.attention
     mean_bits = _MEAN_BITS if cache_type.key_conditioning and codecs.is_quantized(k) else 0
-    return CacheFormat(k, v, metric_k, metric_v, mean_bits, sizes.block_size, config.kv_heads, config.head_dim)
+    return CacheFormat(k, v, metric_k, metric_v, mean_bits, sizes.block_size, attention.kv_heads, attention.head_dim)
 
 
 def measure_attention(
@@ -65,7 +65,7 @@ def measure_attention(
 ) -> AttentionTime:
     """Check the result, then measure the time. Raises EngineError if there is no kernel or no room."""
     ops, device = gpu.open()
-    format, config = layer_format(sizes, cache_type, None, None), sizes.config
+    format, attention = layer_format(sizes, cache_type, None, None), sizes.config.attention
     size, calls = _size_and_calls(ops, format, sizes, context, batch)
     cache = ops.cache(format, calls * batch * _quantized(format, context), calls * batch * 2)
     fill(ops, gpu.clock, cache, content)
@@ -73,11 +73,15 @@ def measure_attention(
     places = _places(rng, format, context, (calls, batch))
     n = format.block_size
     spans = [ops.spans([sequence.span(row, n) for row, sequence in enumerate(call)], n) for call in places]
-    queries = rng.standard_normal((batch, config.heads, config.head_dim), np.float32)
-    q, scale = ops.to_device(queries), config.head_dim**-0.5
+    queries = rng.standard_normal((batch, attention.heads, attention.head_dim), np.float32)
+    q, scale = ops.to_device(queries), attention.head_dim**-0.5
 
     out = ops.to_host(ops.attention(q, cache, spans[0], scale, None))
-    row, head, group = int(rng.integers(batch)), int(rng.integers(config.kv_heads)), config.heads // config.kv_heads
+    row, head, group = (
+        int(rng.integers(batch)),
+        int(rng.integers(attention.kv_heads)),
+        attention.heads // attention.kv_heads,
+    )
     mine = row, slice(head * group, (head + 1) * group)
     error = attention_error(device, cache, sizes.blocks, places[0][row], head, queries[mine], out[mine])
 

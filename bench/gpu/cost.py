@@ -126,7 +126,7 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
         if any(launch.kernel == "dequantize" for launch in small):
             beside += part.bytes / machine.bandwidth
     elif part.prompt:
-        flops = 4 * config.heads * config.head_dim * (part.prompt * (part.prompt + 1) // 2)
+        flops = 4 * config.attention.heads * config.attention.head_dim * (part.prompt * (part.prompt + 1) // 2)
         times.append(_prompt_time(part, machine, config))
     elif part.products:
         for launch, (weights, nbytes) in zip(counted, part.products, strict=True):
@@ -164,7 +164,7 @@ def _attention_time(launch: Launch, part: Part, machine: Machine, config: ModelC
     units = _units(launch, loop)
     (ctas,), warps = launch.grid, launch.threads // 32
     most = -(-part.units // ctas)
-    iterations = 2 * config.head_dim * part.unit_tokens / units  # of a unit
+    iterations = 2 * config.attention.head_dim * part.unit_tokens / units  # of a unit
     nbytes = part.bytes * most / part.units
     clocks, limit = _busiest(loop, most * iterations, nbytes, nbytes, machine)
     one_by_one = -(-most // warps) * iterations * loop.latency
@@ -191,8 +191,8 @@ def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[flo
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     rows = _define(launch, "WARP_ROWS")
     products = loop.hmma * _MULTIPLIED  # of an iteration: of numbers
-    tokens = products / (2 * rows * config.head_dim)
-    iterations = config.heads * part.prompt / rows * (part.prompt / 2 / tokens + 0.5) / machine.processors
+    tokens = products / (2 * rows * config.attention.head_dim)
+    iterations = config.attention.heads * part.prompt / rows * (part.prompt / 2 / tokens + 0.5) / machine.processors
     clocks, limit = _busiest(loop, iterations, 0, 0, machine)
     by_registers = _REGISTERS // (-(-registers // 8) * 8 * threads)
     resident = max(1, min(by_registers, machine.shared_memory // (launch.shared + _SYSTEM_SHARED)))

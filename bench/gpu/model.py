@@ -65,12 +65,12 @@ class RandomModel:
         quantized, slots = max(ids for (ids,), _ in held), max(slots for _, slots in held)
         plan = StorePlan(shape, quantized * sizes.block_size, (quantized,), slots)
         codec_k, codec_v = shape.layers[0].codec_k, shape.layers[0].codec_v
-        dim, heads = self.config.head_dim, self.config.kv_heads
+        dim, heads = self.config.attention.head_dim, self.config.attention.kv_heads
         scale = Scale(np.ones((heads, dim), np.float32), np.ones(heads, np.float32))
         conditioning = Conditioning(codec_k.rotation(dim), codec_v.rotation(dim), scale)
         metrics = random_metrics(sizes, codec_k, codec_v)
-        store = KVStore(self.ops, plan, [conditioning] * self.config.layers, [metrics] * self.config.layers)
-        for layer in range(self.config.layers):
+        store = KVStore(self.ops, plan, [conditioning] * len(self.config.layers), [metrics] * len(self.config.layers))
+        for layer in range(len(self.config.layers)):
             fill(self.ops, gpu.clock, store.cache(layer), content)
         self.model = Transformer(self.ops, self.config, loaded, store)
 
@@ -96,10 +96,10 @@ def default_type() -> tuple[str, str]:
 def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
     """The shape of the default cache."""
     config = sizes.config
-    pairs = cache_types.layer_codecs(EngineConfig(), config.layers, config.head_dim)
-    layers = tuple(LayerShape(k, v, mean_bits=8) for k, v in pairs)
-    shape = CacheShape(sizes.block_size, config.kv_heads, config.head_dim, layers)
-    stored = tuple(ops.cache_bytes(shape.format(layer)) for layer in range(config.layers))
+    heads, dim = config.attention.kv_heads, config.attention.head_dim
+    pairs = cache_types.layer_codecs(EngineConfig(), [dim] * len(config.layers))
+    shape = CacheShape(sizes.block_size, tuple(LayerShape(k, v, heads, dim, mean_bits=8) for k, v in pairs))
+    stored = tuple(ops.cache_bytes(shape.format(layer)) for layer in range(len(config.layers)))
     return replace(shape, stored=stored)
 
 
@@ -113,13 +113,13 @@ def _room(shape: CacheShape, sizes: Sizes, cell: Cell) -> tuple[tuple[int], int]
 def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:
     """Metrics that take the encoder as much work as calibrated ones."""
     config, rng = sizes.config, np.random.default_rng(3)
-    heads, dim = config.kv_heads, config.head_dim
+    heads, dim = config.attention.kv_heads, config.attention.head_dim
     if codec_k.rounding is None or codec_v.rounding is None:
         raise EngineError("the default cache type has no table")
     queries = rng.standard_normal((heads, 4 * dim, dim), np.float32) + rng.standard_normal((heads, 1, dim), np.float32)
     second = queries.swapaxes(1, 2) @ queries / queries.shape[1]
     ones = np.ones((heads, dim), np.float32)
     k = key_metric(second, queries.mean(1), ones, codec_k.rotation(dim), codec_k.rounding)
-    output = rng.standard_normal((_OUTPUT_ROWS, config.heads * dim), np.float32)
+    output = rng.standard_normal((_OUTPUT_ROWS, config.attention.heads * dim), np.float32)
     correlation = _TOKEN_CORRELATION ** np.arange(sizes.block_size)
     return k, value_metric(output, heads, dim, codec_v.rotation(dim), codec_v.rounding, correlation)

@@ -156,7 +156,7 @@ class Notes:
 
     def product(self, name: str, x: np.ndarray, rows: tuple[int, ...], times: int = 1, **given: Any) -> Any:
         """rows: of the matrices that may differ in their formats. times: that a layer has it."""
-        choices = matrix_formats(self._weight, name, self._config.layers)
+        choices = matrix_formats(self._weight, name, len(self._config.layers))
         for repeats, formats in choices:
             pieces = rows if len(formats) == len(rows) else (sum(rows),)
             w = Linear(tuple(matrix(*piece, x.shape[1]) for piece in zip(formats, pieces, strict=True)))
@@ -168,11 +168,11 @@ class Notes:
 
     def following(self, name: str, rows: int, columns: int) -> Linear:
         """The matrix `name` for the op before it, as `then`."""
-        ((_, (taken, *_)), *_) = matrix_formats(self._weight, name, self._config.layers)
+        ((_, (taken, *_)), *_) = matrix_formats(self._weight, name, len(self._config.layers))
         return Linear((matrix(taken, rows, columns),))
 
     def embed(self, ids: np.ndarray, times: int = 1) -> np.ndarray:
-        ((_, (embedded,)),) = matrix_formats(self._weight, "embedding", self._config.layers)
+        ((_, (embedded,)),) = matrix_formats(self._weight, "embedding", len(self._config.layers))
         config = self._config
         table = matrix(embedded, config.vocab_size, config.hidden_size)
         nbytes = table.data.nbytes // config.vocab_size * len(ids)
@@ -188,13 +188,15 @@ def cache_format(config: ModelConfig, cache_type: CacheType) -> CacheFormat:
     """Of a layer."""
     key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
     mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
-    return CacheFormat(key, value, None, None, mean_bits, BLOCK_SIZE, config.kv_heads, config.head_dim)
+    return CacheFormat(
+        key, value, None, None, mean_bits, BLOCK_SIZE, config.attention.kv_heads, config.attention.head_dim
+    )
 
 
 def head_transform(config: ModelConfig, cache_type: CacheType) -> HeadTransform:
     """Of a layer: the rotations of its codecs."""
-    rotations = (codecs.get(name).rotation(config.head_dim) for name in (cache_type.key, cache_type.value))
-    return HeadTransform(config.kv_heads, None, *rotations)
+    rotations = (codecs.get(name).rotation(config.attention.head_dim) for name in (cache_type.key, cache_type.value))
+    return HeadTransform(config.attention.kv_heads, None, *rotations)
 
 
 def step_parts(
@@ -204,12 +206,12 @@ def step_parts(
 
     Raises EngineError for a cache type without kernels.
     """
-    notes, e, dim = Notes(config, weight, device), config.hidden_size, config.head_dim
+    notes, e, dim = Notes(config, weight, device), config.hidden_size, config.attention.head_dim
     ops, note, product = notes.ops, notes.note, partial(notes.product, recorded=True)
     x = notes.embed(np.zeros(batch, np.int32))
     norm = np.ones(e, np.float32), config.norm_eps
-    heads = config.heads + 2 * config.kv_heads
-    qkv = product("qkv", x, ((heads - config.kv_heads) * dim, config.kv_heads * dim), norm=norm)
+    heads = config.attention.heads + 2 * config.attention.kv_heads
+    qkv = product("qkv", x, ((heads - config.attention.kv_heads) * dim, config.attention.kv_heads * dim), norm=norm)
     qkv = qkv.reshape(batch, heads, dim)
 
     shape = cache_format(config, cache_type)
@@ -225,30 +227,33 @@ def step_parts(
     ]  # fmt: skip
     spans = ops.spans(views, BLOCK_SIZE)
     rope = np.zeros((batch, dim // 2), np.float32), np.zeros((batch, dim // 2), np.float32)
-    q = note("place_kv", config.layers, lambda: ops.place_kv(qkv, rope, transform, cache, spans))
+    q = note("place_kv", len(config.layers), lambda: ops.place_kv(qkv, rope, transform, cache, spans))
     held = batch * (len(ids_of_blocks) * quantized_bytes + 2 * full_bytes)
-    group, all_full = config.heads // config.kv_heads, not any(side.is_quantized for side in cache.layouts)
+    group, all_full = (
+        config.attention.heads // config.attention.kv_heads,
+        not any(side.is_quantized for side in cache.layouts),
+    )
     plan = Plan(
         [spans.header(row) for row in range(batch)],
-        config.kv_heads,
+        config.attention.kv_heads,
         group,
         launch_configs.decode_cells(group)[1],
         BLOCK_SIZE,
         device.processors,
         all_full=all_full,
     )
-    out = notes.following("out", e, config.heads * dim)
+    out = notes.following("out", e, config.attention.heads * dim)
     mixed = note(
         "attention",
-        config.layers,
+        len(config.layers),
         lambda: ops.attention(q, cache, spans, dim**-0.5, None, transform, out),
         held,
         units=plan.total,
         unit_tokens=SLICE if all_full else BLOCK_SIZE,
     )
     product("out", mixed.reshape(batch, -1), (e,), residual=x)
-    down = notes.following("down", e, config.ffn_size)
-    activated = product("gate_up", x, (2 * config.ffn_size,), norm=norm, activation=config.activation, then=down)
+    down = notes.following("down", e, config.ffn.size)
+    activated = product("gate_up", x, (2 * config.ffn.size,), norm=norm, activation=config.ffn.activation, then=down)
     product("down", activated, (e,), residual=x)
     logits = product("head", x, (config.vocab_size,), norm=norm)
     notes.choose(logits)

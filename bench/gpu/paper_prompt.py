@@ -19,13 +19,13 @@ def prompt_parts(
 
     Raises EngineError for a cache type without kernels.
     """
-    notes, e, dim = Notes(config, weight, device), config.hidden_size, config.head_dim
-    ops, note, layers = notes.ops, notes.note, config.layers
+    notes, e, dim = Notes(config, weight, device), config.hidden_size, config.attention.head_dim
+    ops, note, layers = notes.ops, notes.note, len(config.layers)
     rows = min(tokens, ops.prefill_rows)
     times = -(-tokens // rows)  # that a layer takes rows
     x = notes.embed(np.zeros(tokens, np.int32))[:rows]
     norm = np.ones(e, np.float32), config.norm_eps
-    heads, kv_heads = config.heads, config.kv_heads
+    heads, kv_heads = config.attention.heads, config.attention.kv_heads
     qkv = notes.product("qkv", x, ((heads + kv_heads) * dim, kv_heads * dim), times, norm=norm)
     qkv = qkv.reshape(rows, heads + 2 * kv_heads, dim)
 
@@ -44,9 +44,9 @@ def prompt_parts(
 
     mixed = note("attention", layers, attend, prompt=tokens)
     notes.product("out", mixed.reshape(rows, -1), (e,), times, residual=x)
-    down = notes.following("down", e, config.ffn_size)
+    down = notes.following("down", e, config.ffn.size)
     activated = notes.product(
-        "gate_up", x, (2 * config.ffn_size,), times, norm=norm, activation=config.activation, then=down
+        "gate_up", x, (2 * config.ffn.size,), times, norm=norm, activation=config.ffn.activation, then=down
     )
     notes.product("down", activated, (e,), times, residual=x)
     notes.choose(notes.product("head", x[-1:], (config.vocab_size,), norm=norm))

@@ -68,7 +68,7 @@ def prompt_attention(config: ModelConfig, tokens: int, runs: int) -> list[Prompt
     makers = [*torch, *(partial(_flash_prompt, module) for module in _FLASH_MODULES.values())]
     timed = _timed(names, makers, config, tokens, 1, 1, runs)
     # Two products; a row attends to itself and all rows before it.
-    flops = 4.0 * config.heads * config.head_dim * tokens * (tokens + 1) / 2
+    flops = 4.0 * config.attention.heads * config.attention.head_dim * tokens * (tokens + 1) / 2
     full = [f"torch {name}" if name in _BACKENDS else name for name in names]
     return [
         PromptPeerTime(name, tokens, seconds, flops, note) for name, (seconds, note) in zip(full, timed, strict=True)
@@ -111,7 +111,7 @@ class _Shape:
 
     def __init__(self, torch: Any, config: ModelConfig, context: int, batch: int, rotated: int):
         self.torch, self.config, self.context, self.batch = torch, config, context, batch
-        size = 2 * 2 * batch * config.kv_heads * context * config.head_dim
+        size = 2 * 2 * batch * config.attention.kv_heads * context * config.attention.head_dim
         room = int(0.9 * torch.cuda.mem_get_info()[0]) // size
         self.sets = min(_MOST_SETS, -(-rotated // size), room)
 
@@ -132,7 +132,7 @@ def _makers() -> list[Make]:
 
 def _sdpa(backend: str, layout: str, shape: _Shape) -> list[Call]:
     """PyTorch's attention by one backend, which raises RuntimeError if it cannot do this shape."""
-    c, module = shape.config, importlib.import_module("torch.nn.attention")
+    c, module = shape.config.attention, importlib.import_module("torch.nn.attention")
     attention, chosen = shape.torch.nn.functional.scaled_dot_product_attention, getattr(module.SDPBackend, backend)
     gqa = layout == "enable_gqa"
     heads = (c.heads, 1) if gqa else (c.kv_heads, c.heads // c.kv_heads)
@@ -146,7 +146,7 @@ def _sdpa(backend: str, layout: str, shape: _Shape) -> list[Call]:
 
 
 def _sdpa_prompt(backend: str, shape: _Shape) -> list[Call]:
-    c, module = shape.config, importlib.import_module("torch.nn.attention")
+    c, module = shape.config.attention, importlib.import_module("torch.nn.attention")
     attention, chosen = shape.torch.nn.functional.scaled_dot_product_attention, getattr(module.SDPBackend, backend)
     q = shape.random(1, c.heads, shape.context, c.head_dim)
     k, v = (shape.random(1, c.kv_heads, shape.context, c.head_dim) for _ in "kv")
@@ -159,14 +159,14 @@ def _sdpa_prompt(backend: str, shape: _Shape) -> list[Call]:
 
 
 def _flash_prompt(module: str, shape: _Shape) -> list[Call]:
-    attention, c = importlib.import_module(module).flash_attn_func, shape.config
+    attention, c = importlib.import_module(module).flash_attn_func, shape.config.attention
     q, k, v = (shape.random(1, shape.context, heads, c.head_dim) for heads in (c.heads, c.kv_heads, c.kv_heads))
     return [partial(attention, q, k, v, causal=True)]
 
 
 def _flash(module: str, shape: _Shape) -> list[Call]:
     """FlashAttention's kernel for decoding; its caches are (B, T, K, D)."""
-    attention, c = importlib.import_module(module).flash_attn_with_kvcache, shape.config
+    attention, c = importlib.import_module(module).flash_attn_with_kvcache, shape.config.attention
     q = shape.random(shape.batch, 1, c.heads, c.head_dim)
     size = shape.batch, shape.context, c.kv_heads, c.head_dim
     sets = [(shape.random(*size), shape.random(*size)) for _ in range(shape.sets)]
@@ -174,13 +174,13 @@ def _flash(module: str, shape: _Shape) -> list[Call]:
 
 
 def _keys_and_values(shape: _Shape) -> list[tuple[Any, Any]]:
-    size = shape.batch, shape.config.kv_heads, shape.context, shape.config.head_dim
+    size = shape.batch, shape.config.attention.kv_heads, shape.context, shape.config.attention.head_dim
     return [(shape.random(*size), shape.random(*size)) for _ in range(shape.sets)]
 
 
 def _flashinfer(shape: _Shape) -> list[Call]:
     library = importlib.import_module("flashinfer")
-    torch, c, batch = shape.torch, shape.config, shape.batch
+    torch, c, batch = shape.torch, shape.config.attention, shape.batch
     pages = -(-shape.context // _PAGE)
 
     def integers(values: Any) -> Any:

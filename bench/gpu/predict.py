@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from polarlm.bench import report
@@ -17,7 +17,7 @@ from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, pr
 from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
 from polarlm.bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
 from polarlm.bench.gpu.paper_prompt import prompt_parts
-from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.gpu.setup import LLAMA_8B, llama
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.cli.commands import note, run
@@ -27,7 +27,7 @@ from polarlm.model_loaders.config import ModelConfig
 
 MODELS = {
     "8b": LLAMA_8B,
-    "70b": replace(LLAMA_8B, layers=80, hidden_size=8192, ffn_size=28672, heads=64),
+    "70b": llama(layers=80, hidden_size=8192, ffn_size=28672, heads=64),
 }
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
@@ -108,7 +108,7 @@ def _predict_and_report(argv: Sequence[str]) -> None:
     if options.weights not in known:
         raise FlagError(f"--weights {options.weights}: there is no such type; choose from {', '.join(sorted(known))}")
     cache_type = CacheType.read(options.cache)
-    cache_type.check(config.head_dim)
+    cache_type.check(config.attention.head_dim)
     contexts = _numbers("--context", options.context, _LEAST_CONTEXT, config.max_context)
     batches = _numbers("--batch", options.batch, 1, _MOST_BATCH)
     prompts = _numbers("--prompt", options.prompt, _LEAST_PROMPT, config.max_context)

@@ -75,7 +75,7 @@ class PrefillTime:
 def measure_matrix(gpu: Gpu, sizes: Sizes, random: RandomModel, name: str, rows: int) -> MatrixTime:
     """Every layer's matrix, one after another; or the head three times, which together no cache holds."""
     ops, weights = random.ops, random.model.weights
-    matrices = [weights.head] * 3 if name == "head" else [getattr(layer, name) for layer in weights.layers]
+    matrices = [weights.head] * 3 if name == "head" else [layer.matrices[name] for layer in weights.layers]
     x = ops.to_device(np.random.default_rng(4).standard_normal((rows, matrices[0].shape[1]), np.float32))
 
     def all_matrices(_: Array) -> Array:
@@ -111,7 +111,7 @@ def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> St
     finally:
         for sequence in sequences:
             model.store.release(sequence)
-    layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in model.weights.layers]
+    layers = (layer.matrices.values() for layer in model.weights.layers)
     read = sum(matrix.nbytes for matrix in (*itertools.chain(*layers), model.weights.head))
     return StepTime(
         *(random.weights, cell[0], min(cell), len(cell), statistics.fmean(times), statistics.median(times)),
@@ -166,7 +166,7 @@ def measure_prefill(gpu: Gpu, sizes: Sizes, random: RandomModel) -> PrefillTime:
         matrix_flops=2.0 * parameters(config)[0] * tokens,
         attention_seconds=attention,
         # Two products; a row attends to itself and all rows before it.
-        attention_flops=4.0 * config.heads * config.head_dim * tokens * (tokens + 1) / 2,
+        attention_flops=4.0 * config.attention.heads * config.attention.head_dim * tokens * (tokens + 1) / 2,
     )
 
 
@@ -200,10 +200,12 @@ def _prompt_attention(gpu: Gpu, sizes: Sizes, random: RandomModel) -> float:
     spans = ops.spans([store.view(0, span, slice(0, tokens), 0)], sizes.block_size)
 
     def rows(heads: int) -> Array:
-        return ops.to_device(rng.standard_normal((tokens, heads, config.head_dim), np.float32))
+        return ops.to_device(rng.standard_normal((tokens, heads, config.attention.head_dim), np.float32))
 
-    ops.append_kv(cache, spans, rows(config.kv_heads), rows(config.kv_heads))
-    q = rows(config.heads)
-    seconds = gpu.clock.seconds(lambda: ops.attention(q, cache, spans, config.head_dim**-0.5, None), sizes.runs)
+    ops.append_kv(cache, spans, rows(config.attention.kv_heads), rows(config.attention.kv_heads))
+    q = rows(config.attention.heads)
+    seconds = gpu.clock.seconds(
+        lambda: ops.attention(q, cache, spans, config.attention.head_dim**-0.5, None), sizes.runs
+    )
     store.abort(span)
     return seconds

@@ -10,6 +10,8 @@ import numpy as np
 from polarlm.bench.gpu.setup import Noise
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.model.forward import LayerWeights, ModelWeights
+from polarlm.engine.model.layers.attention import AttentionWeights
+from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
 from polarlm.model_loaders.config import ModelConfig
 
@@ -31,9 +33,9 @@ def has_larger_types(layer: int, layers: int) -> bool:
 
 def parameters(config: ModelConfig) -> tuple[int, int]:
     """The number of weights in matrices of all layers, and in embedding and head."""
-    e, f, width = config.hidden_size, config.ffn_size, config.head_dim
-    layer = (2 * config.heads + 2 * config.kv_heads) * width * e + 3 * f * e
-    return config.layers * layer, 2 * config.vocab_size * e
+    e, f, width = config.hidden_size, config.ffn.size, config.attention.head_dim
+    layer = (2 * config.attention.heads + 2 * config.attention.kv_heads) * width * e + 3 * f * e
+    return len(config.layers) * layer, 2 * config.vocab_size * e
 
 
 Part = tuple[str, int, int]  # format, rows, columns
@@ -41,10 +43,10 @@ Part = tuple[str, int, int]  # format, rows, columns
 
 def layer_parts(config: ModelConfig, kind: str, layer: int) -> dict[str, list[Part]]:
     """The matrices of a layer in `kind`, one of KINDS."""
-    e, f, dim = config.hidden_size, config.ffn_size, config.head_dim
-    attended, kv = config.heads * dim, config.kv_heads * dim
+    e, f, dim = config.hidden_size, config.ffn.size, config.attention.head_dim
+    attended, kv = config.attention.heads * dim, config.attention.kv_heads * dim
     usual, larger = ("q4_k", "q6_k") if kind == MIXED else (kind, kind)
-    more = larger if has_larger_types(layer, config.layers) else usual
+    more = larger if has_larger_types(layer, len(config.layers)) else usual
     split = [(usual, attended + kv, e), (more, kv, e)]
     return {
         "qkv": [(usual, attended + 2 * kv, e)] if more == usual else split,
@@ -64,7 +66,7 @@ def outer_parts(config: ModelConfig, kind: str) -> tuple[Part, Part]:
 def weight_bytes(ops: CudaOps, config: ModelConfig, kind: str) -> int:
     """Bytes of all matrices on the device."""
     parts = [*outer_parts(config, kind)]
-    for layer in range(config.layers):
+    for layer in range(len(config.layers)):
         for matrix in layer_parts(config, kind, layer).values():
             parts += matrix
     return sum(ops.matrix_bytes(_format(name, columns), rows * columns) for name, rows, columns in parts)
@@ -78,11 +80,12 @@ def random_weights(ops: CudaOps, config: ModelConfig, kind: str, noise: Noise) -
 
     def layer(number: int) -> LayerWeights:
         linear = {name: Linear(tuple(map(matrix, parts))) for name, parts in layer_parts(config, kind, number).items()}
-        norms = (ops.to_device(np.ones(config.hidden_size, np.float32)) for _ in range(2))
-        return LayerWeights(attention_norm=next(norms), q_norm=None, k_norm=None, ffn_norm=next(norms), **linear)
+        first, second = (ops.to_device(np.ones(config.hidden_size, np.float32)) for _ in range(2))
+        mixer = AttentionWeights(first, linear["qkv"], None, None, linear["out"], None)
+        return LayerWeights(mixer, GatedMLPWeights(second, linear["gate_up"], linear["down"], None))
 
     embedding, head = map(matrix, outer_parts(config, kind))
-    layers = [layer(number) for number in range(config.layers)]
+    layers = [layer(number) for number in range(len(config.layers))]
     norm = ops.to_device(np.ones(config.hidden_size, np.float32))
     return ModelWeights(embedding, layers, norm, Linear((head,)), weight_bytes(ops, config, kind))
 

@@ -131,7 +131,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         if of_weights:
             _measure_weights(reference, of_weights, cut, output, argv, about)
             return
-        types = types or all_types(reference.model.config.head_dim, key_conditioning=options.key_conditioning)
+        types = types or all_types(reference.model.config.attention.head_dim, key_conditioning=options.key_conditioning)
         prompts = _prompts(options, reference, ids)
         if options.key_bias:
             reference.bias_keys(options.key_bias, cut[0])

@@ -55,11 +55,11 @@ class Recorder(_Watch):
         config = self.model.config
         widths = {
             "input": (config.hidden_size,),
-            "keys": (config.kv_heads, config.head_dim),
-            "attention": (config.heads * config.head_dim,),
+            "keys": (config.attention.kv_heads, config.attention.head_dim),
+            "attention": (config.attention.heads * config.attention.head_dim,),
         }
         self._seen = {
-            name: [np.empty((len(ids), *width), np.float32) for _ in range(config.layers)]
+            name: [np.empty((len(ids), *width), np.float32) for _ in range(len(config.layers))]
             for name, width in widths.items()
         }
         self.run(engine, ids)
@@ -70,9 +70,9 @@ class Recorder(_Watch):
         if name not in self._seen:
             return
         rows = self.model.ops.to_host(x)
-        scales = self.model.store.conditioning[layer].scales(self.model.config.heads)
+        scales = self.model.store.conditioning[layer].scales(self.model.config.attention.heads)
         if name == "keys" and scales is not None:
-            heads = self.model.config.heads
+            heads = self.model.config.attention.heads
             rows = rows / scales[heads : heads + rows.shape[1]]
         self._seen[name][layer][position : position + len(x)] = rows
 

@@ -82,9 +82,9 @@ class _Prompt:
     def __init__(self, coded: Transformer, store: KVStore) -> None:
         self.model = Transformer(coded.ops, coded.config, coded.weights, store)
         self._sequence = store.new_sequence()
-        self._formats = [coded.store.cache(layer).format for layer in range(coded.config.layers)]
+        self._formats = [coded.store.cache(layer).format for layer in range(len(coded.config.layers))]
         self._block = coded.store.shape.block_size
-        empty = np.empty((coded.config.kv_heads, 0, coded.config.head_dim), np.float32)
+        empty = np.empty((coded.config.attention.kv_heads, 0, coded.config.attention.head_dim), np.float32)
         self._decoded = [[empty, empty] for _ in self._formats]
 
     @property
@@ -140,10 +140,10 @@ class _Prompt:
 
         q (T, H, D), k (T, K, D): of the tokens after the prompt in a layer, as the taps have them.
         """
-        config = self.model.config
+        config = self.model.config.layers[layer].mixer
         keys = np.concatenate([self._sides[layer][0].astype(np.float32), k.swapaxes(0, 1)], axis=1)
         grouped = q.reshape(len(q), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
-        scores = grouped @ keys[:, None].swapaxes(2, 3) * self.model.attention_scale  # (K, G, T, S)
+        scores = grouped @ keys[:, None].swapaxes(2, 3) * config.score_scale  # (K, G, T, S)
         length = self._sequence.length
         scores[..., length:][..., ~np.tri(len(q), dtype=bool)] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -157,7 +157,7 @@ class _Prompt:
 def whole_store(coded: Transformer, settings: Mapping[str, Any]) -> KVStore:
     """A store for `_Prompt` of `ctx_size` tokens in one block; settings: those of the coded model's store."""
     config = settle(None, None, {**settings, "block_size": -(-settings["ctx_size"] // 4) * 4})
-    ops, layers = coded.ops, coded.config.layers
+    ops, layers = coded.ops, len(coded.config.layers)
     shape = cache_shape(config, WHOLE, ops, coded.config)
     plan = store_plan(config, ops, coded.config, shape, ops.room_beside(0))
     return KVStore(ops, plan, coded.store.conditioning, [(None, None)] * layers)
@@ -203,7 +203,7 @@ def _compare(prompt: _Prompt, ids: Sequence[int], length: int, depth: Depth) -> 
         return np.concatenate([rows[position] for position in sorted(rows)])
 
     exact = prompt.logits(ids, none, none, taps)
-    shares = [prompt.share(seen("queries", i), seen("keys", i), i) for i in range(prompt.model.config.layers)]
+    shares = [prompt.share(seen("queries", i), seen("keys", i), i) for i in range(len(prompt.model.config.layers))]
     depth.on_codes += np.mean(shares, axis=0).tolist()
     every, middle = slice(block, length), max(block, length - _NEWEST)
     newest, older = slice(middle, length), slice(block, middle)
@@ -289,7 +289,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         coded, source = parts.model, parts.source
         if any(window is not None for window, _ in coded.store.shape.groups):
             raise FlagError(f"{source.name} has sliding windows, in which blocks have no depth: take another model")
-        one.check(source.config.head_dim)
+        one.check(source.config.attention.head_dim)
         output = destination.path("causes", f"{source.name} {one.label}")
         ids = source.tokenizer.tokenize(text)
         cut = windows(ids, options.window, source.tokenizer.bos_id)[: options.windows]

@@ -250,7 +250,7 @@ def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
     found = []
     for one in cache_types(text):
         try:
-            one.check(config.head_dim)
+            one.check(config.attention.head_dim)
         except FlagError as error:
             if text != DEFAULT_TYPES:
                 raise

@@ -86,7 +86,7 @@ class Reference:
         a bias of the key projection is in some model families. Calibration runs without the bias, which changes its
         statistics little. Raises FlagError for a model that normalizes its keys.
         """
-        if self.model.config.qk_norm:
+        if self.model.config.attention.qk_norm:
             raise FlagError(
                 f"--key-bias: {self.model.name} normalises its keys, and a bias with them; take another model"
             )
@@ -124,11 +124,13 @@ class Reference:
 
 def _with_key_bias(model: Transformer, index: int, amount: float) -> Any:
     """The layer's weights, with `amount` added to both channels of the last pairs of every key."""
-    config, layer = model.config, model.weights.layers[index]
-    pairs = min(_BIASED_PAIRS, config.head_dim // 2)
-    bias = np.zeros((config.heads + 2 * config.kv_heads, config.head_dim), np.float32)
-    if layer.qkv.bias is not None:
-        bias += model.ops.to_host(layer.qkv.bias).reshape(bias.shape)
-    for end in (config.head_dim // 2, config.head_dim):
-        bias[config.heads : config.heads + config.kv_heads, end - pairs : end] += amount
-    return replace(layer, qkv=replace(layer.qkv, bias=model.ops.to_device(bias.reshape(-1))))
+    attention, layer = model.config.layers[index].mixer, model.weights.layers[index]
+    heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
+    pairs, qkv = min(_BIASED_PAIRS, dim // 2), layer.mixer.qkv
+    bias = np.zeros((heads + 2 * kv_heads, dim), np.float32)
+    if qkv.bias is not None:
+        bias += model.ops.to_host(qkv.bias).reshape(bias.shape)
+    for end in (dim // 2, dim):
+        bias[heads : heads + kv_heads, end - pairs : end] += amount
+    qkv = replace(qkv, bias=model.ops.to_device(bias.reshape(-1)))
+    return replace(layer, mixer=replace(layer.mixer, qkv=qkv))

@@ -94,7 +94,7 @@ def measure(
     hidden states, (window, E) float32 for each window, are kept for all types. Raises FlagError or EngineError.
     """
     for cache_type in types:
-        cache_type.check(reference.model.config.head_dim)
+        cache_type.check(reference.model.config.attention.head_dim)
     recording = recording or reference.record(cut[0])
     rows: list[Row] = []
     logprobs: list[np.ndarray] = []

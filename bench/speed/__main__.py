@@ -85,14 +85,16 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     try:
         path, config, vocabulary = source.path, source.config, len(source.vocabulary)
         for cache_type in types:
-            cache_type.check(config.head_dim)
+            cache_type.check(config.attention.head_dim)
     finally:
         source.weights.close()
     about = report.machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
     output = destination.path("speed", f"{source.name} {where}")
 
-    subject = Subject(path, device, config.layers, config.kv_heads, config.head_dim, options.peer_python)
+    subject = Subject(
+        path, device, len(config.layers), config.attention.kv_heads, config.attention.head_dim, options.peer_python
+    )
     threads = threads[:1] if gpu else threads
     ours = [Contestant(OURS, cache_type.label, cache_type) for cache_type in types]
     speed = Speed(source.name, source.dtype, device, ours, "", most_threads=max(threads))

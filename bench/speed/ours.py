@@ -55,10 +55,9 @@ class Ours:
     def weight_bytes(self) -> int:
         """Bytes of the matrices that a step multiplies by, as the backend holds them."""
         weights = self._model.weights
-        layers = sum(
-            matrix.nbytes for layer in weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        return (
+            sum(matrix.nbytes for layer in weights.layers for matrix in layer.matrices.values()) + weights.head.nbytes
         )
-        return layers + weights.head.nbytes
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of the K/V of a sequence, which a step behind `tokens` tokens reads."""

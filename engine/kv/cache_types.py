@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
@@ -38,12 +39,14 @@ def _both(types: str) -> tuple[str, str]:
     return k, v if slash else k
 
 
-def layer_codecs(config: EngineConfig, layers: int, head_dim: int) -> list[tuple[codecs.Codec, codecs.Codec]]:
-    """(codec of keys, codec of values) of every layer. Raises EngineError that names the setting."""
+def layer_codecs(config: EngineConfig, head_dims: Sequence[int]) -> list[tuple[codecs.Codec, codecs.Codec]]:
+    """(codec of keys, codec of values) of every layer, each of which has a head dim. Raises EngineError that names the
+    setting."""
     sides = []
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
-        names = _names(setting, types, layers)
-        sides.append([_codec(side, setting, name, head_dim, config.block_size) for name in names])
+        names = _names(setting, types, len(head_dims))
+        named = zip(names, head_dims, strict=True)
+        sides.append([_codec(side, setting, name, head_dim, config.block_size) for name, head_dim in named])
     return list(zip(*sides, strict=True))
 
 

@@ -21,8 +21,23 @@ class LayerShape:
 
     codec_k: Codec
     codec_v: Codec
+    kv_heads: int  # K
+    head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token: its key and its value of every KV head."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def quantized_bytes(self, block_size: int) -> int:
+        """Bytes of a quantized block: both codecs' fields and the means of keys."""
+        n, d = block_size, self.head_dim
+        fields = [*self.codec_k.fields(n, d).values(), *self.codec_v.fields(n, d).values()]
+        means = mean_fields(self.mean_bits, d).values() if self.mean_bits else ()
+        count = sum(field.nbytes for field in fields) + sum(math.prod(shape) * t.itemsize for shape, t in means)
+        return self.kv_heads * count
 
 
 @dataclass(frozen=True)
@@ -30,8 +45,6 @@ class CacheShape:
     """How all layers store a block of K/V."""
 
     block_size: int  # N
-    kv_heads: int  # K
-    head_dim: int  # D
     layers: tuple[LayerShape, ...]
     # Per layer, the bytes of a quantized block and of a full-precision slot on the backend, all KV heads.
     # None: no padding.
@@ -47,46 +60,38 @@ class CacheShape:
             metric_v=metric_v,
             mean_bits=shape.mean_bits,
             block_size=self.block_size,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
         )
 
     @cached_property
     def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """(window, its layers) of each group, whose layers share block tables."""
-        members: dict[int | None, list[int]] = {}
+        """(window, its layers) of each group, whose layers share block tables, and have heads of one shape."""
+        members: dict[tuple[int | None, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
-            members.setdefault(layer.window, []).append(index)
-        return tuple((window, tuple(layers)) for window, layers in members.items())
+            members.setdefault((layer.window, layer.kv_heads, layer.head_dim), []).append(index)
+        return tuple((window, tuple(layers)) for (window, _, _), layers in members.items())
 
     def quantized_bytes(self, layers: Iterable[int]) -> int:
-        """Bytes of a quantized block of these layers: both codecs' fields and the means of keys."""
+        """Bytes of a quantized block of these layers."""
         if self.stored is not None:
             return sum(self.stored[layer][0] for layer in layers)
         return sum(self._quantized_bytes[layer] for layer in layers)
 
     @cached_property
     def _quantized_bytes(self) -> tuple[int, ...]:
-        n, d = self.block_size, self.head_dim
+        return tuple(layer.quantized_bytes(self.block_size) for layer in self.layers)
 
-        def bytes_of(layer: LayerShape) -> int:
-            fields = [*layer.codec_k.fields(n, d).values(), *layer.codec_v.fields(n, d).values()]
-            means = mean_fields(layer.mean_bits, d).values() if layer.mean_bits else ()
-            return sum(field.nbytes for field in fields) + sum(math.prod(shape) * t.itemsize for shape, t in means)
-
-        return tuple(self.kv_heads * bytes_of(layer) for layer in self.layers)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of a full-precision slot of one layer."""
+    def full_bytes(self, layers: Iterable[int]) -> int:
+        """Bytes of a full-precision slot of these layers."""
         if self.stored is not None:
-            return self.stored[0][1]
-        return 2 * self.kv_heads * self.block_size * self.head_dim * 2
+            return sum(self.stored[layer][1] for layer in layers)
+        return sum(2 * self.block_size * self.layers[layer].values for layer in layers)
 
     @property
     def f16_bytes_per_token(self) -> int:
         """Bytes per token of complete blocks in half precision, all layers."""
-        return 2 * len(self.layers) * self.kv_heads * self.head_dim * 2
+        return 2 * sum(layer.values for layer in self.layers)
 
     @property
     def bytes_per_token(self) -> float:
@@ -99,7 +104,7 @@ class CacheShape:
         Blocks outside a layer's window are not counted.
         """
         return sum(
-            quantized * self.quantized_bytes(layers) + len(layers) * full * self.full_bytes
+            quantized * self.quantized_bytes(layers) + full * self.full_bytes(layers)
             for layers, quantized, full in self._blocks(tokens)
         )
 
@@ -109,8 +114,7 @@ class CacheShape:
         Whole blocks, as in `sequence_bytes`: one that is being filled has its whole memory in both. So what a codec
         saves shows from the first quantized block on, and nothing else counts as saved or lost.
         """
-        count = sum(len(layers) * (quantized + full) for layers, quantized, full in self._blocks(tokens))
-        return count * self.full_bytes
+        return sum((quantized + full) * self.full_bytes(layers) for layers, quantized, full in self._blocks(tokens))
 
     def _blocks(self, tokens: int) -> Iterator[tuple[Sequence[int], int, int]]:
         """Of a sequence of `tokens`: (layers of a group, its quantized blocks, those in full precision)."""
@@ -122,7 +126,7 @@ class CacheShape:
     @property
     def bits_per_value(self) -> float:
         """Bits of a quantized block per K/V value, over all layers, without a backend's padding."""
-        values = 2 * len(self.layers) * self.kv_heads * self.block_size * self.head_dim
+        values = self.block_size * sum(layer.values for layer in self.layers)
         return 8 * sum(self._quantized_bytes) / values
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
@@ -139,7 +143,7 @@ class CacheShape:
     def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
         """Bytes of a store with `quantized_blocks` per group, and `full_slots` in every group."""
         return sum(
-            quantized * self.quantized_bytes(layers) + len(layers) * full_slots * self.full_bytes
+            quantized * self.quantized_bytes(layers) + full_slots * self.full_bytes(layers)
             for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)
         )
 
@@ -222,7 +226,7 @@ def plan_for_memory(
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     """Tokens, up to `max_tokens`, that an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
-    layers = tuple(LayerShape(half, half, window=layer.window) for layer in plan.shape.layers)
+    layers = tuple(replace(layer, codec_k=half, codec_v=half, mean_bits=0) for layer in plan.shape.layers)
     f16 = replace(plan.shape, layers=layers, stored=None)
     low, high = 0, max_tokens
     while low < high:

@@ -59,16 +59,17 @@ class SequenceKV:
 class Span:
     """`count` new tokens of a sequence, from position `start`.
 
-    growth: the reserved blocks, for each group; empty after commit or abort. buffer: the K/V of a prompt's layer, from
-    the start of the current block on; None for a step, whose rows go to the slots of their blocks. round_trip: whether
-    attention reads the span's K/V as `KVStore.round_trip` leaves them.
+    growth: the reserved blocks, for each group; empty after commit or abort. buffers: for each group the K/V of a
+    prompt's layer, from the start of the current block on (groups of one shape share one); none for a step, whose rows
+    go to the slots of their blocks. round_trip: whether attention reads the span's K/V as `KVStore.round_trip` leaves
+    them.
     """
 
     sequence: SequenceKV
     start: int
     count: int
     growth: list[Growth]
-    buffer: Buffer | None
+    buffers: Sequence[Buffer] = ()
     round_trip: bool = False
 
 
@@ -132,18 +133,26 @@ class KVStore:
         growth = self._reserve(sequence, lambda group, table: group.grow(table, sequence.length, count))
         rows = sequence.length % self.shape.block_size + count
         try:
-            buffer = self.ops.buffer(self.shape.format(0), rows, as_slots=as_steps)
+            buffers = self._buffers(rows, as_slots=as_steps)
         except BaseException:  # there is no memory for it
             for group, grown in zip(self.groups, growth, strict=True):
                 group.abort(grown)
             raise
-        return Span(sequence, sequence.length, count, growth, buffer, round_trip)
+        return Span(sequence, sequence.length, count, growth, buffers, round_trip)
+
+    def _buffers(self, rows: int, *, as_slots: bool) -> list[Buffer]:
+        made: dict[tuple[int, int], Buffer] = {}
+        formats = [self.shape.format(layers[0]) for _, layers in self.shape.groups]
+        for format in formats:
+            if (format.kv_heads, format.head_dim) not in made:
+                made[format.kv_heads, format.head_dim] = self.ops.buffer(format, rows, as_slots=as_slots)
+        return [made[format.kv_heads, format.head_dim] for format in formats]
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """A span for `count` ≤ STEP_ROWS rows of a step. Raises OutOfBlocks and changes nothing."""
         assert 1 <= count <= STEP_ROWS
         growth = self._reserve(sequence, lambda group, table: group.grow_in_place(table, sequence.length, count))
-        return Span(sequence, sequence.length, count, growth, None)
+        return Span(sequence, sequence.length, count, growth)
 
     def rows_of_block(self, sequence: SequenceKV) -> int:
         """The most rows of a step whose tokens go to the current block: behind it, rows attend to its codes."""
@@ -177,11 +186,11 @@ class KVStore:
         """`rows` of `span`, which start at `position`, as a layer and all others of its group see them."""
         index, n = self._group_of[layer], self.shape.block_size
         table, first = span.sequence.tables[index], span.start // n
-        if span.buffer is None:
+        if span.buffers:
+            current, following = Place(span.buffers[index], 0), []
+        else:
             slot, *following = span.growth[index].slots.values()
             current = Place(None, slot)
-        else:
-            current, following = Place(span.buffer, 0), []
         return SpanView(
             rows=rows,
             position=position,
@@ -196,29 +205,30 @@ class KVStore:
     def begin_layer(self, layer: int, span: Span) -> None:
         """Copy the current block's earlier tokens to the span's buffer, if it has one."""
         filled = span.start % self.shape.block_size
-        if span.buffer is None or filled == 0:
+        if not span.buffers or filled == 0:
             return
-        current = span.sequence.tables[self._group_of[layer]].current
+        group = self._group_of[layer]
+        current = span.sequence.tables[group].current
         assert current is not None
-        self.ops.copy_full(self.cache(layer), Place(span.buffer, 0), Place(None, current), filled)
+        self.ops.copy_full(self.cache(layer), Place(span.buffers[group], 0), Place(None, current), filled)
 
     def seal(self, layer: int, span: Span) -> None:
         """Encode the complete blocks in a prompt's buffer and copy the rest to slots. All of its K/V must be appended.
 
         Raises EngineError ("model_damaged") if a complete block holds NaN or infinity and the device detects it.
         """
-        if span.buffer is None:
+        if not span.buffers:
             return
-        n = self.shape.block_size
-        cache, grown = self.cache(layer), span.growth[self._group_of[layer]]
+        n, group = self.shape.block_size, self._group_of[layer]
+        cache, grown, buffer = self.cache(layer), span.growth[group], span.buffers[group]
         base = span.start // n  # number of the buffer's first block
         if grown.quantized:
-            sources = [Place(span.buffer, number - base) for number in grown.quantized]
+            sources = [Place(buffer, number - base) for number in grown.quantized]
             with _damage_as_error():
                 self.ops.encode_blocks([FilledBlocks([cache], list(grown.quantized.values()), sources)])
         for number, slot in grown.slots.items():
             tokens = min(n, span.start + span.count - number * n)
-            self.ops.copy_full(cache, Place(None, slot), Place(span.buffer, number - base), tokens)
+            self.ops.copy_full(cache, Place(None, slot), Place(buffer, number - base), tokens)
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Replace the K/V in a sealed span's buffer by what they are after encoding and decoding.
@@ -229,7 +239,7 @@ class KVStore:
         if span.start >= n:
             tokens = span.start % n + span.count
             with _damage_as_error():
-                self.ops.round_trip(self.cache(layer), Place(span.buffer, 0), tokens)
+                self.ops.round_trip(self.cache(layer), Place(span.buffers[self._group_of[layer]], 0), tokens)
 
     def commit(self, span: Span, kept: int | None = None) -> None:
         """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and forget the others.
@@ -248,10 +258,10 @@ class KVStore:
         lengths = []
         for span, count in zip(spans, kept or [None] * len(spans), strict=True):
             count = span.count if count is None else count
-            assert (0 if span.buffer is None else span.count) <= count <= span.count
+            assert (span.count if span.buffers else 0) <= count <= span.count
             lengths.append(span.start + count)
         steps = [_Step(i, span, length) for i, (span, length) in enumerate(zip(spans, lengths, strict=True))]
-        damaged = self._encode_filled([step for step in steps if step.span.buffer is None])
+        damaged = self._encode_filled([step for step in steps if not step.span.buffers])
         for _, span, length in steps:
             growth, span.growth = span.growth, []
             span.sequence.length = length
@@ -291,7 +301,7 @@ class KVStore:
         shape, total = self.shape, 0
         for (_, layers), table in zip(shape.groups, sequence.tables, strict=True):
             full = (table.sink is not None) + (table.current is not None)
-            total += len(table.quantized) * shape.quantized_bytes(layers) + len(layers) * full * shape.full_bytes
+            total += len(table.quantized) * shape.quantized_bytes(layers) + full * shape.full_bytes(layers)
         return total
 
 

@@ -251,13 +251,14 @@ def _rehearse(
 ) -> list[Callable[[], None]]:
     """Rehearse the first requests of a model of these shapes, whose values do not matter → what to rehearse later."""
     model, ops = source.config, rehearsal.ops
-    one = Variances(*np.ones((2, model.kv_heads, model.head_dim)))
-    measured = neutral(model.kv_heads, model.head_dim, shape.block_size) if _is_calibrated(config, shape) else None
-    output = np.tile(np.eye(model.head_dim, dtype=np.float32), model.heads)
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
-    for layer in shape.layers:
+    for layer, of_model in zip(shape.layers, model.layers, strict=True):
         if layer not in made:
-            made[layer] = stored(encoding, layer, shape, one, measured, lambda: output)
+            heads, dim = layer.kv_heads, layer.head_dim
+            output = np.tile(np.eye(dim, dtype=np.float32), of_model.mixer.heads)
+            measured = neutral(heads, dim, shape.block_size) if _is_calibrated(config, shape) else None
+            one = Variances(*np.ones((2, heads, dim)))
+            made[layer] = stored(encoding, layer, one, measured, partial(np.asarray, output))
     conditioning, metrics = zip(*(made[layer] for layer in shape.layers), strict=True)
     weights = load_weights(ops, model, source.weights, None, weight_format(config))
     store = KVStore(ops, least_plan(shape, max(rehearsal.rows, default=0)), conditioning, metrics)
@@ -297,7 +298,7 @@ def _store(
     )
     conditioning, metrics = zip(
         *(
-            stored(encoding, layer_shape, shape, size, measured, partial(ops.rows, layer.out))
+            stored(encoding, layer_shape, size, measured, partial(ops.rows, layer.mixer.out))
             for layer, layer_shape, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True)
         ),
         strict=True,

@@ -36,7 +36,7 @@ TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 
 Progress = Callable[[int, int], None]
 
-_FORMAT = 1  # version of the file, and of the meaning of its numbers
+_FORMAT = 2  # version of the file, and of the meaning of its numbers
 
 
 def load_or_calibrate(
@@ -58,7 +58,7 @@ def load_or_calibrate(
             f"The KV cache is not fitted to this model, and quantized types are less precise: fitting takes two blocks "
             f"of {block_size} tokens, and the calibration text has {len(ids)} here; choose a smaller block size."
         )
-        return [neutral(config.kv_heads, config.head_dim, block_size)] * config.layers
+        return [neutral(one.mixer.kv_heads, one.mixer.head_dim, block_size) for one in config.layers]
     key = _key(ops, config, weights, ids, block_size)
     file = _file(key, say)
     statistics = _read(file, key) if file else None
@@ -106,13 +106,13 @@ def calibrate(
     rows = 0
     for unit in model.forward_units([span], ids, outputs=0, by_layer=True):  # keys and queries are all that is wanted
         rows += unit
-        progress(rows, config.layers * len(ids))
+        progress(rows, len(config.layers) * len(ids))
         if rows % len(ids) == 0:  # a layer is complete
-            if not (np.isfinite(seen.queries).all() and np.isfinite(seen.keys).all()):
+            queries, keys = seen.of(len(statistics))
+            if not (np.isfinite(queries).all() and np.isfinite(keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
-            keys = np.ascontiguousarray(seen.keys.swapaxes(0, 1))
-            window = config.window(len(statistics))
-            layer = measure(seen.queries, keys, model.attention_scale, window, block_size, ops.parallel_map)
+            mixer, keys = config.layers[len(statistics)].mixer, np.ascontiguousarray(keys.swapaxes(0, 1))
+            layer = measure(queries, keys, mixer.score_scale, mixer.window, block_size, ops.parallel_map)
             if not all(np.isfinite(getattr(layer, field.name)).all() for field in fields(layer)):  # squares overflow
                 raise EngineError(NOT_FINITE, "model_damaged")
             statistics.append(layer)
@@ -138,19 +138,29 @@ class _QueriesAndKeys:
     """
 
     def __init__(self, model: Transformer, tokens: int):
-        config = model.config
-        self._to_host, self._heads, self._conditioning = model.ops.to_host, config.heads, model.store.conditioning
-        self.queries = np.empty((tokens, config.heads, config.head_dim), np.float32)
-        self.keys = np.empty((tokens, config.kv_heads, config.head_dim), np.float32)
+        self._to_host, self._conditioning = model.ops.to_host, model.store.conditioning
+        self._mixers = [layer.mixer for layer in model.config.layers]
+        shapes = {(heads, mixer.head_dim) for mixer in self._mixers for heads in (mixer.heads, mixer.kv_heads)}
+        self._kept = {
+            name: {shape: np.empty((tokens, *shape), np.float32) for shape in shapes} for name in ("queries", "keys")
+        }
+
+    def of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Queries and keys of a layer, until the next one of its shape begins."""
+        mixer = self._mixers[layer]
+        shapes = {"queries": (mixer.heads, mixer.head_dim), "keys": (mixer.kv_heads, mixer.head_dim)}
+        queries, keys = (self._kept[name][shape] for name, shape in shapes.items())
+        return queries, keys
 
     def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
-        if name not in ("queries", "keys"):
+        if name not in self._kept:
             return
-        scales = self._conditioning[layer].scales(self._heads)
+        heads = self._mixers[layer].heads
+        scales = self._conditioning[layer].scales(heads)
         assert scales is not None
-        kept, first = (self.queries, 0) if name == "queries" else (self.keys, self._heads)
-        heads = slice(first, first + kept.shape[1])
-        kept[position : position + len(x)] = self._to_host(x) / scales[heads]
+        first = 0 if name == "queries" else heads
+        rows = slice(position, position + len(x))
+        self._kept[name][x.shape[1:]][rows] = self._to_host(x) / scales[first : first + x.shape[1]]
 
 
 def _full_precision_model(
@@ -158,8 +168,8 @@ def _full_precision_model(
 ) -> Transformer:
     """A model with a store for one prompt of `tokens` in full precision, without rotations."""
     full = codecs.get(codecs.FULL)
-    shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(full, full),) * config.layers)
-    plan = plan_for_tokens(shape, tokens, 1)
+    layers = (LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim) for one in config.layers)
+    plan = plan_for_tokens(CacheShape(block_size, tuple(layers)), tokens, 1)
     conditioning = [Conditioning(scale=scale(size)) for size in variances(ops, config, weights)]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
 
@@ -170,7 +180,7 @@ def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int
     return hashlib.sha256(repr((_FORMAT, block_size, list(ids), model)).encode()).hexdigest()
 
 
-# -- the file: one array per field, whose first axis is the layers ----------------------------------------------------
+# -- the file: an array for each field of each layer -----------------------------------------------------------------
 
 
 def _read(file: Path, key: str) -> list[LayerStatistics] | None:
@@ -181,14 +191,15 @@ def _read(file: Path, key: str) -> list[LayerStatistics] | None:
         return None
     if header != {"key": key}:
         return None
-    columns = (arrays[field.name] for field in fields(LayerStatistics))
-    return [LayerStatistics(*layer) for layer in zip(*columns, strict=True)]
+    names = [field.name for field in fields(LayerStatistics)]
+    layers = range(len(arrays) // len(names))
+    return [LayerStatistics(*(arrays[f"{layer}.{name}"] for name in names)) for layer in layers]
 
 
 def _write(file: Path, key: str, statistics: Sequence[LayerStatistics], say: Callable[[str], None]) -> None:
     """Write the statistics to `file`, or say why that is not possible."""
     names = [field.name for field in fields(LayerStatistics)]
-    arrays = {name: np.stack([getattr(layer, name) for layer in statistics]) for name in names}
+    arrays = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(statistics) for name in names}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         checked_file.write(file, {"key": key}, arrays)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.kv.plan import CacheShape, LayerShape
+from polarlm.engine.kv.plan import LayerShape
 from polarlm.engine.kv.store import Metrics
 from polarlm.engine.model.magnitudes import Variances, scale
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -32,16 +32,15 @@ WHOLE = Encoding()
 def stored(
     encoding: Encoding,
     layer: LayerShape,
-    shape: CacheShape,
     size: Variances,
     measured: LayerStatistics | None,
     output: Callable[[], np.ndarray],
 ) -> tuple[Conditioning, Metrics]:
     """How a layer stores keys and values of this size. output() returns the output projection (E, H·D)."""
-    rotations = layer.codec_k.rotation(shape.head_dim), layer.codec_v.rotation(shape.head_dim)
+    rotations = layer.codec_k.rotation(layer.head_dim), layer.codec_v.rotation(layer.head_dim)
     s = smoothing(measured) if measured and layer.mean_bits and encoding.smoothing else None
     stored = Conditioning(*rotations, scale(size, s))
-    metrics = (None, None) if measured is None else _metrics(encoding, layer, stored, measured, output(), shape)
+    metrics = (None, None) if measured is None else _metrics(encoding, layer, stored, measured, output())
     return stored, metrics
 
 
@@ -51,7 +50,6 @@ def _metrics(
     stored: Conditioning,
     measured: LayerStatistics,
     output: np.ndarray,
-    shape: CacheShape,
 ) -> Metrics:
     """The error metrics of a layer's keys and values; None for a codec that does not round to a table of points."""
     k = v = None
@@ -62,7 +60,7 @@ def _metrics(
     if layer.codec_v.rounding is not None:
         tokens = measured.token_correlation if encoding.token_feedback else None
         rounding = layer.codec_v.rounding
-        v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, rounding, tokens)
+        v = value_metric(output, layer.kv_heads, layer.head_dim, stored.value_rotation, rounding, tokens)
     if k is not None and not encoding.tilt:
         k = without_tilt(k)
     if not encoding.feedback:

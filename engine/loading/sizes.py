@@ -79,19 +79,23 @@ def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) 
 def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
     """The shape of all layers' caches. Raises EngineError for a cache type that does not fit the model."""
     mean_bits = 8 if encoding.small_means else 16
+    mixers = [layer.mixer for layer in model.layers]
+    codecs_of_layers = cache_types.layer_codecs(config, [mixer.head_dim for mixer in mixers])
     layers = tuple(
         LayerShape(
             codec_k,
             codec_v,
+            mixer.kv_heads,
+            mixer.head_dim,
             # Full precision gains nothing from centring.
             mean_bits=mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0,
-            window=model.window(layer),
+            window=mixer.window,
         )
-        for layer, (codec_k, codec_v) in enumerate(cache_types.layer_codecs(config, model.layers, model.head_dim))
+        for mixer, (codec_k, codec_v) in zip(mixers, codecs_of_layers, strict=True)
     )
-    shape = CacheShape(config.block_size, model.kv_heads, model.head_dim, layers)
+    shape = CacheShape(config.block_size, layers)
     try:
-        return replace(shape, stored=tuple(ops.cache_bytes(shape.format(layer)) for layer in range(model.layers)))
+        return replace(shape, stored=tuple(ops.cache_bytes(shape.format(layer)) for layer in range(len(layers))))
     except ValueError as error:
         raise EngineError(str(error)) from None
 

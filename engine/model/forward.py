@@ -15,6 +15,8 @@ from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Draws, Ops, Spans
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.store import KVStore, Span
+from polarlm.engine.model.layers.attention import Attention, AttentionWeights, Tap
+from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.rope import Rope, RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
 from polarlm.engine.weight_formats import Linear, Matrix
@@ -31,18 +33,16 @@ call returns. Parts of a prompt may come in any order, and from several threads.
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of a decoder layer. Matrices are (out, in); None for what the family does not have."""
+    """The weights of a decoder layer."""
 
-    attention_norm: Array | None  # (E,)
-    qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
-    q_norm: Array | None  # (D,), or (H·D,) of all heads together
-    k_norm: Array | None  # (D,), or (K·D,)
-    out: Linear  # (E, H·D)
-    ffn_norm: Array | None  # (E,)
-    gate_up: Linear  # (2F, E)
-    down: Linear  # (E, F)
-    attention_post_norm: Array | None = None  # (E,): of the result, before it is added to the residual
-    ffn_post_norm: Array | None = None
+    mixer: AttentionWeights
+    ffn: GatedMLPWeights
+
+    @property
+    def matrices(self) -> dict[str, Linear]:
+        """All that rows are multiplied by, by their names."""
+        mixer, ffn = self.mixer, self.ffn
+        return {"qkv": mixer.qkv, "out": mixer.out, "gate_up": ffn.gate_up, "down": ffn.down}
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,37 @@ class Transformer:
     def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore):
         self.ops = ops
         self.config = config
-        self.weights = weights
         self.store = store
         # Called in prefill with one span, never in steps, which may be recorded. May be set at any time.
         self.taps: Taps | None = None
         self._ropes = RopeTables(config)
-        self.attention_scale = config.attention_scale or config.head_dim**-0.5
         transforms = [
             HeadTransform(
-                config.kv_heads,
-                stored.scales(config.heads),
+                layer.mixer.kv_heads,
+                stored.scales(layer.mixer.heads),
                 stored.key_rotation,
                 stored.value_rotation,
-                stored.scales_back(config.heads),
+                stored.scales_back(layer.mixer.heads),
             )
-            for stored in store.conditioning
+            for layer, stored in zip(config.layers, store.conditioning, strict=True)
         ]
         self._transforms = ops.prepare(transforms)
+        self.weights = weights
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights that the next forward pass computes with."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: ModelWeights) -> None:
+        self._weights = weights
+        ops, eps, layers = self.ops, self.config.norm_eps, [*zip(self.config.layers, weights.layers, strict=True)]
+        self._mixers = [
+            Attention(ops, layer.mixer, eps, w.mixer, self.store.cache(number), self._transforms[number])
+            for number, (layer, w) in enumerate(layers)
+        ]
+        self._ffns = [GatedMLP(ops, layer.ffn, eps, w.ffn) for layer, w in layers]
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
@@ -113,8 +127,8 @@ class Transformer:
         ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self._rope(spans)]
         units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
         parts = [[self._part(spans, rows, first_output) for rows in self.ops.split_rows(unit)] for unit in units]
-        done, last = 0, (self.config.layers - 1, units[-1])
-        for layer in range(self.config.layers):
+        done, last = 0, (len(self._mixers) - 1, units[-1])
+        for layer in range(len(self._mixers)):
             for span in spans:
                 self.store.begin_layer(layer, span)
             rope = ropes[self._ropes.kind[layer]]
@@ -212,10 +226,11 @@ class Transformer:
         tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers.
         """
         x, first_spans = self._embed(ids), 2 * len(self._ropes)
-        for layer in range(self.config.layers):
-            kind, seen = self._ropes.kind[layer], tables[first_spans + self.store.group_of(layer)]
+        for layer, (mixer, ffn) in enumerate(zip(self._mixers, self._ffns, strict=True)):
+            kind, spans = self._ropes.kind[layer], tables[first_spans + self.store.group_of(layer)]
             cos, sin = tables[2 * kind : 2 * kind + 2]
-            self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
+            mixer.mix(x, mixer.project(x, (cos, sin), spans, recorded=True), spans, recorded=True)
+            ffn.add(x, recorded=True)
         return self._head(x, recorded=True)
 
     # -- one layer ----------------------------------------------------------------------------------------------
@@ -237,7 +252,7 @@ class Transformer:
         count = rows.stop - rows.start
         skipped = min(max(0, first_output - rows.start), count)
         seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
-        last, position = self.config.layers - 1, spans[0].start + rows.start
+        last, position = len(self._mixers) - 1, spans[0].start + rows.start
         if skipped in (0, count):  # if all rows are skipped, none attends in the last layer
             return _Part(rows, position, seen, skipped, seen[self.store.group_of(last)])
         return _Part(rows, position, seen, skipped, self._spans(last, spans, slice(rows.start + skipped, rows.stop)))
@@ -257,20 +272,25 @@ class Transformer:
         self, layer: int, x: Array, rope: tuple[Array, Array], parts: Sequence[_Part], complete: Sequence[Span]
     ) -> None:
         """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`."""
-        cos, sin = rope
-        group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
+        (cos, sin), mixer, ffn = rope, self._mixers[layer], self._ffns[layer]
+        group, is_last = self.store.group_of(layer), layer == len(self._mixers) - 1
+
+        def tap(position: int) -> Tap | None:
+            taps = self.taps
+            return None if taps is None else lambda name, x: taps(name, layer, position, x)
 
         def project(i: int) -> Array:
-            rows, position = parts[i].rows, parts[i].position
-            if self.taps is not None:
-                self.taps("input", layer, position, x[rows])
-            return self._project(layer, x[rows], cos[rows], sin[rows], parts[i].spans[group], position)
+            rows, seen = parts[i].rows, tap(parts[i].position)
+            if seen is not None:
+                seen("input", x[rows])
+            return mixer.project(x[rows], (cos[rows], sin[rows]), parts[i].spans[group], recorded=False, tap=seen)
 
         def mix(i: int) -> None:
             part, skipped = parts[i], parts[i].skipped if is_last else 0
             if skipped < len(queries[i]):
-                spans = part.last if is_last else part.spans[group]
-                self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans, part.position + skipped)
+                spans, rows = part.last if is_last else part.spans[group], x[part.rows][skipped:]
+                mixer.mix(rows, queries[i][skipped:], spans, recorded=False, tap=tap(part.position + skipped))
+                ffn.add(rows, recorded=False)
 
         # A row attends to all K/V before it, so every part is projected before the first one attends.
         queries = self.ops.map_parts(project, len(parts))
@@ -279,59 +299,6 @@ class Transformer:
             if span.round_trip:
                 self.store.round_trip(layer, span)
         self.ops.map_parts(mix, len(parts))
-
-    def _project(
-        self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans, position: int | None = None
-    ) -> Array:
-        """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
-
-        position: of the first row, for the taps; None in a step, which has no taps and may be recorded.
-        """
-        ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
-        qkv = ops.linear(x, w.qkv, norm=self._norm(w.attention_norm), recorded=recorded)
-        norms = None if w.q_norm is None else (w.q_norm, w.k_norm, config.norm_eps)
-        if norms is not None and config.wide_qk_norm:
-            keys, values = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
-            ops.rms_norm(qkv[:, :keys], (w.q_norm, config.norm_eps))
-            ops.rms_norm(qkv[:, keys:values], (w.k_norm, config.norm_eps))
-            norms = None
-        qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
-        heads, cache = (qkv, (cos, sin), self._transforms[layer]), self.store.cache(layer)
-        if self.taps is None or position is None:
-            return ops.place_kv(*heads, cache, spans, norms)
-        q, k, v = ops.transform_heads(*heads, norms)
-        self.taps("queries", layer, position, q)
-        self.taps("keys", layer, position, k)
-        ops.append_kv(cache, spans, k, v)
-        return q
-
-    def _mix(self, layer: int, x: Array, q: Array, spans: Spans, position: int | None = None) -> None:
-        """Add attention, for queries q (T, H, D), and then the feed-forward network to x (T, E), in place.
-
-        position: as for `_project`.
-        """
-        ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
-        cache, window = self.store.cache(layer), config.window(layer)
-        mixed = ops.attention(q, cache, spans, self.attention_scale, window, self._transforms[layer], w.out)
-        mixed = mixed.reshape(len(x), config.heads * config.head_dim)
-        if self.taps is not None and position is not None:
-            self.taps("attention", layer, position, mixed)
-        self._add(x, mixed, w.out, w.attention_post_norm, recorded)
-        norm = self._norm(w.ffn_norm)
-        activated = ops.linear(x, w.gate_up, norm=norm, activation=config.activation, then=w.down, recorded=recorded)
-        self._add(x, activated, w.down, w.ffn_post_norm, recorded)
-
-    def _add(self, x: Array, y: Array, w: Linear, post_norm: Array | None, recorded: bool) -> None:
-        """x (T, E) += the projection w of y (T, in), after `post_norm` if that is not None."""
-        norm = self._norm(post_norm)
-        if norm is None:
-            self.ops.linear(y, w, residual=x, recorded=recorded)
-        else:
-            self.ops.rms_norm(self.ops.linear(y, w, recorded=recorded), norm, residual=x)
-
-    def _norm(self, weight: Array | None) -> tuple[Array, float] | None:
-        """(weight, epsilon) of a norm, as the ops take it."""
-        return None if weight is None else (weight, self.config.norm_eps)
 
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""

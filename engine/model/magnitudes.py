@@ -20,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.model.forward import LayerWeights, ModelWeights
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.rope import pair_frequencies
 from polarlm.engine.quantization.conditioning import Scale
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Attention, ModelConfig
 
 _MOST_OCTAVES = 64  # so that a scale, its inverse, and their products with plausible keys and values fit float32
 
@@ -42,18 +43,18 @@ def variances(
 
     Reads the weights of the key and value projections, and the embedding if layers have no norm before them.
     """
-    inputs = _normed_inputs(ops, weights) if config.pre_norms else _plain_inputs(ops, config, weights)
-    sizes = block_sizes or [None] * config.layers
+    inputs = _normed_inputs(ops, weights) if config.layers[0].norms != "after" else _plain_inputs(ops, config, weights)
+    sizes = block_sizes or [None] * len(config.layers)
     return [
-        _variances(ops, config, number, layer, squares, size)
-        for number, (layer, squares, size) in enumerate(zip(weights.layers, inputs, sizes, strict=True))
+        _variances(ops, layer.mixer, w.mixer, squares, size)
+        for layer, w, squares, size in zip(config.layers, weights.layers, inputs, sizes, strict=True)
     ]
 
 
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
     """The mean squares of each layer's input to its projections, (E,) float64, after a norm."""
     for layer in weights.layers:
-        yield np.square(ops.to_host(layer.attention_norm), dtype=np.float64)
+        yield np.square(ops.to_host(layer.mixer.norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:
@@ -66,33 +67,33 @@ def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Itera
     squares *= config.embedding_scale**2 / config.vocab_size
     for layer in weights.layers:
         yield squares
-        for norm in (layer.attention_post_norm, layer.ffn_post_norm):
+        for norm in (layer.mixer.post_norm, layer.ffn.post_norm):
             squares = squares + np.square(ops.to_host(norm), dtype=np.float64)
 
 
 def _variances(
-    ops: Ops, config: ModelConfig, number: int, layer: LayerWeights, inputs: np.ndarray, block_size: int | None
+    ops: Ops, attention: Attention, w: AttentionWeights, inputs: np.ndarray, block_size: int | None
 ) -> Variances:
-    shape = 2, config.kv_heads, config.head_dim
-    rows = slice(config.heads * config.head_dim, None)
-    heads = ops.rows(layer.qkv, rows).reshape(-1, config.head_dim, len(inputs))
+    shape = 2, attention.kv_heads, attention.head_dim
+    rows = slice(attention.heads * attention.head_dim, None)
+    heads = ops.rows(w.qkv, rows).reshape(-1, attention.head_dim, len(inputs))
     # Head by head: for all heads together, allocating the squares would take longer than computing them.
     keys, values = np.reshape([np.square(head, dtype=np.float64) @ inputs for head in heads], shape)
-    if layer.qkv.bias is not None:
-        bias = np.square(ops.to_host(layer.qkv.bias[rows]), dtype=np.float64).reshape(shape)
-        keys, values = keys + bias[0] * _varying_share(config, number, block_size), values + bias[1]
-    if layer.k_norm is not None:
-        norm = np.square(ops.to_host(layer.k_norm), dtype=np.float64)
-        share = keys / keys.mean() if config.wide_qk_norm and keys.any() else np.ones_like(keys)
-        keys = share * norm.reshape(-1, config.head_dim)
+    if w.qkv.bias is not None:
+        bias = np.square(ops.to_host(w.qkv.bias[rows]), dtype=np.float64).reshape(shape)
+        keys, values = keys + bias[0] * _varying_share(attention, block_size), values + bias[1]
+    if w.k_norm is not None:
+        norm = np.square(ops.to_host(w.k_norm), dtype=np.float64)
+        share = keys / keys.mean() if attention.qk_norm == "all" and keys.any() else np.ones_like(keys)
+        keys = share * norm.reshape(-1, attention.head_dim)
     return Variances(keys, values)
 
 
-def _varying_share(config: ModelConfig, layer: int, block_size: int | None) -> np.ndarray:
+def _varying_share(attention: Attention, block_size: int | None) -> np.ndarray:
     """The share of a constant's square that RoPE makes differ from the mean of its block, (D,)."""
     if block_size is None:
-        return np.ones(config.head_dim)
-    frequencies, _ = pair_frequencies(config, config.layer_rope(layer))
+        return np.ones(attention.head_dim)
+    frequencies, _ = pair_frequencies(attention)
     mean = np.exp(1j * np.outer(np.arange(block_size), frequencies)).mean(axis=0)
     return np.tile(1 - np.abs(mean) ** 2, 2)
 

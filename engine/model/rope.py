@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.model_loaders.config import ModelConfig, RopeConfig
+from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.rope import rope_frequencies
 
 Rope = tuple[np.ndarray, np.ndarray]  # cos and sin (T, D/2) float32
 
 
-def pair_frequencies(config: ModelConfig, rope: RopeConfig | None) -> tuple[np.ndarray, np.ndarray]:
+def pair_frequencies(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
     """Radians per position, and the factor on cos and sin, for every pair of channels: (D/2,) float64 each."""
-    frequencies, factors = np.zeros(config.head_dim // 2), np.ones(config.head_dim // 2)
-    if rope is not None:
-        rotated, factor = rope_frequencies(rope, config.rotary_dim or config.head_dim)
+    frequencies, factors = np.zeros(attention.head_dim // 2), np.ones(attention.head_dim // 2)
+    if attention.rope is not None:
+        rotated, factor = rope_frequencies(attention.rope, attention.rotated)
         frequencies[: len(rotated)], factors[: len(rotated)] = rotated, factor
     return frequencies, factors
 
 
 class RopeTables:
-    """cos and sin of positions, one table for all layers with the same RoPE."""
+    """cos and sin of positions, one table for all layers with the same RoPE and head dim."""
 
     def __init__(self, config: ModelConfig):
-        ropes = [config.layer_rope(layer) for layer in range(config.layers)]
-        kinds = list(dict.fromkeys(ropes))
-        self.kind = [kinds.index(rope) for rope in ropes]
+        kinds = {layer.mixer.rope_kind: layer.mixer for layer in config.layers}
+        self.kind = [[*kinds].index(layer.mixer.rope_kind) for layer in config.layers]
         """Layer → index of its table."""
-        self._frequencies = [pair_frequencies(config, rope) for rope in kinds]
+        self._frequencies = [pair_frequencies(attention) for attention in kinds.values()]
 
     def __len__(self) -> int:
         return len(self._frequencies)

@@ -6,7 +6,8 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import LayerWeights, ModelWeights
+from polarlm.engine.model.layers.attention import AttentionWeights
+from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
@@ -79,7 +82,8 @@ def load_weights(
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
-    layers = [_layer(read, slots) for slots in table.layers]
+    slots = [_LayerReader(read, slots) for slots in table.layers]
+    layers = [LayerWeights(AttentionWeights.read(one), GatedMLPWeights.read(one)) for one in slots]
     norm = read.vector(top["norm"])
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
     return ModelWeights(embedding, layers, norm, head, read.bytes)
@@ -160,15 +164,27 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
 
     The weights are sampled on the device. If they are narrower there than in the file, the digest is another one.
     """
-    digest = hashlib.sha256(repr(config).encode())
-    for field in fields(config):
-        if not field.repr and (value := getattr(config, field.name)) != field.default:
-            digest.update(repr((field.name, value)).encode())
+    digest = hashlib.sha256(repr(_described(config)).encode())
     for name, shape, ends in _samples(ops, weights):
         digest.update(repr((name, shape)).encode())
         for sample in ends:
             digest.update(np.asarray(sample, np.float32).tobytes())
     return digest.hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """A configuration as names and values, without those that are defaults: a new field changes no digest."""
+    if isinstance(value, tuple):
+        return [_described(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    given = {field.name: getattr(value, field.name) for field in fields(value) if field.default is MISSING}
+    changed = {
+        field.name: one
+        for field in fields(value)
+        if field.default is not MISSING and (one := getattr(value, field.name)) != field.default
+    }
+    return type(value).__name__, {name: _described(one) for name, one in (given | changed).items()}
 
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
@@ -186,32 +202,26 @@ def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, 
 def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear]]:
     yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
     for number, layer in enumerate(weights.layers):
-        for field in fields(LayerWeights):
-            if (tensor := getattr(layer, field.name)) is not None:
-                yield f"{number}.{field.name}", tensor
-                if isinstance(tensor, Linear) and tensor.bias is not None:
-                    yield f"{number}.{field.name}_bias", tensor.bias
+        for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn)):
+            for field in fields(of_part):
+                if (tensor := getattr(of_part, field.name)) is not None:
+                    yield f"{number}.{part}.{field.name}", tensor
+                    if isinstance(tensor, Linear) and tensor.bias is not None:
+                        yield f"{number}.{part}.{field.name}_bias", tensor.bias
 
 
-def _layer(read: _Reader, slots: Slots) -> LayerWeights:
-    def names(slot: str) -> list[str]:
-        return [spec.name for spec in slots.get(slot, ())]
+@dataclass(frozen=True)
+class _LayerReader:
+    """Reads the slots of one layer."""
 
-    def norm(slot: str) -> Array | None:
-        return read.vector(names(slot)) if slot in slots else None
+    read: _Reader
+    slots: Slots
 
-    def linear(slot: str) -> Linear:
-        return read.linear(names(slot), names(f"{slot}_bias"))
+    def vector(self, slot: str) -> Array | None:
+        return self.read.vector(self._names(slot)) if slot in self.slots else None
 
-    return LayerWeights(
-        attention_norm=norm("attention_norm"),
-        qkv=linear("qkv"),
-        q_norm=norm("q_norm"),
-        k_norm=norm("k_norm"),
-        out=linear("out"),
-        ffn_norm=norm("ffn_norm"),
-        gate_up=linear("gate_up"),
-        down=linear("down"),
-        attention_post_norm=norm("attention_post_norm"),
-        ffn_post_norm=norm("ffn_post_norm"),
-    )
+    def linear(self, slot: str) -> Linear:
+        return self.read.linear(self._names(slot), self._names(f"{slot}_bias"))
+
+    def _names(self, slot: str) -> list[str]:
+        return [spec.name for spec in self.slots.get(slot, ())]

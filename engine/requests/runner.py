@@ -215,7 +215,7 @@ class Runner:
 
     def _advance(self, request: Request, prefill: Prefill) -> None:
         """Run one unit of a prefill. After the last unit, commit its span and take the first token."""
-        layers = self._model.config.layers
+        layers = len(self._model.config.layers)
         try:
             prefill.rows += next(prefill.units)
             request.report_progress(layers)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from polarlm.model_loaders.config import Activation, ModelConfig, RopeConfig
+from polarlm.model_loaders.config import (
+    Activation,
+    Attention,
+    GatedMLP,
+    Layer,
+    ModelConfig,
+    Norms,
+    QKNorm,
+    RopeConfig,
+)
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.rope import rope_config
 from polarlm.model_loaders.tensor_table import Names, TensorTable, tensor_table
@@ -40,13 +50,18 @@ def decoder(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
-    windows: tuple[int | None, ...] = (),
+    qk_norm: QKNorm = None,
+    norms: Norms = "before",
+    scale: float | None = None,
+    embedding_scale: Callable[[int], float] = lambda size: 1.0,
+    windows: Sequence[int | None] = (),
+    ropes: Sequence[RopeConfig | None] = (),
 ) -> ModelConfig:
     """The ModelConfig from the keys that all families share.
 
     activation_key, activations: the key of the activation and its supported values, the default first. rope: RoPE, if
-    the family has read it. head_dim: the family's default; None: E / H.
+    the family has read it. head_dim: the family's default; None: E / H. embedding_scale: of the hidden size. windows,
+    ropes: of each layer; empty: no windows, and `rope` in all layers.
     """
     hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
     heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
@@ -66,31 +81,30 @@ def decoder(
     rope = rope or rope_config(fields, max_context)
     if rope.kind == "yarn":  # some files give the trained context as the maximum, some the extended one
         max_context = max(max_context, int(rope.original_context * rope.factor))
+    ffn = GatedMLP(fields.integer("intermediate_size", maximum=_MAX_SIZE), activations[activation], mlp_bias)
+    attention = Attention(
+        heads, kv_heads, head_dim, rope, scale=scale, qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias
+    )
+    count = layer_count(fields)
+    mixers = [
+        replace(attention, window=window, rope=rope)
+        for window, rope in zip(windows or [None] * count, ropes or [rope] * count, strict=True)
+    ]
     return ModelConfig(
         family=family,
-        layers=layer_count(fields),
+        layers=tuple(Layer(mixer, ffn, norms) for mixer in mixers),
         hidden_size=hidden_size,
-        ffn_size=fields.integer("intermediate_size", maximum=_MAX_SIZE),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", maximum=_MAX_SIZE),
         max_context=max_context,
         norm_eps=fields.positive("rms_norm_eps"),
-        rope=rope,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         tied_head=fields.flag("tie_word_embeddings", False),
-        windows=windows,
-        activation=activations[activation],
+        embedding_scale=embedding_scale(hidden_size),
     )
 
 
 def plain_tensors(config: ModelConfig) -> TensorTable:
     """The tensors of Llama, and of families with the same names."""
-    return tensor_table(config, {**PRE_NORMS, **(QK_NORMS if config.qk_norm else {}), **PROJECTIONS})
+    return tensor_table(config, {**PRE_NORMS, **(QK_NORMS if config.attention.qk_norm else {}), **PROJECTIONS})
 
 
 def layer_count(fields: Fields) -> int:

@@ -5,8 +5,8 @@ Also the text part of models for images; images are not supported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
@@ -73,7 +73,8 @@ def configure(fields: Fields) -> ModelConfig:
         raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
     bias = fields.flag("attention_bias", False)
     rope, local = _ropes(fields)
-    config = decoder(
+    windows = _windows(fields)
+    return decoder(
         fields,
         "gemma3",
         activations={"gelu_pytorch_tanh": "gelu_tanh"},
@@ -81,15 +82,12 @@ def configure(fields: Fields) -> ModelConfig:
         rope=rope,
         qkv_bias=bias,
         out_bias=bias,
-        qk_norm=True,
-        windows=_windows(fields),
-    )
-    return replace(
-        config,
-        post_norms=True,
-        embedding_scale=config.hidden_size**0.5,
-        attention_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-        ropes=tuple(rope if window is None else local for window in config.windows),
+        qk_norm="head",
+        norms="both",
+        scale=fields.positive("query_pre_attn_scalar") ** -0.5,
+        embedding_scale=math.sqrt,
+        windows=windows,
+        ropes=[rope if window is None else local for window in windows],
     )
 
 

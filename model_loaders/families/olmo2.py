@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder
 from polarlm.model_loaders.families._gguf import GgufLayout
@@ -26,8 +24,7 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.number("sliding_window", 0.0):
         raise fields.refuse("sliding_window", "which makes it an OLMo 3, which is not supported: use an OLMo 2")
     bias = fields.flag("attention_bias", False)
-    config = decoder(fields, "olmo2", qkv_bias=bias, out_bias=bias, qk_norm=True)
-    return replace(config, pre_norms=False, post_norms=True, wide_qk_norm=True)
+    return decoder(fields, "olmo2", qkv_bias=bias, out_bias=bias, qk_norm="all", norms="after")
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -37,8 +37,9 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.number("sliding_window", 0.0):
         windows = (fields.integer("sliding_window"),) * layer_count(fields)
     config = decoder(fields, "phi3", rope=rope, windows=windows)
-    config = replace(config, rotary_dim=rotary_dim(fields, config.head_dim))
-    pairs = (config.rotary_dim or config.head_dim) // 2
+    rotated = rotary_dim(fields, config.attention.head_dim)
+    config = config.with_mixers(lambda mixer: replace(mixer, rotary_dim=rotated))
+    pairs = config.attention.rotated // 2
     for key, factors in (("long_factor", rope.divisors), ("short_factor", rope.short_divisors)):
         if rope.kind == "longrope" and len(factors) != pairs:
             section = fields.section("rope_parameters") or fields.section("rope_scaling") or fields

@@ -13,5 +13,5 @@ tensors = plain_tensors
 def configure(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     return decoder(
-        fields, "qwen3", head_dim=128, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=qwen_windows(fields)
+        fields, "qwen3", head_dim=128, qkv_bias=bias, out_bias=bias, qk_norm="head", windows=qwen_windows(fields)
     )

@@ -17,14 +17,14 @@ _DEFAULTS = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # where th
 
 def configure(fields: Fields) -> ModelConfig:
     fields = fields.completed(_DEFAULTS)
-    layers, bias = layer_count(fields), fields.flag("attention_bias", False)
+    count, bias = layer_count(fields), fields.flag("attention_bias", False)
     interval = fields.integer("no_rope_layer_interval", 4)
-    has_rope = fields.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if len(has_rope) < layers:
-        raise fields.refuse("no_rope_layers", f"but must say for each of {layers} layers whether it has RoPE")
+    has_rope = fields.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    if len(has_rope) < count:
+        raise fields.refuse("no_rope_layers", f"but must say for each of {count} layers whether it has RoPE")
     windows: tuple[int | None, ...] = ()
     if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
-        kinds = ["full_attention" if rope else "sliding_attention" for rope in has_rope[:layers]]
+        kinds = ["full_attention" if rope else "sliding_attention" for rope in has_rope[:count]]
         windows = typed_windows(fields, fields.texts("layer_types") or kinds)
     config = decoder(
         fields,
@@ -34,4 +34,8 @@ def configure(fields: Fields) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias", False),
         windows=windows,
     )
-    return replace(config, ropes=tuple(config.rope if rope else None for rope in has_rope[:layers]))
+    layers = [
+        layer if rope else replace(layer, mixer=replace(layer.mixer, rope=None))
+        for layer, rope in zip(config.layers, has_rope[:count], strict=True)
+    ]
+    return replace(config, layers=tuple(layers))

@@ -58,10 +58,10 @@ def test_a_recording_has_every_row_of_every_layer(reference: Reference, recordin
     config = reference.model.config
     for of_layers, width in (
         (recording.inputs, (config.hidden_size,)),
-        (recording.outputs, (config.heads * config.head_dim,)),
-        (recording.keys, (config.kv_heads, config.head_dim)),
+        (recording.outputs, (config.attention.heads * config.attention.head_dim,)),
+        (recording.keys, (config.attention.kv_heads, config.attention.head_dim)),
     ):
-        assert [x.shape for x in of_layers] == [(len(IDS), *width)] * config.layers
+        assert [x.shape for x in of_layers] == [(len(IDS), *width)] * len(config.layers)
 
 
 def test_the_error_of_half_precision_is_its_rounding(reference: Reference, recording: Recording) -> None:
@@ -89,8 +89,8 @@ def test_the_error_of_the_first_layer_is_that_of_quantization(reference: Referen
 def test_errors_do_not_depend_on_earlier_layers(reference: Reference, recording: Recording) -> None:
     def ruin_what_the_first_layer_adds(model: Transformer) -> None:
         first, *others = model.weights.layers
-        ruined = linear(-3 * model.ops.rows(first.down))
-        model.weights = replace(model.weights, layers=[replace(first, down=ruined), *others])
+        ruined = replace(first.ffn, down=linear(-3 * model.ops.rows(first.ffn.down)))
+        model.weights = replace(model.weights, layers=[replace(first, ffn=ruined), *others])
 
     whole = errors(reference, recording, **POLAR)
     assert errors(reference, recording, ruin_what_the_first_layer_adds, **POLAR) == pytest.approx(whole, rel=1e-3)

@@ -16,6 +16,7 @@ from polarlm.bench.quality.causes import ALL, SERVED, Depth, measure, whole_stor
 from polarlm.bench.quality.divergence import compare
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import Parts, assemble, settle
+from polarlm.engine.model.forward import Transformer
 from tests.bare import bare_model, prefill_logits, read_model
 
 IDS = np.random.default_rng(5).integers(5, 90, 256).tolist()
@@ -76,8 +77,10 @@ def test_uniform_attention_reads_codes_by_their_number(tiny_path: Path, threads:
     """With several threads the rows of a prompt come in parts."""
     parts, settings = assembled(tiny_path, "compact", threads)
     try:
-        parts.model.config = replace(parts.model.config, attention_scale=1e-30)
-        found = only_depth(parts, settings).on_codes
+        model = parts.model
+        config = model.config.with_mixers(lambda mixer: replace(mixer, scale=1e-30))
+        uniform = replace(parts, model=Transformer(model.ops, config, model.weights, model.store))
+        found = only_depth(uniform, settings).on_codes
     finally:
         parts.close()
     wanted = [(length - BLOCK) / (length + row + 1) for length in (128, 192) for row in range(BLOCK)]

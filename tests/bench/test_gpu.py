@@ -34,7 +34,7 @@ from polarlm.bench.gpu.peer import (
     half_attention,
     prompt_attention,
 )
-from polarlm.bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
+from polarlm.bench.gpu.setup import LLAMA_8B, Gpu, Sizes, llama, open_gpu
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from polarlm.bench.gpu.tables import Limits, Results, format_tables
 from polarlm.bench.gpu.weights import _random_rows, layer_parts, outer_parts, parameters, weight_bytes
@@ -47,7 +47,7 @@ from tests.cuda import fake_cupy
 from tests.cuda.emulated import EmulatedDevice
 
 CONFIG = replace(
-    LLAMA_8B, layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64, max_context=128
+    llama(layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64), max_context=128
 )
 SIZES = Sizes(
     CONFIG,

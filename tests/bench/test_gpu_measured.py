@@ -16,7 +16,7 @@ from polarlm.bench.gpu import cost, measured, predict
 from polarlm.bench.gpu.attention import AttentionTime
 from polarlm.bench.gpu.cost import Prediction
 from polarlm.bench.gpu.measured import Pair, runs_of
-from polarlm.bench.gpu.setup import LLAMA_8B, shape_of
+from polarlm.bench.gpu.setup import LLAMA_8B, llama, shape_of
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from polarlm.bench.gpu.tables import Results, Row
 from polarlm.model_loaders.config import ModelConfig
@@ -75,14 +75,14 @@ def test_every_time_that_was_measured_has_its_prediction(tmp_path: Path) -> None
         (step(6e-3, shortest=1024), {}),
         (step(6e-3, batch=2), {}),
         (step(6e-3, overlapped=True), {}),
-        (step(6e-3), {"config": replace(LLAMA_8B, layers=2)}),
+        (step(6e-3), {"config": llama(layers=2)}),
         (step(6e-3), {"gpu": "NVIDIA A100-SXM4-80GB"}),
         (step(6e-3), {"kind": "gpu.predict"}),
         (attention(12e-6, "ring4/ring3.5:plain"), {}),
         (attention(12e-6, error=0.5), {}),
-        (attention(12e-6), {"config": replace(LLAMA_8B, heads=16)}),
+        (attention(12e-6), {"config": llama(heads=16)}),
         (MatrixTime("bf16", "down", 8, 22e-6, 1), {}),
-        (MatrixTime("bf16", "down", 1, 22e-6, 1), {"config": replace(LLAMA_8B, layers=2)}),
+        (MatrixTime("bf16", "down", 1, 22e-6, 1), {"config": llama(layers=2)}),
     ],
 )
 def test_measurements_of_something_else_do_not_count(tmp_path: Path, row: Row, more: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def test_overlapped_launches_and_prompts_have_predictions_of_their_own(tmp_path:
 
 def test_attention_is_that_of_a_layer_whatever_the_other_sizes(tmp_path: Path) -> None:
     """And steps are measured with the default cache type alone."""
-    results(tmp_path / "gpu.json", attention(12e-6), attention(15e-6, "f16"), config=replace(LLAMA_8B, layers=2))
+    results(tmp_path / "gpu.json", attention(12e-6), attention(15e-6, "f16"), config=llama(layers=2))
     results(tmp_path / "steps.json", step(6e-3))
     (pair,) = found(tmp_path, "f16").values()
     assert pair.measured == 15e-6

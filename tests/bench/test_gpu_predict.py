@@ -58,7 +58,7 @@ def test_a_part_has_the_kernels_that_the_engine_launches(batch: int, product: li
 def test_the_floor_is_the_bytes_of_weights_and_cache() -> None:
     parts = parts_of(131072, 1)
     weights = sum(part.repeats * part.bytes for part in parts.values() if part.products)
-    assert weights == 2 * (LLAMA_8B.layers * 218_103_808 + 128256 * 4096)
+    assert weights == 2 * (len(LLAMA_8B.layers) * 218_103_808 + 128256 * 4096)
     assert parts["attention"].bytes == pytest.approx(8 * 2046 * 8064, rel=0.01)  # records of balanced, 8 KV heads
     exact = parts_of(131072, 1, "f16")["attention"].bytes
     assert exact == 8 * 2048 * 2 * 64 * 128 * 2
@@ -182,7 +182,7 @@ def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
     assert kernels["attention"] == ["prefill_attention", "rotate"] * 2
     assert [parts[name].repeats for name in ("qkv", "heads", "attention", "down", "head")] == [64, 64, 32, 64, 1]
     flops = sum(part.repeats * launch.flops for part in parts.values() for launch in part.launches)
-    assert flops == 2 * 4096 * LLAMA_8B.layers * 218_103_808
+    assert flops == 2 * 4096 * len(LLAMA_8B.layers) * 218_103_808
     packed = [launch.kernel for launch in prompt_of(2048, "q4_k")["out"].launches]
     assert packed == ["narrow", "dequantize", "gemm"]
 

@@ -49,7 +49,7 @@ def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -
     """Steps of all sequences, of the last three, and of all again → tokens, logits and the bytes of all K/V."""
     model, seen = model_of(ops, "qwen2_mixed_windows", types), []
     rng, vocabulary = np.random.default_rng(8), model.config.vocab_size
-    for layer in range(model.config.layers):
+    for layer in range(len(model.config.layers)):
         cache = model.store.cache(layer)
         for pool in (cache.keys.quantized, cache.values.quantized, *cache.full):
             pool[...] = 0  # a GPU's new memory holds anything
@@ -69,7 +69,7 @@ def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -
         spans = [model.store.open_step(sequence) for sequence in batch]
         seen.append(model.step(spans, rng.integers(5, vocabulary, len(batch)).tolist(), given[: len(batch)]))
         model.store.commit_steps(spans)
-    for layer in range(model.config.layers):
+    for layer in range(len(model.config.layers)):
         cache = model.store.cache(layer)
         seen += [ops._device.to_host(pool) for pool in (cache.keys.quantized, cache.values.quantized, *cache.full)]
     return seen

@@ -422,7 +422,7 @@ def test_recording_a_step_uploads_and_allocates_nothing(
     device.from_host = lambda x: uploads.append(x.nbytes) or from_host(x)
     plain = Draw(resolve(SamplingParams(temperature=0), DEFAULTS), [], 0.5, model.config.vocab_size)
     stepped(model, [plain])
-    assert max(uploads, default=0) < 4 * model.config.head_dim  # no rotation, only counts of attention
+    assert max(uploads, default=0) < 4 * model.config.attention.head_dim  # no rotation, only counts of attention
     for count in (1, 4, 4, 2, 2):
         stepped(model, [plain] * count)
     assert recorded == [True] * 3

@@ -205,7 +205,7 @@ def kv_bytes(keys: str, values: str, context: int) -> int:
     sides = _both(keys, values)
     quantized, exact = (sum(layout_of(record, 128).nbytes for record in of) for of in (sides, _both("f16", "f16")))
     blocks = -(-context // BLOCK)
-    return LLAMA_8B.layers * LLAMA_8B.kv_heads * ((blocks - 2) * quantized + 2 * exact)
+    return len(LLAMA_8B.layers) * LLAMA_8B.attention.kv_heads * ((blocks - 2) * quantized + 2 * exact)
 
 
 def roofline_rows(bandwidth: float) -> Iterator[Row]:
@@ -287,7 +287,7 @@ def test_launches_match_the_document() -> None:
     """Of a prompt, without its head, and of a step that fills a block."""
     device = Listed()
     model, ids = model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")), [1] * (6 * N - 1)
-    layers, sequence = model.config.layers, model.store.new_sequence()
+    layers, sequence = len(model.config.layers), model.store.new_sequence()
 
     device.launches.clear()
     span = model.store.open(sequence, len(ids))
@@ -307,9 +307,10 @@ def test_launches_match_the_document() -> None:
 def test_numbers_in_the_text_match_the_code() -> None:
     few, more = launch_configs.GEMV_ROWS, launch_configs.SMALL_ROWS
     *archs, last = SHARED_LIMIT
-    llama = f"{LLAMA_8B.layers} layers, {LLAMA_8B.heads} query heads, {LLAMA_8B.kv_heads} KV heads"
+    heads = LLAMA_8B.attention.heads
+    llama = f"{len(LLAMA_8B.layers)} layers, {heads} query heads, {LLAMA_8B.attention.kv_heads} KV heads"
     for phrase in (
-        f"({llama}, D = {LLAMA_8B.head_dim}, hidden size {LLAMA_8B.hidden_size:,})",
+        f"({llama}, D = {LLAMA_8B.attention.head_dim}, hidden size {LLAMA_8B.hidden_size:,})",
         f"`gemm_small` (with `gemm_small_sum`, where its CTAs share a sum) replaces `gemv` from {few + 1} sequences on",
         f"up to {more} at a time; `narrow` runs before it",
         f"From {few + 1} rows on the result is written in the type",

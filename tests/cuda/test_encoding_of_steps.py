@@ -30,8 +30,8 @@ WINDOWS = None, None, 1000, None
 def store_of(ops: Ops, sequences: int, metrics: Sequence[Any] | None = None) -> KVStore:
     """Layers of two formats that take turns, some with a window."""
     shapes = zip(TYPES, WINDOWS, strict=True)
-    layers = tuple(LayerShape(codecs.get(k), codecs.get(v), 8, window) for (k, v), window in shapes)
-    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), 3 * N * sequences, sequences, N)
+    layers = tuple(LayerShape(codecs.get(k), codecs.get(v), KV_HEADS, D, 8, window) for (k, v), window in shapes)
+    plan = plan_for_tokens(CacheShape(N, layers), 3 * N * sequences, sequences, N)
     return KVStore(ops, plan, [Conditioning()] * len(TYPES), metrics)
 
 

@@ -80,11 +80,14 @@ def small_model(ops: CudaOps, types: tuple[str, str], kind: str = "llama_gqa_lla
     """With room for a few sequences."""
     config, weights = weights_of(ops, kind)
     k, v = (codecs.get(name) for name in types)
-    layers = tuple(LayerShape(k, v, 0 if types[0] == "f16" else 8, config.window(i)) for i in range(config.layers))
-    shape = CacheShape(BLOCK, config.kv_heads, config.head_dim, layers)
-    stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
+    layers = tuple(
+        LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, 0 if types[0] == "f16" else 8, one.mixer.window)
+        for one in config.layers
+    )
+    shape = CacheShape(BLOCK, layers)
+    stored = Conditioning(k.rotation(config.attention.head_dim), v.rotation(config.attention.head_dim))
     plan = plan_for_tokens(shape, 16 * (SIZES.prompt + SIZES.steps), 16)
-    return Transformer(ops, config, weights, KVStore(ops, plan, [stored] * config.layers))
+    return Transformer(ops, config, weights, KVStore(ops, plan, [stored] * len(config.layers)))
 
 
 def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +159,7 @@ def filled(cache_type: str, quantized: int, exact: int) -> tuple[CudaOps, Any, A
     device, config = open_device(), SHAPE.config
     ops = CudaOps(device)
     cache = ops.cache(layer_format(SHAPE, CacheType.read(cache_type), None, None), quantized, exact)
-    content = Content.random(SHAPE.blocks, SHAPE.block_size, config.kv_heads, config.head_dim)
+    content = Content.random(SHAPE.blocks, SHAPE.block_size, config.attention.kv_heads, config.attention.head_dim)
     fill(ops, CupyClock(), cache, content)
     return ops, device, cache
 
@@ -170,12 +173,12 @@ def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_typ
     ops, device, cache = filled(cache_type, sum(quantized), 2 * len(contexts))
     ids = np.split(rng.permutation(sum(quantized)), np.cumsum(quantized)[:-1])
     laid = [StoredSequence(context, 2 * i, ids[i].tolist(), 2 * i + 1) for i, context in enumerate(contexts)]
-    queries = rng.standard_normal((len(contexts), config.heads, config.head_dim), np.float32)
+    queries = rng.standard_normal((len(contexts), config.attention.heads, config.attention.head_dim), np.float32)
     spans = ops.spans([of.span(row, n) for row, of in enumerate(laid)], n)
-    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.head_dim**-0.5, None))
-    group = config.heads // config.kv_heads
+    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.attention.head_dim**-0.5, None))
+    group = config.attention.heads // config.attention.kv_heads
     for row, of in enumerate(laid):
-        for head in range(config.kv_heads):
+        for head in range(config.attention.kv_heads):
             mine = row, slice(head * group, (head + 1) * group)
             assert attention_error(device, cache, SHAPE.blocks, of, head, queries[mine], out[mine]) <= ALLOWED_ERROR
 
@@ -191,19 +194,19 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     start = complete * n
     span = SpanView(slice(0, new), start, Place(buffer, 0), start, of.sink, of.quantized, n)
     spans = ops.spans([span], n)
-    k, v = (rng.standard_normal((new, config.kv_heads, config.head_dim), np.float32) for _ in "kv")
-    queries = rng.standard_normal((new, config.heads, config.head_dim), np.float32)
+    k, v = (rng.standard_normal((new, config.attention.kv_heads, config.attention.head_dim), np.float32) for _ in "kv")
+    queries = rng.standard_normal((new, config.attention.heads, config.attention.head_dim), np.float32)
     ops.append_kv(cache, spans, ops.to_device(k), ops.to_device(v))
-    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.head_dim**-0.5, None))
+    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.attention.head_dim**-0.5, None))
 
-    head, group = config.kv_heads - 1, config.heads // config.kv_heads
+    head, group = config.attention.kv_heads - 1, config.attention.heads // config.attention.kv_heads
     heads = slice(head * group, (head + 1) * group)
     old = [read_tokens(device, cache, side, SHAPE.blocks, of, head) for side in ("keys", "values")]
     keys, values = (np.concatenate([x, y[:, head]]) for x, y in zip(old, (k, v), strict=True))
     exact, rows = [], [0, 1, n - 1, n, 500, new - 1]
     for row in rows:
         seen = start + row + 1
-        scores = queries[row, heads].astype(np.float64) @ keys[:seen].T * config.head_dim**-0.5
+        scores = queries[row, heads].astype(np.float64) @ keys[:seen].T * config.attention.head_dim**-0.5
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         exact.append(weights / weights.sum(-1, keepdims=True) @ values[:seen])
     assert np.abs(out[rows, heads] - exact).max() <= ALLOWED_ERROR * np.abs(exact).max()

@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import RandomModel
-from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
+from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes, llama
 from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -45,7 +45,7 @@ def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def sizes() -> Sizes:
     given = Sizes()
-    return replace(given, config=replace(given.config, layers=LAYERS), prompt=min(given.prompt, 1024))
+    return replace(given, config=llama(layers=LAYERS), prompt=min(given.prompt, 1024))
 
 
 def opened(make: Callable[[Device], CudaOps]) -> Gpu:
@@ -60,7 +60,7 @@ def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.
     """Tokens (steps, B) of ragged sequences whose blocks are random, over two block ends; and the last logits."""
     made, n = sizes(), sizes().block_size
     cell = tuple(blocks * n + n // 2 for blocks in SIZES.large_blocks)
-    content = Content.random(made.blocks, n, made.config.kv_heads, made.config.head_dim)
+    content = Content.random(made.blocks, n, made.config.attention.kv_heads, made.config.attention.head_dim)
     random = RandomModel(opened(make), made, content, kind, [cell])
     model, store = random.model, random.model.store
     sequences, ids, chosen = [random.stored_sequence(context) for context in cell], [1] * len(cell), []
@@ -95,7 +95,7 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
     """
     made, rng = sizes(), np.random.default_rng(11)  # not the numbers of the matrix
     config = made.config
-    e, f = config.hidden_size, config.ffn_size
+    e, f = config.hidden_size, config.ffn.size
     shape = {"head": outer_parts(config, "bf16")[1][1:], "gate_up": (2 * f, e), "down": (e, f)}[name]
     ops, device = opened(CudaOps).open()
     matrix = random_matrix(ops, Noise(device, CupyClock(), made.noise), format, *shape)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.gpu.setup import LLAMA_8B, llama
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -22,10 +22,12 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.forward import LayerWeights, ModelWeights, Transformer
+from polarlm.engine.model.layers.attention import AttentionWeights
+from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import Draw, Sampling
 from polarlm.engine.weight_formats import Linear, Matrix, get
-from polarlm.model_loaders.config import ModelConfig, RopeConfig
+from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
 from tests.cuda.emulated import EmulatedDevice
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -92,8 +94,10 @@ class OfSize(Counting):
 
 def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Transformer:
     """A model with uninitialised weights."""
-    ops, e, f = CudaOps(device), config.hidden_size, config.ffn_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    ops, e, f = CudaOps(device), config.hidden_size, config.ffn.size
+    attention, after = config.attention, config.layers[0].norms == "both"
+    dim = attention.head_dim
+    queries, keys = attention.heads * dim, attention.kv_heads * dim
 
     def vector(size: int) -> np.ndarray:
         return np.empty(size, np.float32)
@@ -106,21 +110,18 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
 
     layers = [
         LayerWeights(
-            vector(e),
-            *(linear(queries + 2 * keys, e), None, None),
-            linear(e, queries),
-            vector(e),
-            linear(2 * f, e),
-            linear(e, f),
-            *((vector(e), vector(e)) if config.post_norms else ()),
+            AttentionWeights(
+                vector(e), linear(queries + 2 * keys, e), None, None, linear(e, queries), vector(e) if after else None
+            ),
+            GatedMLPWeights(vector(e), linear(2 * f, e), linear(e, f), vector(e) if after else None),
         )
-        for _ in range(config.layers)
+        for _ in range(len(config.layers))
     ]
     weights = ModelWeights(matrix(config.vocab_size, e), layers, vector(e), linear(config.vocab_size, e), 0)
     k, v = (codecs.get(name) for name in types)
-    shape = CacheShape(64, config.kv_heads, config.head_dim, (LayerShape(k, v, 8),) * config.layers)
-    stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
-    store = KVStore(ops, plan_for_tokens(shape, tokens, sequences), [stored] * config.layers)
+    shape = CacheShape(64, (LayerShape(k, v, attention.kv_heads, dim, 8),) * len(config.layers))
+    stored = Conditioning(k.rotation(dim), v.rotation(dim))
+    store = KVStore(ops, plan_for_tokens(shape, tokens, sequences), [stored] * len(config.layers))
     return Transformer(ops, config, weights, store)
 
 
@@ -137,19 +138,16 @@ def _returned(units: Any) -> Any:
     yield (yield from units)
 
 
-LLAMA = replace(LLAMA_8B, layers=2)
-ODD = replace(LLAMA_8B, layers=2, heads=6, kv_heads=2, head_dim=80, hidden_size=480, ffn_size=1000, vocab_size=32003)
+LLAMA = llama(layers=2)
+ODD = llama(layers=2, heads=6, kv_heads=2, head_dim=80, hidden_size=480, ffn_size=1000, vocab_size=32003)
 GEMMA = replace(
     LLAMA,
     hidden_size=2560,
-    ffn_size=10240,
-    heads=8,
-    kv_heads=4,
-    head_dim=256,
     vocab_size=262_208,
-    activation="gelu_tanh",
-    post_norms=True,
-    ropes=(RopeConfig(), RopeConfig(theta=1e6)),
+    layers=tuple(
+        Layer(Attention(8, 4, 256, RopeConfig(theta=theta)), GatedMLP(10240, "gelu_tanh"), "both")
+        for theta in (1e4, 1e6)
+    ),
 )
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 
@@ -207,9 +205,9 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int, pa
     ops, model = CudaOps(OfSize()), LLAMA_8B
     shape = cache_shape(config, WHOLE, ops, model)
     plan = store_plan(config, ops, model, shape, ops.room_beside(2 * WEIGHTS))
-    kv = 2 * model.kv_heads * model.head_dim * 2
-    token = 4 * model.hidden_size + kv + 4 * model.head_dim
-    chunk = 2048 * (3 * 4 * model.ffn_size + 2 * 4 * model.heads * model.head_dim)
+    heads, kv_heads, dim = model.attention.heads, model.attention.kv_heads, model.attention.head_dim
+    token = 4 * model.hidden_size + 2 * kv_heads * dim * 2 + 4 * dim
+    chunk = 2048 * (3 * 4 * model.ffn.size + 2 * 4 * heads * dim)
     work = plan.tokens * token + chunk + parallel * 4 * model.vocab_size
     free, _ = ops._device.memory()
     assert 2 * WEIGHTS + plan.bytes + work <= free
@@ -236,7 +234,7 @@ def test_an_engine_sets_the_memory_of_its_steps_aside(tiny_path: Path, monkeypat
 
 
 def test_the_plan_leaves_memory_for_activations() -> None:
-    shape = CacheShape(64, 8, 128, (LayerShape(codecs.get("f16"), codecs.get("f16")),) * 4)
+    shape = CacheShape(64, (LayerShape(codecs.get("f16"), codecs.get("f16"), 8, 128),) * 4)
     least = plan_for_tokens(shape, 128, 1).bytes
     plan = plan_for_memory(shape, 4 * least, 100_000, 1, lambda tokens: least + 1000 * tokens)
     assert plan.bytes + least + 1000 * plan.tokens <= 4 * least

@@ -80,17 +80,20 @@ def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Transformer:
 def model_from(ops: Ops, config: ModelConfig, source: WeightSource, types: tuple[str, str]) -> Transformer:
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
-    d, mean_bits = config.head_dim, 0 if types[0] == "f16" else 8
-    layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
-    shape = CacheShape(N, config.kv_heads, d, layers)
-    smoothing = np.repeat(
-        np.linspace(0.5, 2, config.kv_heads * d // 2, dtype=np.float32).reshape(config.kv_heads, -1), 1
+    d, kv_heads = config.attention.head_dim, config.attention.kv_heads
+    mean_bits = 0 if types[0] == "f16" else 8
+    layers = tuple(
+        LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, mean_bits, one.mixer.window) for one in config.layers
     )
-    halves = smoothing.reshape(config.kv_heads, d // 2)
-    factors = np.exp2(np.arange(config.kv_heads, dtype=np.float32) - 2)
+    shape = CacheShape(N, layers)
+    smoothing = np.repeat(np.linspace(0.5, 2, kv_heads * d // 2, dtype=np.float32).reshape(kv_heads, -1), 1)
+    halves = smoothing.reshape(kv_heads, d // 2)
+    factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
     scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
     stored = Conditioning(k.rotation(d), v.rotation(d), scale)
-    return Transformer(ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4, 16), [stored] * config.layers))
+    return Transformer(
+        ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4, 16), [stored] * len(config.layers))
+    )
 
 
 class Talk:

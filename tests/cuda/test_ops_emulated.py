@@ -448,8 +448,8 @@ def store_of(
 ) -> KVStore:
     """A layer for each window."""
     k, v = (codecs.get(name) for name in types)
-    layers = tuple(LayerShape(k, v, 0 if types[0] == "f16" else 8, window) for window in windows)
-    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), 200, 4, 16)
+    layers = tuple(LayerShape(k, v, KV_HEADS, D, 0 if types[0] == "f16" else 8, window) for window in windows)
+    plan = plan_for_tokens(CacheShape(N, layers), 200, 4, 16)
     return KVStore(ops, plan, [Conditioning()] * len(windows), metrics)
 
 

@@ -115,7 +115,8 @@ class OverlappingDevice(EmulatedDevice):
 def fix(model: Transformer) -> None:
     """Make the matrices and the codecs' tables read-only: no launch writes them any more."""
     weights = model.weights
-    layers = [getattr(layer, field.name) for layer in weights.layers for field in fields(layer)]
+    parts = [part for layer in weights.layers for part in (layer.mixer, layer.ffn)]
+    layers = [getattr(part, field.name) for part in parts for field in fields(part)]
     for held in (weights.embedding, weights.head, *layers):
         parts = held.parts if isinstance(held, Linear) else (held,) if isinstance(held, Matrix) else ()
         for part in parts:

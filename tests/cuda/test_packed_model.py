@@ -23,6 +23,7 @@ from polarlm.engine.model.weights import load_weights as load_model_weights
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
 from polarlm.model_loaders import ModelConfig, families, load_weights
+from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.fake_memory import MemoryPointer, Pool
@@ -66,9 +67,12 @@ def stored_type(name: str, layer_has_more: bool, tied: bool = False) -> str:
 def mixed_model(tied: bool = False) -> tuple[ModelConfig, RandomWeights]:
     """A model of random blocks in the types of Q4_K_M: q, k and v are parts in two formats. tied: head and embedding
     are one matrix."""
+    config = load_weights(FIXTURES / "llama_mha")[0]
+    layer = Layer(Attention(4, 2, 64, config.attention.rope), GatedMLP(512))
     config = replace(
-        load_weights(FIXTURES / "llama_mha")[0],
-        **{"layers": 2, "hidden_size": 256, "ffn_size": 512, "heads": 4, "kv_heads": 2, "head_dim": 64},
+        config,
+        layers=(layer,) * 2,
+        hidden_size=256,
         vocab_size=96,
         tied_head=tied,
     )
@@ -118,7 +122,7 @@ class Shapes:
     def stored_dtype(self, name: str) -> str:
         if len(self._shapes[name]) == 1:
             return "F32"
-        layer, count = int(name.split(".")[2]) if "layers." in name else 0, LLAMA_8B.layers
+        layer, count = int(name.split(".")[2]) if "layers." in name else 0, len(LLAMA_8B.layers)
         eighth = count // 8
         more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
         return stored_type(name, more).upper()

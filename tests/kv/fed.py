@@ -21,8 +21,8 @@ def make_store(
 ) -> KVStore:
     """A store with one layer per window."""
     k, v = codecs.get(codec_k), codecs.get(codec_v)
-    layers = tuple(LayerShape(k, v, mean_bits, window) for window in windows)
-    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), tokens, sequences, step_rows)
+    layers = tuple(LayerShape(k, v, KV_HEADS, D, mean_bits, window) for window in windows)
+    plan = plan_for_tokens(CacheShape(N, layers), tokens, sequences, step_rows)
     # Without rotations: the ops apply them, not the store.
     return KVStore(NumpyOps(), plan, [Conditioning()] * len(windows))
 

@@ -13,12 +13,12 @@ LAYERS, HEAD_DIM = 6, 64
 
 
 def names(**settings: str) -> list[tuple[str, str]]:
-    return [(k.name, v.name) for k, v in layer_codecs(EngineConfig(**settings), LAYERS, HEAD_DIM)]
+    return [(k.name, v.name) for k, v in layer_codecs(EngineConfig(**settings), [HEAD_DIM] * LAYERS)]
 
 
 def refusal(**settings: str) -> str:
     with pytest.raises(EngineError) as raised:
-        layer_codecs(EngineConfig(**settings), LAYERS, HEAD_DIM)
+        layer_codecs(EngineConfig(**settings), [HEAD_DIM] * LAYERS)
     return str(raised.value)
 
 
@@ -77,7 +77,7 @@ def test_layers_may_differ() -> None:
 
 
 def test_every_layer_has_its_own_codec_if_codecs_learn() -> None:
-    online = [k for k, _ in layer_codecs(EngineConfig(cache_type_k="polarquant-online"), LAYERS, HEAD_DIM)]
+    online = [k for k, _ in layer_codecs(EngineConfig(cache_type_k="polarquant-online"), [HEAD_DIM] * LAYERS)]
     assert len({id(codec) for codec in online}) == LAYERS
 
 
@@ -105,4 +105,4 @@ def test_keys_only_and_unserved_head_dims_are_refused() -> None:
     )
     assert "keys only; choose another type here" in refusal(cache_type_v="polarpair-m4n4")
     with pytest.raises(EngineError, match="cache_type_v=q8_0"):
-        layer_codecs(EngineConfig(cache_type_v="q8_0"), LAYERS, 48)
+        layer_codecs(EngineConfig(cache_type_v="q8_0"), [48])

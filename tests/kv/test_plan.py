@@ -34,13 +34,17 @@ windows = st.one_of(st.none(), st.integers(1, 300))
 @st.composite
 def shapes(draw, windows=windows) -> CacheShape:
     means = st.sampled_from([0, 8, 16])
-    layer = st.builds(LayerShape, codec_names.map(codecs.get), codec_names.map(codecs.get), means, windows)
+    names = codec_names.map(codecs.get)
+    heads = draw(st.sampled_from([(st.integers(1, 4), st.sampled_from([8, 48, 64])), (st.just(2), st.just(64))]))
+    layer = st.builds(LayerShape, names, names, *heads, means, windows)
     return CacheShape(
         block_size=draw(st.sampled_from([4, 8, 64])),
-        kv_heads=draw(st.integers(1, 4)),
-        head_dim=draw(st.sampled_from([8, 48, 64])),
         layers=tuple(draw(st.lists(layer, min_size=1, max_size=5))),
     )
+
+
+def with_few_heads(shape: CacheShape) -> CacheShape:
+    return replace(shape, layers=tuple(replace(layer, kv_heads=1, head_dim=8) for layer in shape.layers))
 
 
 def sequences_of(plan: StorePlan) -> int:
@@ -80,7 +84,7 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
 @given(shapes(), st.integers(1, 3000), st.integers(1, 5))
 def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> None:
     """A prompt of any length, then steps to the end, on block tables only."""
-    few_heads = replace(shape, kv_heads=1, head_dim=8)
+    few_heads = with_few_heads(shape)
     plan = plan_for_tokens(few_heads, tokens, sequences)
     store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
     sequence = store.new_sequence()
@@ -97,7 +101,7 @@ def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> N
 @given(shapes(), st.integers(2, 4), st.integers(1, STEP_ROWS))
 def test_a_plan_holds_steps_of_all_its_sequences(shape, count, step_rows) -> None:
     """Each step crosses as many ends of blocks as its rows can."""
-    few_heads = replace(shape, kv_heads=1, head_dim=8)
+    few_heads = with_few_heads(shape)
     length = 2 * shape.block_size - 1
     plan = plan_for_tokens(few_heads, 2 * count * (length + step_rows), count, step_rows)
     store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
@@ -112,7 +116,9 @@ def test_a_plan_holds_steps_of_all_its_sequences(shape, count, step_rows) -> Non
 def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
     plan = plan_for_tokens(shape, tokens, sequences)
     half = codecs.get("f16")
-    plain = replace(shape, layers=tuple(LayerShape(half, half, window=layer.window) for layer in shape.layers))
+    plain = replace(
+        shape, layers=tuple(replace(layer, codec_k=half, codec_v=half, mean_bits=0) for layer in shape.layers)
+    )
     held = f16_tokens(plan, tokens)
     assert 0 < held <= tokens
     assert plan_for_tokens(plain, held, sequences).bytes <= plan.bytes
@@ -123,7 +129,9 @@ def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
 @given(shapes(), st.integers(0, 600))
 def test_a_sequence_is_compared_with_the_same_blocks_as_f16(shape, tokens) -> None:
     half = codecs.get("f16")
-    plain = replace(shape, layers=tuple(LayerShape(half, half, window=layer.window) for layer in shape.layers))
+    plain = replace(
+        shape, layers=tuple(replace(layer, codec_k=half, codec_v=half, mean_bits=0) for layer in shape.layers)
+    )
     assert shape.f16_bytes(tokens) == plain.sequence_bytes(tokens) == plain.f16_bytes(tokens)
     if all(layer.mean_bits == 0 for layer in shape.layers):  # that of halves is never centred
         assert shape.sequence_bytes(tokens) <= shape.f16_bytes(tokens)
@@ -132,8 +140,8 @@ def test_a_sequence_is_compared_with_the_same_blocks_as_f16(shape, tokens) -> No
 @pytest.mark.parametrize("tokens", [1, 44, 64, 100, 128, 129, 1000])
 def test_a_short_conversation_takes_as_much_as_with_f16_and_a_longer_one_less(tokens: int) -> None:
     """The first block and the one that is being filled are halves, as all blocks of f16."""
-    layer = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), 8)
-    shape = CacheShape(64, 3, 64, (layer,) * 30)
+    layer = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), 3, 64, 8)
+    shape = CacheShape(64, (layer,) * 30)
     blocks = -(-tokens // 64)
     assert shape.f16_bytes(tokens) == blocks * 64 * shape.f16_bytes_per_token
     quantized = max(0, tokens // 64 - 1)

@@ -45,12 +45,19 @@ def scored(model, ids, **options):
 def test_every_family_and_rope_kind_has_a_fixture() -> None:
     configs = [read_model(FIXTURES / name)[0] for name in MODELS]
     assert {c.family for c in configs} == set(families())
-    assert {c.rope.kind for c in configs} >= {"default", "linear", "llama3", "yarn", "longrope"}
+    assert {layer.mixer.rope.kind for c in configs for layer in c.layers if layer.mixer.rope} >= {
+        "default",
+        "linear",
+        "llama3",
+        "yarn",
+        "longrope",
+    }
     assert {c.tied_head for c in configs} == {True, False}
-    assert any(c.kv_heads == 1 for c in configs)
-    assert any(1 < c.kv_heads < c.heads for c in configs)
-    assert any(c.kv_heads == c.heads for c in configs)
-    assert any(c.heads * c.head_dim != c.hidden_size for c in configs)
+    assert any(c.attention.kv_heads == 1 for c in configs)
+    heads = [(c.attention.heads, c.attention.kv_heads) for c in configs]
+    assert any(1 < kv_heads < all_heads for all_heads, kv_heads in heads)
+    assert any(kv_heads == all_heads for all_heads, kv_heads in heads)
+    assert any(c.attention.heads * c.attention.head_dim != c.hidden_size for c in configs)
 
 
 def test_logits_are_those_of_transformers(fixture) -> None:
@@ -95,7 +102,7 @@ Blocks = list[list[np.ndarray]]
 
 def recorded(model: Transformer) -> dict[int, Blocks]:
     """A dict that gets, per layer, all arrays of every block that is encoded from now on, in order."""
-    layers = {id(model.store.cache(layer)): layer for layer in range(model.config.layers)}
+    layers = {id(model.store.cache(layer)): layer for layer in range(len(model.config.layers))}
     blocks: dict[int, Blocks] = {layer: [] for layer in layers.values()}
     encode = model.store.ops.encode_blocks
 
@@ -170,7 +177,7 @@ def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
 
     def watched(layer, span):
         round_trip(layer, span)
-        seen[layer] = [x[:, :16].copy() for x in span.buffer]
+        seen[layer] = [x[:, :16].copy() for x in span.buffers[store.group_of(layer)]]
 
     store.round_trip = watched
     feed(model, kv, ids[:32])
@@ -180,7 +187,7 @@ def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
         stored_k, stored_v, mean = read_blocks(cache, np.array(table.quantized[-1:]))
         np.testing.assert_allclose(k, stored_k + (0 if mean is None else mean), atol=1e-6)
         np.testing.assert_allclose(v, stored_v, atol=1e-6)
-    assert set(seen) == set(range(config.layers))
+    assert set(seen) == set(range(len(config.layers)))
 
 
 def test_a_second_turn_reads_the_first_as_codes(fixture) -> None:

@@ -96,31 +96,33 @@ def test_estimates_for_uncorrelated_inputs_are_exact(
 ) -> None:
     """Keys and values of random inputs at consecutive positions; a bias, if any, outweighs all else."""
     config, weights = read_model(FIXTURES / name)
-    layer, count = weights.layers[1], 4096
+    attention, layer, count = config.layers[1].mixer, weights.layers[1].mixer, 4096
+    heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
     if layer.qkv.bias is not None:
         layer = replace(layer, qkv=replace(layer.qkv, bias=20 * layer.qkv.bias))
-        weights = replace(weights, layers=[weights.layers[0], layer, *weights.layers[2:]])
+        first, second, *others = weights.layers
+        weights = replace(weights, layers=[first, replace(second, mixer=layer), *others])
     x = rng.standard_normal((count, config.hidden_size)).astype(np.float32)
     norm = None
-    if layer.attention_norm is not None:
-        norm = layer.attention_norm, config.norm_eps
+    if layer.norm is not None:
+        norm = layer.norm, config.norm_eps
     else:  # an embedding, and the normed results of the first layer
         first, embedding = weights.layers[0], OPS.rows(weights.embedding)
         squares = np.square(embedding).mean(axis=0)
-        x *= np.sqrt(squares + np.square(first.attention_post_norm) + np.square(first.ffn_post_norm))
+        x *= np.sqrt(squares + np.square(first.mixer.post_norm) + np.square(first.ffn.post_norm))
     qkv = OPS.linear(x, layer.qkv, norm=norm)
     norms = None if layer.k_norm is None else (layer.q_norm, layer.k_norm, config.norm_eps)
-    if config.wide_qk_norm:
-        keys = slice(config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim)
+    if attention.qk_norm == "all":
+        keys = slice(heads * dim, (heads + kv_heads) * dim)
         OPS.rms_norm(qkv[:, keys], (layer.k_norm, config.norm_eps))
         norms = None
-    angles = np.outer(np.arange(count), pair_frequencies(config, config.layer_rope(1))[0])
+    angles = np.outer(np.arange(count), pair_frequencies(attention)[0])
     rope = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    _, k, v = OPS.transform_heads(qkv.reshape(count, -1, config.head_dim), rope, HeadTransform(config.kv_heads), norms)
+    _, k, v = OPS.transform_heads(qkv.reshape(count, -1, dim), rope, HeadTransform(kv_heads), norms)
     if block_size is not None:
         blocks = k.reshape(-1, block_size, *k.shape[1:])
         k = (blocks - blocks.mean(axis=1, keepdims=True)).reshape(k.shape)
-    estimated = variances(OPS, config, weights, [block_size] * config.layers)[1]
+    estimated = variances(OPS, config, weights, [block_size] * len(config.layers))[1]
     for side, variance in zip((k, v), estimated, strict=True):
         np.testing.assert_allclose(variance.mean(-1), np.square(side).mean((0, 2)), rtol=0.1)
 

@@ -66,11 +66,13 @@ def first_difference(fixture: str, *, break_layer: int | None = None, part: str 
     if break_layer is not None:
         weights = models[-1].weights
         layers = list(weights.layers)
-        whole = getattr(layers[break_layer], part)
+        kind = "mixer" if part in ("qkv", "out") else "ffn"
+        owner = getattr(layers[break_layer], kind)
+        whole = getattr(owner, part)
         bent = device.rows(whole).copy()
         bent[-1, :] *= 1.5
         changed = replace(whole, parts=(load(device, bent, "f16"),))
-        layers[break_layer] = replace(layers[break_layer], **{part: changed})
+        layers[break_layer] = replace(layers[break_layer], **{kind: replace(owner, **{part: changed})})
         models[-1].weights = replace(weights, layers=layers)
     exact = values(models[0])
     rounded, given = (values(model, exact) for model in models[1:])
@@ -106,14 +108,14 @@ def seen_by(model: Transformer, ids: Sequence[int]) -> tuple[Seen, np.ndarray]:
 def test_taps_get_every_row_of_every_layer_once_whatever_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = read_model(FIXTURES / FIXTURE)
     whole, logits = seen_by(bare_model(config, weights), IDS)
-    assert sorted(whole) == sorted((layer, name, 0) for layer in range(config.layers) for name in NAMES)
+    assert sorted(whole) == sorted((layer, name, 0) for layer in range(len(config.layers)) for name in NAMES)
     model = bare_model(config, weights)
     np.testing.assert_array_equal(feed(model, model.store.new_sequence(), IDS), logits)  # without taps
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     model = bare_model(config, weights)
     monkeypatch.setattr(model.ops, "split_rows", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
     parts, _ = seen_by(model, IDS)
-    for layer in range(config.layers):
+    for layer in range(len(config.layers)):
         for name in NAMES:
             rows = [(at[2], x) for at, x in parts.items() if at[:2] == (layer, name)]
             joined = np.concatenate([x for _, x in sorted(rows, key=lambda row: row[0])])

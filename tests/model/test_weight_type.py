@@ -64,7 +64,7 @@ def test_all_matrices_are_converted(name: str) -> None:
         assert sum(seen) == 2 * sum(int(np.prod(source.shape(one))) for one in source.names())
         assert weights.bytes == weight_bytes(ops, source, get(name))
         np.testing.assert_array_equal(ops.to_host(weights.norm), read(source, "model.norm.weight"))
-        for one, matrix in ((DOWN, weights.layers[1].down), (EMBEDDING, weights.embedding), (HEAD, weights.head)):
+        for one, matrix in ((DOWN, weights.layers[1].ffn.down), (EMBEDDING, weights.embedding), (HEAD, weights.head)):
             wanted = converted(source, one, name if source.shape(one)[1] % get(name).values == 0 else "f16")
             if ops is device and name == "f32":
                 wanted = wanted.astype(np.float16)
@@ -121,7 +121,7 @@ def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str 
     native = NativeOps(1)
     weights = load_weights(native, config, source, None, weight_type and get(weight_type))
     wanted = weight_type or {"IQ2_XS": "q8_0", "Q4_K": "q4_k"}[dtype]
-    qkv = weights.layers[0].qkv
+    qkv = weights.layers[0].mixer.qkv
     assert {part.format.name for part in (*qkv.parts, weights.embedding, *weights.head.parts)} == {wanted}
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
     values = np.concatenate([read(source, n) if wanted == "q4_k" else converted(source, n, wanted) for n in names])
@@ -151,8 +151,10 @@ def test_several_ways_are_named_with_their_bytes() -> None:
     types = {"lm_head.weight": "q6_k", "model.embed_tokens.weight": "f32"}
     config, file, _ = open_weights(FIXTURE)
     file.close()
+    mixer = replace(config.attention, head_dim=256 // config.attention.heads)
+    layer = replace(config.layers[0], mixer=mixer, ffn=replace(config.ffn, size=256))
     source = RandomWeights(
-        replace(config, hidden_size=256, ffn_size=256, head_dim=256 // config.heads, vocab_size=3072),
+        replace(config, hidden_size=256, layers=(layer,) * len(config.layers), vocab_size=3072),
         lambda name: types.get(name, "q4_k"),
     )
     assert in_words(kept(InPlace(), source)) == "F32, Q6_K, Q4_K weights as stored"

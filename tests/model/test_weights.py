@@ -48,7 +48,7 @@ def test_matrices_of_16_bits_are_not_widened_on_the_way_to_a_gpu(name: str, monk
     assert all(len(source.shape(one)) == 1 for one in widened)
     assert {x.ndim for x in came if x.dtype == np.float32} == {1}
     raw = source.read_raw("model.layers.1.mlp.down_proj.weight", slice(0, config.hidden_size))
-    (down,) = weights.layers[1].down.parts
+    (down,) = weights.layers[1].ffn.down.parts
     np.testing.assert_array_equal(device.to_host(down.data), raw)
     assert down.format is find(source.stored_dtype("model.layers.1.mlp.down_proj.weight"))
     source.close()
@@ -75,7 +75,7 @@ def test_a_matrix_is_copied_to_a_gpu_in_slabs(name: str, mmap: bool, monkeypatch
     monkeypatch.undo()
     whole = load_weights(CudaOps(device), config, source)
     ops = CudaOps(device)
-    np.testing.assert_array_equal(ops.rows(sliced.layers[0].qkv), ops.rows(whole.layers[0].qkv))
+    np.testing.assert_array_equal(ops.rows(sliced.layers[0].mixer.qkv), ops.rows(whole.layers[0].mixer.qkv))
     np.testing.assert_array_equal(ops.rows(sliced.embedding), ops.rows(whole.embedding))
     source.close()
 
@@ -97,16 +97,16 @@ def test_blocks_are_widened_by_numpy_and_kept_by_a_gpu(dtype: str, tmp_path: Pat
     qkv = np.concatenate([tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"])
     host, device = NumpyOps(), CudaOps(open_device(checked=False))
     weights = load_weights(host, config, source)
-    np.testing.assert_array_equal(host.rows(weights.layers[0].qkv), qkv)
+    np.testing.assert_array_equal(host.rows(weights.layers[0].mixer.qkv), qkv)
     np.testing.assert_array_equal(host.rows(weights.embedding), tensors["model.embed_tokens.weight"])
     weights = load_weights(device, config, source)
     assert weights.bytes == weight_bytes(device, source)
     kept = find(dtype) or get("q8_0")
-    assert [part.format for part in weights.layers[0].qkv.parts] == [kept]
+    assert [part.format for part in weights.layers[0].mixer.qkv.parts] == [kept]
     if find(dtype) is None:
         assert kept.quantize
         kept.dequantize(kept.quantize(qkv), qkv)
-    np.testing.assert_array_equal(device.rows(weights.layers[0].qkv), qkv)
+    np.testing.assert_array_equal(device.rows(weights.layers[0].mixer.qkv), qkv)
     source.close()
 
 
@@ -159,7 +159,7 @@ def test_a_tied_head_is_the_embedding() -> None:
 def test_the_cpu_concatenates_the_parts_of_a_projection() -> None:
     """In one array for BLAS, with the file's values."""
     config, source, _ = open_weights(FIXTURES / "llama_gqa_llama3_tied")
-    qkv = load_weights(NumpyOps(), config, source).layers[0].qkv
+    qkv = load_weights(NumpyOps(), config, source).layers[0].mixer.qkv
     assert isinstance(qkv, Linear)
     (whole,) = qkv.parts
     assert whole.data.dtype == np.float32

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 
 from polarlm.model_loaders import ModelConfig, WeightSource, families, load_weights
+from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from polarlm.model_loaders.gguf_file import GgufFile
 from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
 
@@ -57,16 +58,17 @@ def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
 def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -> gguf.GGUFWriter:
     """A writer with the metadata of `config`; `changes` are further keys, with `__` for the dots."""
     writer = gguf.GGUFWriter(path, arch)
+    ropes = [layer.mixer.rope for layer in sorted(config.layers, key=lambda layer: layer.mixer.window is not None)]
     numbers = {
-        "block_count": config.layers,
+        "block_count": len(config.layers),
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.ffn_size,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.rotary_dim or config.head_dim,
-        "rope.freq_base": config.rope.theta,
+        "feed_forward_length": config.ffn.size,
+        "attention.head_count": config.attention.heads,
+        "attention.head_count_kv": config.attention.kv_heads,
+        "attention.key_length": config.attention.head_dim,
+        "attention.value_length": config.attention.head_dim,
+        "rope.dimension_count": config.attention.rotated,
+        "rope.freq_base": next(rope.theta for rope in ropes if rope),
         "context_length": config.max_context,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
     } | {key.replace("__", "."): value for key, value in changes.items()}
@@ -86,9 +88,9 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def rotated_in_front(tensor: np.ndarray, config: ModelConfig, heads: int) -> np.ndarray:
     """Rows of heads in the order of files in which RoPE rotates the first channels only."""
-    if config.rotary_dim is None:
+    if config.attention.rotary_dim is None:
         return tensor
-    half, pairs, dim = config.head_dim // 2, config.rotary_dim // 2, config.head_dim
+    half, pairs, dim = config.attention.head_dim // 2, config.attention.rotary_dim // 2, config.attention.head_dim
     rotated, rows = heads * dim, tensor[: heads * dim].reshape(heads, dim, -1)
     order = [*range(pairs), *range(half, half + pairs), *range(pairs, half), *range(half + pairs, dim)]
     return np.concatenate([rows[:, order].reshape(tensor[:rotated].shape), tensor[rotated:]])
@@ -99,11 +101,11 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
     writer = gguf_header(path, arch, config, **changes)
     for name, tensor in tensors.items():
         if arch in ("llama", "smollm3") and ".q_proj." in name:
-            tensor = interleaved(tensor, config.heads)
+            tensor = interleaved(tensor, config.attention.heads)
         if arch in ("llama", "smollm3") and ".k_proj." in name:
-            tensor = interleaved(tensor, config.kv_heads)
+            tensor = interleaved(tensor, config.attention.kv_heads)
         if ".qkv_proj." in name:
-            tensor = rotated_in_front(tensor, config, config.heads + config.kv_heads)
+            tensor = rotated_in_front(tensor, config, config.attention.heads + config.attention.kv_heads)
         writer.add_tensor(gguf_name(name, arch) if name.startswith(("model.", "lm_head.")) else name, tensor)
     finish(writer)
     return path
@@ -114,9 +116,12 @@ def quantized_model(path: Path, dtype: str, extra: Mapping[str, np.ndarray] | No
 
     extra: further tensors in float32, by the names in the file.
     """
+    config = load_weights(MODELS / "llama_mha")[0]
+    layer = Layer(Attention(4, 2, 64, config.attention.rope), GatedMLP(256))
     config = replace(
-        load_weights(MODELS / "llama_mha")[0],
-        **{"layers": 1, "hidden_size": 256, "ffn_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
+        config,
+        layers=(layer,),
+        hidden_size=256,
         vocab_size=96,
     )
     writer, tensors = gguf_header(path, "llama", config), {}
@@ -129,7 +134,7 @@ def quantized_model(path: Path, dtype: str, extra: Mapping[str, np.ndarray] | No
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
         raw = random.integers(0, 64, (rows, columns[0] // block * block_bytes), dtype=np.uint8)
         tensors[name] = gguf.dequantize(raw, gguf.GGMLQuantizationType[dtype])
-        heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
+        heads = {"q_proj": config.attention.heads, "k_proj": config.attention.kv_heads}.get(name.split(".")[-2])
         raw = interleaved(raw, heads) if heads else raw
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=gguf.GGMLQuantizationType[dtype])
     for label, values in (extra or {}).items():

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from polarlm.model_loaders import LoadError, ModelConfig, RopeConfig, load_weights, rope_frequencies
 from polarlm.model_loaders import families as families_package
+from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from polarlm.model_loaders.families import configure, families, gguf_layouts, tensors
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.safetensors_source import open_safetensors
@@ -35,6 +36,23 @@ def configured(**changes: object) -> ModelConfig:
     return configure(Fields({**BASE, **changes}, "config.json"))
 
 
+def mixers(config: ModelConfig) -> list[Attention]:
+    return [layer.mixer for layer in config.layers]
+
+
+def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
+    return tuple(mixer.window for mixer in mixers(config))
+
+
+def rope_of(config: ModelConfig) -> RopeConfig:
+    """RoPE of the last layer that has it: without a window, where there are both."""
+    return [mixer.rope for mixer in sorted(mixers(config), key=lambda mixer: mixer.window is None) if mixer.rope][-1]
+
+
+def with_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
+    return config.with_mixers(lambda mixer: replace(mixer, rope=mixer.rope and rope))
+
+
 def stored(name: str) -> ModelConfig:
     config, weights, _ = load_weights(MODELS / name)
     weights.close()
@@ -50,61 +68,68 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama_mha", {"heads": 4, "kv_heads": 4, "head_dim": 8, "tied_head": False, "windows": ()}),
+        ("llama_mha", {"heads": 4, "kv_heads": 4, "head_dim": 8, "tied_head": False, "rotary_dim": None}),
         ("llama_gqa_linear", {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden_size": 48}),
         ("llama_gqa_llama3_tied", {"kv_heads": 2, "tied_head": True, "qkv_bias": False}),
         ("llama_mqa_yarn", {"kv_heads": 1, "head_dim": 16, "max_context": 128}),
         ("llama_wide_heads_biases", {"head_dim": 16, "hidden_size": 32, "heads": 4, "qkv_bias": True}),
-        ("llama_wide_heads_biases", {"out_bias": True, "mlp_bias": True, "qk_norm": False}),
-        ("mistral_window_sharded", {"windows": (16, 16, 16), "qkv_bias": False}),
-        ("qwen2_bias", {"windows": (), "qkv_bias": True, "out_bias": False, "mlp_bias": False}),
-        ("qwen2_mixed_windows", {"windows": (None, 12, 12)}),
-        ("qwen3_qk_norm_tied", {"qk_norm": True, "qkv_bias": False, "head_dim": 16, "tied_head": True}),
-        ("gemma3_tied", {"activation": "gelu_tanh", "post_norms": True, "pre_norms": True, "embedding_scale": 8.0}),
-        ("gemma3_tied", {"attention_scale": 24**-0.5, "windows": (12, None, 12), "tied_head": True}),
-        ("olmo2_post_norms", {"post_norms": True, "pre_norms": False, "qk_norm": True, "wide_qk_norm": True}),
-        ("phi3_longrope_partial", {"rotary_dim": 12, "windows": ()}),
-        ("phi3_window", {"rotary_dim": None, "windows": (16, 16)}),
+        ("llama_wide_heads_biases", {"out_bias": True, "bias": True, "qk_norm": None, "norms": "before"}),
+        ("mistral_window_sharded", {"window": 16, "qkv_bias": False}),
+        ("qwen2_bias", {"qkv_bias": True, "out_bias": False, "bias": False}),
+        ("qwen3_qk_norm_tied", {"qk_norm": "head", "qkv_bias": False, "head_dim": 16, "tied_head": True}),
+        ("gemma3_tied", {"activation": "gelu_tanh", "norms": "both", "embedding_scale": 8.0}),
+        ("gemma3_tied", {"scale": 24**-0.5, "qk_norm": "head", "tied_head": True}),
+        ("olmo2_post_norms", {"norms": "after", "qk_norm": "all", "tied_head": False}),
+        ("phi3_longrope_partial", {"rotary_dim": 12}),
+        ("phi3_window", {"rotary_dim": None}),
     ],
 )
 def test_stored_models(name: str, expected: dict[str, object]) -> None:
     config = stored(name)
-    assert {key: getattr(config, key) for key in expected} == expected
+    found = {**vars(config), **vars(config.attention), **vars(config.ffn), "norms": config.layers[0].norms}
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("llama_mha", (None, None)),
+        ("mistral_window_sharded", (16, 16, 16)),
+        ("qwen2_bias", (None, None)),
+        ("qwen2_mixed_windows", (None, 12, 12)),
+        ("gemma3_tied", (12, None, 12)),
+        ("phi3_longrope_partial", (None, None)),
+        ("phi3_window", (16, 16)),
+    ],
+)
+def test_windows_of_stored_models(name: str, windows: tuple[int | None, ...]) -> None:
+    assert windows_of(stored(name)) == windows
 
 
 def test_sizes_come_from_the_configuration() -> None:
+    layer = Layer(Attention(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig()), GatedMLP(128))
     assert configured(num_key_value_heads=2) == ModelConfig(
-        family="llama",
-        layers=3,
-        hidden_size=64,
-        ffn_size=128,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        vocab_size=100,
-        max_context=512,
-        norm_eps=1e-5,
-        rope=RopeConfig(),
+        family="llama", layers=(layer,) * 3, hidden_size=64, vocab_size=100, max_context=512, norm_eps=1e-5
     )
 
 
 def test_absent_or_null_kv_heads_mean_one_per_query_head() -> None:
-    assert configured().kv_heads == configured(num_key_value_heads=None).kv_heads == 4
+    assert configured().attention.kv_heads == configured(num_key_value_heads=None).attention.kv_heads == 4
 
 
 def test_a_window_of_null_is_no_window() -> None:
-    assert configured(model_type="mistral", sliding_window=None).windows == ()
-    assert configured(model_type="mistral").windows == ()
-    assert configured(model_type="mistral", sliding_window=32).window(2) == 32
+    assert windows_of(configured(model_type="mistral", sliding_window=None)) == (None, None, None)
+    assert windows_of(configured(model_type="mistral")) == (None, None, None)
+    assert windows_of(configured(model_type="mistral", sliding_window=32)) == (32, 32, 32)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_qwen_windows(family: str) -> None:
     def windows(**changes: object) -> tuple[int | None, ...]:
-        return configured(model_type=family, **changes).windows
+        return windows_of(configured(model_type=family, **changes))
 
-    assert windows(sliding_window=32, max_window_layers=1) == ()
-    assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=False) == ()
+    assert windows(sliding_window=32, max_window_layers=1) == (None, None, None)
+    assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=False) == (None, None, None)
     assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=True) == (None, 32, 32)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows(sliding_window=32, use_sliding_window=True, layer_types=kinds) == (32, None, 32)
@@ -115,8 +140,8 @@ def test_qwen_windows(family: str) -> None:
 
 
 def test_qwen3_heads_have_128_channels_by_default() -> None:
-    assert configured(model_type="qwen3").head_dim == 128
-    assert configured(model_type="qwen3", head_dim=32).head_dim == 32
+    assert configured(model_type="qwen3").attention.head_dim == 128
+    assert configured(model_type="qwen3", head_dim=32).attention.head_dim == 32
 
 
 def test_yarn_extends_the_context_if_the_configuration_gives_the_trained_one() -> None:
@@ -135,10 +160,10 @@ def test_gemma3_with_the_older_keys() -> None:
     # What a published configuration leaves out is as in the 4B model; the pattern of windows is six layers long.
     kept = {key: written[key] for key in ("model_type", "hidden_size", "num_hidden_layers", "sliding_window")}
     got = configure(Fields({**kept, "num_hidden_layers": 7}, "config.json"))
-    assert (got.heads, got.kv_heads, got.head_dim, got.vocab_size) == (8, 4, 256, 262_208)
-    assert got.windows == (12, 12, 12, 12, 12, None, 12)
-    assert {rope.theta for rope in got.ropes if rope} == {1e6, 1e4}
-    assert got.attention_scale == 1 / 16
+    assert (got.attention.heads, got.attention.kv_heads, got.attention.head_dim, got.vocab_size) == (8, 4, 256, 262_208)
+    assert windows_of(got) == (12, 12, 12, 12, 12, None, 12)
+    assert {mixer.rope.theta for mixer in mixers(got) if mixer.rope} == {1e6, 1e4}
+    assert got.attention.scale == 1 / 16
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
@@ -175,22 +200,22 @@ def test_the_scale_of_embeddings_is_rounded_to_their_stored_type(dtype: str, sca
 
 def test_smollm3_without_rope_in_some_layers() -> None:
     def has_rope(**changes: object) -> list[bool]:
-        return [rope is not None for rope in configured(model_type="smollm3", **changes).ropes]
+        return [mixer.rope is not None for mixer in mixers(configured(model_type="smollm3", **changes))]
 
     assert has_rope(num_hidden_layers=8) == [True, True, True, False] * 2
     assert has_rope(no_rope_layer_interval=2) == [True, False, True]
     assert has_rope(no_rope_layers=[0, 1, 1]) == [False, True, True]
     with pytest.raises(LoadError, match="no_rope_layers"):
         has_rope(no_rope_layers=[1, 1])
-    windows = configured(model_type="smollm3", use_sliding_window=True, sliding_window=8, no_rope_layers=[0, 1, 1])
-    assert windows.windows == (8, None, None)
+    config = configured(model_type="smollm3", use_sliding_window=True, sliding_window=8, no_rope_layers=[0, 1, 1])
+    assert windows_of(config) == (8, None, None)
 
 
 def test_defaults_of_smollm3_match_transformers() -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0}
-    assert configured(model_type="smollm3").rope.theta == 2e6
-    assert configured(model_type="smollm3", rope_scaling=yarn).rope.theta == 2e6
-    assert configured(model_type="smollm3", rope_parameters={"rope_theta": 5e6}).rope.theta == 5e6
+    assert rope_of(configured(model_type="smollm3")).theta == 2e6
+    assert rope_of(configured(model_type="smollm3", rope_scaling=yarn)).theta == 2e6
+    assert rope_of(configured(model_type="smollm3", rope_parameters={"rope_theta": 5e6})).theta == 5e6
     assert configured(model_type="smollm3").tied_head
     assert not configured(model_type="smollm3", tie_word_embeddings=False).tied_head
 
@@ -200,12 +225,13 @@ def test_phi3_longrope(kind: str) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
     scaling = {"type": kind, **factors}
     config = configured(model_type="phi3", original_max_position_embeddings=128, rope_scaling=scaling)
-    assert (config.rope.kind, config.rope.factor, config.rope.original_context) == ("longrope", 4.0, 128)
-    assert config.rope.divisors == tuple(factors["long_factor"])
-    assert config.for_context(128).rope.divisors == (1.0,) * 8
+    rope = rope_of(config)
+    assert (rope.kind, rope.factor, rope.original_context) == ("longrope", 4.0, 128)
+    assert rope.divisors == tuple(factors["long_factor"])
+    assert rope_of(config.for_context(128)).divisors == (1.0,) * 8
     # A model no longer than it was trained has the short factors alone.
     same = configured(model_type="phi3", original_max_position_embeddings=512, rope_scaling=scaling)
-    assert same.rope.divisors == same.for_context(600).rope.divisors == (1.0,) * 8
+    assert rope_of(same).divisors == rope_of(same.for_context(600)).divisors == (1.0,) * 8
     with pytest.raises(LoadError, match=r"long_factor.*8 pairs"):
         configured(
             model_type="phi3", original_max_position_embeddings=9, rope_scaling={**scaling, "long_factor": [1.0] * 7}
@@ -316,11 +342,10 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
         config = configured(**{"model_type": family, **changes})
     except LoadError:
         return
-    assert config.heads % config.kv_heads == 0
-    assert config.head_dim % 2 == 0
-    assert len(config.windows) in (0, config.layers)
-    for rope in {config.rope, *config.ropes} - {None}:
-        frequencies, factor = rope_frequencies(rope, config.rotary_dim or config.head_dim)
+    assert config.attention.heads % config.attention.kv_heads == 0
+    assert config.attention.head_dim % 2 == 0
+    for mixer in {mixer for mixer in mixers(config) if mixer.rope is not None}:
+        frequencies, factor = rope_frequencies(mixer.rope, mixer.rotated)
         assert np.isfinite(frequencies).all()
         assert np.isfinite(factor)
 
@@ -332,38 +357,41 @@ every_gguf = pytest.mark.parametrize("name", [name for name in NAMES if stored(n
 @every_gguf
 def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None:
     config, weights, _ = load_weights(MODELS / name)
-    written = read_all(weights)
-    scaling = {"linear": {"rope__scaling__type": "linear", "rope__scaling__factor": config.rope.factor}}
+    written, of_rope = read_all(weights), rope_of(config)
+    scaling = {"linear": {"rope__scaling__type": "linear", "rope__scaling__factor": of_rope.factor}}
     scaling["yarn"] = {
         "rope__scaling__type": "yarn",
-        "rope__scaling__factor": config.rope.factor,
-        "rope__scaling__original_context_length": config.rope.original_context,
+        "rope__scaling__factor": of_rope.factor,
+        "rope__scaling__original_context_length": of_rope.original_context,
     }
-    changes: dict[str, object] = dict(scaling.get(config.rope.kind, {}))
+    changes: dict[str, object] = dict(scaling.get(of_rope.kind, {}))
     expected = config
-    if config.rope.kind == "llama3":  # it is written as a tensor of divisors, which this file lacks
-        expected = replace(expected, rope=RopeConfig(theta=config.rope.theta))
-    if config.rope.kind == "longrope":
-        changes |= longrope(config.rope, written)
-        expected = replace(expected, rope=replace(config.rope, attention_factor=0.75))
+    if of_rope.kind == "llama3":  # it is written as a tensor of divisors, which this file lacks
+        expected = with_rope(expected, RopeConfig(theta=of_rope.theta))
+    if of_rope.kind == "longrope":
+        changes |= longrope(of_rope, written)
+        expected = with_rope(expected, replace(of_rope, attention_factor=0.75))
     if config.family == "gemma3":
         changes |= {
             **{"attention__sliding_window": 12, "attention__sliding_window_pattern": 2},
-            "rope__freq_base_swa": config.ropes[0].theta,
+            "rope__freq_base_swa": config.attention.rope.theta,
         }
-        expected = replace(expected, attention_scale=config.head_dim**-0.5)  # they know no other
-    elif config.windows and config.family in ("mistral", "phi3"):
-        changes["attention__sliding_window"] = config.windows[0]
+        scale = config.attention.head_dim**-0.5
+        expected = expected.with_mixers(lambda mixer: replace(mixer, scale=scale))  # they know no other
+    elif config.attention.window and config.family in ("mistral", "phi3"):
+        changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
-        expected = replace(expected, windows=())
+        expected = expected.with_mixers(lambda mixer: replace(mixer, window=None))
     arch = "llama" if config.family == "mistral" else config.family
     got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, written, **changes))
     assert dtype == "F32"
     assert got.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # GGUF keeps it in float32
-    assert got.rope.divisors == pytest.approx(expected.rope.divisors)
-    assert got.rope.short_divisors == pytest.approx(expected.rope.short_divisors)
-    rope = replace(expected.rope, divisors=got.rope.divisors, short_divisors=got.rope.short_divisors)
-    assert got == replace(expected, norm_eps=got.norm_eps, rope=rope)
+    found, wanted = rope_of(got), rope_of(expected)
+    assert found.divisors == pytest.approx(wanted.divisors)
+    assert found.short_divisors == pytest.approx(wanted.short_divisors)
+    if found.divisors:
+        expected = with_rope(expected, replace(wanted, divisors=found.divisors, short_divisors=found.short_divisors))
+    assert got == replace(expected, norm_eps=got.norm_eps)
     for key, tensor in read_all(copy).items():
         np.testing.assert_array_equal(tensor, written[key], err_msg=key)
 
@@ -399,7 +427,7 @@ def test_a_gguf_files_rope_divisors(tmp_path: Path) -> None:
     divisors = np.array([1.0, 1.5, 4.0, 8.0], np.float32)
     tensors = {**read_all(weights), "rope_freqs.weight": divisors}
     got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, tensors))
-    assert got.rope == replace(config.rope, divisors=(1.0, 1.5, 4.0, 8.0))
+    assert rope_of(got) == replace(rope_of(config), divisors=(1.0, 1.5, 4.0, 8.0))
     tensors["rope_freqs.weight"] = divisors[:3]
     with pytest.raises(LoadError, match=r"rope_freqs.weight.*\(3,\).*\(4,\)"):
         load_weights(as_gguf(tmp_path / "other.gguf", "llama", config, tensors))
@@ -409,7 +437,7 @@ def test_a_gguf_files_yarn_magnitude_multiplies_yarns_own(tmp_path: Path) -> Non
     config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}
     got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
-    assert got.rope.attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)), rel=1e-12)
+    assert rope_of(got).attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)), rel=1e-12)
 
 
 @pytest.mark.parametrize("given", [{}, {"rope__scaling__factor": 0.0}])
@@ -417,9 +445,10 @@ def test_yarn_without_a_factor_in_a_gguf_file_does_not_scale(given: dict[str, ob
     config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__original_context_length": 32, **given}
     got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
-    assert (got.rope.kind, got.rope.factor) == ("yarn", 1.0)
-    plain, _ = rope_frequencies(RopeConfig(theta=got.rope.theta), got.head_dim)
-    np.testing.assert_array_equal(rope_frequencies(got.rope, got.head_dim)[0], plain)
+    rope, dim = rope_of(got), got.attention.head_dim
+    assert (rope.kind, rope.factor) == ("yarn", 1.0)
+    plain, _ = rope_frequencies(RopeConfig(theta=rope.theta), dim)
+    np.testing.assert_array_equal(rope_frequencies(rope, dim)[0], plain)
 
 
 @pytest.mark.slow(keep=1)
@@ -441,8 +470,8 @@ def test_a_gguf_files_scaling_without_a_type_is_linear(
 ) -> None:
     config, weights, _ = load_weights(MODELS / "llama_mha")
     got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
-    plain = RopeConfig(theta=config.rope.theta)
-    assert got.rope == (replace(plain, kind="linear", factor=factor) if factor else plain)
+    plain = RopeConfig(theta=rope_of(config).theta)
+    assert rope_of(got) == (replace(plain, kind="linear", factor=factor) if factor else plain)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +509,7 @@ def test_a_published_layout() -> None:
     folder = shared("models", "stories260K")
     config, weights, dtype = load_weights(folder)
     written = json.loads((folder / "config.json").read_text())
-    assert (config.layers, config.kv_heads, dtype) == (written["num_hidden_layers"], 4, "F32")
+    assert (len(config.layers), config.attention.kv_heads, dtype) == (written["num_hidden_layers"], 4, "F32")
     assert weights.shape("model.embed_tokens.weight") == (written["vocab_size"], written["hidden_size"])
 
 

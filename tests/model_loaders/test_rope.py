@@ -26,20 +26,22 @@ def test_frequencies_of_the_stored_models(name: str) -> None:
     reference = np.load(MODELS / name / "reference.npz")
     config, weights, _ = load_weights(MODELS / name)
     weights.close()
-    rotated = config.rotary_dim or config.head_dim
-    frequencies, factor = rope_frequencies(config.rope, rotated)
+    mixers = [layer.mixer for layer in config.layers if layer.mixer.rope]
+    last = sorted(mixers, key=lambda mixer: mixer.window is None)[-1]  # without a window, where there are both
+    rope, rotated = last.rope, last.rotated
+    frequencies, factor = rope_frequencies(rope, rotated)
     assert frequencies.dtype == np.float64
     np.testing.assert_allclose(frequencies, reference["inv_freq"], rtol=RELATIVE)
     assert factor == pytest.approx(float(reference["attention_factor"]), rel=1e-12)
     if "local_inv_freq" in reference:
-        local = next(rope for rope, window in zip(config.ropes, config.windows, strict=True) if window)
+        local = next(mixer.rope for mixer in mixers if mixer.window)
         np.testing.assert_allclose(rope_frequencies(local, rotated)[0], reference["local_inv_freq"], rtol=RELATIVE)
     if "short_inv_freq" in reference:
-        for tokens in (1, config.rope.original_context):
-            short, same = rope_frequencies(config.for_context(tokens).rope, rotated)
+        for tokens in (1, rope.original_context):
+            short, same = rope_frequencies(config.for_context(tokens).attention.rope, rotated)
             np.testing.assert_allclose(short, reference["short_inv_freq"], rtol=RELATIVE)
             assert same == factor
-        assert config.for_context(config.rope.original_context + 1) == config.for_context(0) == config
+        assert config.for_context(rope.original_context + 1) == config.for_context(0) == config
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -24,17 +24,18 @@ def with_key_bias(
     """Ten times the keys' RMS added on the `pairs` lowest-frequency rotary pairs, where position hardly turns it."""
     model = bare_model(config, weights, block_size=64)
     prefill_logits(model, ids[:63])
-    heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+    heads, kv_heads, dim = config.attention.heads, config.attention.kv_heads, config.attention.head_dim
     layers = []
     for index, layer in enumerate(weights.layers):
         keys = model.store.cache(index).full_k.astype(np.float32)
         rms = np.sqrt((keys[keys.any(axis=-1)] ** 2).mean())
         shape = (heads + 2 * kv_heads, dim)
-        bias = np.zeros(shape, np.float32) if layer.qkv.bias is None else layer.qkv.bias.reshape(shape).copy()
+        qkv = layer.mixer.qkv
+        bias = np.zeros(shape, np.float32) if qkv.bias is None else qkv.bias.reshape(shape).copy()
         for half in (dim // 2, dim):
             bias[heads : heads + kv_heads, half - pairs : half] += 10 * rms
-        layers.append(replace(layer, qkv=replace(layer.qkv, bias=bias.reshape(-1))))
-    return replace(config, qkv_bias=True), replace(weights, layers=layers)
+        layers.append(replace(layer, mixer=replace(layer.mixer, qkv=replace(qkv, bias=bias.reshape(-1)))))
+    return config.with_mixers(lambda mixer: replace(mixer, qkv_bias=True)), replace(weights, layers=layers)
 
 
 def perplexity(config: ModelConfig, weights: ModelWeights, ids: list[int], type: str, centred: bool = True) -> float:

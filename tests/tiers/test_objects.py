@@ -27,7 +27,7 @@ NAME = bytes(range(16))
 
 def payloads(type: str = "ring4", windows=(None, 12)) -> Payloads:
     codec = codecs.get(type)
-    return Payloads(CacheShape(8, 2, 64, tuple(LayerShape(codec, codec, 8, window) for window in windows)))
+    return Payloads(CacheShape(8, tuple(LayerShape(codec, codec, 2, 64, 8, window) for window in windows)))
 
 
 def block(made: Payloads, stored_as: str = transfer.FIELDS, groups: int = 3, *, broken: bool = False) -> bytes:
@@ -119,7 +119,7 @@ def test_records_of_another_version_are_no_block() -> None:
 
 def test_records_are_checked_as_fields_are(tmp_path) -> None:
     codec = codecs.get("ring4")
-    made = Payloads(CacheShape(64, 2, 64, (LayerShape(codec, codec, 8),)))
+    made = Payloads(CacheShape(64, (LayerShape(codec, codec, 2, 64, 8),)))
     parts, size = made.of_blocks(transfer.RECORDS, 1)
     assert [part.name for part in parts] == ["keys", "values"]
     representation, version = objects.representation_of(transfer.RECORDS)

@@ -97,8 +97,8 @@ def _predicted(found: dict[str, Any]) -> Costs:
     prompts = [(prompt["tokens"], prompt["seconds"]) for prompt in found["prompts"]]
     steps = [(step["batch"], step["batch"] * step["context"], step["seconds"]) for step in found["steps"]]
     chosen = CacheType.read(found["cache"])
-    layer = LayerShape(codecs.get(chosen.key), codecs.get(chosen.value), mean_bits=8)
-    nbytes = CacheShape(_BLOCK, heads, dim, (layer,) * layers).bytes_per_token
+    layer = LayerShape(codecs.get(chosen.key), codecs.get(chosen.value), heads, dim, mean_bits=8)
+    nbytes = CacheShape(_BLOCK, (layer,) * layers).bytes_per_token
     gpu = found["gpu"]["name"]
     source = f"PREDICTED, not measured: Llama's {found['model']}, weights {found['weights']}, on an {gpu}"
     return _fitted(f"{found['model']} {gpu}", source, found["cache"], prompts, steps, nbytes)

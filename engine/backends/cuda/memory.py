@@ -29,7 +29,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     model, tokens, size = load.model, load.tokens, load.format.block_size
     e, f, queries, heads = _widths(model)
     chunk = min(tokens, chunk)
-    whole = _FLOAT * tokens * (e + _ropes(model) * model.head_dim + 1)  # hidden states, cosines and sines, ids
+    whole = _FLOAT * tokens * (e + _ropes(model) + 1)  # hidden states, cosines and sines, ids
     buffer = full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
@@ -51,7 +51,7 @@ def step_bytes(load: Load, device: Device) -> int:
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
     table = HEADER + table_width(load.tokens // load.format.block_size)
-    words = 1 + _ropes(model) * model.head_dim + ROW_WORDS + _groups(model) * table
+    words = 1 + _ropes(model) + ROW_WORDS + _groups(model) * table
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
     project = 3 * _FLOAT * heads + _NARROW * e
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
@@ -64,22 +64,29 @@ def step_bytes(load: Load, device: Device) -> int:
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """E, F, H·D and (H + 2K)·D."""
-    queries = model.heads * model.head_dim
-    return model.hidden_size, model.ffn_size, queries, queries + 2 * model.kv_heads * model.head_dim
+    """E, and of the widest layers F, H·D and (H + 2K)·D."""
+    mixers = [layer.mixer for layer in model.layers]
+    return (
+        model.hidden_size,
+        max(layer.ffn.size for layer in model.layers),
+        max(mixer.heads * mixer.head_dim for mixer in mixers),
+        max((mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim for mixer in mixers),
+    )
 
 
 def _post_norm_bytes(model: ModelConfig) -> int:
     """Bytes of a row of a projection's output that a post-norm reads."""
-    return _FLOAT * model.hidden_size if model.post_norms else 0
+    return _FLOAT * model.hidden_size if any(layer.norms != "before" for layer in model.layers) else 0
 
 
 def _ropes(model: ModelConfig) -> int:
-    return len(set(model.ropes)) or 1
+    """Numbers of cos and sin of a row, of all kinds of RoPE."""
+    return sum(dim for _, _, dim in {layer.mixer.rope_kind for layer in model.layers})
 
 
 def _groups(model: ModelConfig) -> int:
-    return len(set(model.windows)) or 1
+    mixers = (layer.mixer for layer in model.layers)
+    return len({(mixer.window, mixer.kv_heads, mixer.head_dim) for mixer in mixers})
 
 
 def _logits_bytes(model: ModelConfig, rows: int) -> int:
@@ -89,10 +96,12 @@ def _logits_bytes(model: ModelConfig, rows: int) -> int:
 
 def _sum_bytes(load: Load, device: Device) -> int:
     """Bytes of the sums that blocks of decode_attention write."""
-    model = load.model
-    chunks, columns = launch_configs.decode_cells(model.heads // model.kv_heads)
-    sums = 2 * load.rows * model.kv_heads * chunks + device.processors
-    return _FLOAT * sums * columns * (-(-model.head_dim // 16) * 16 + 2)
+    most = 0
+    for mixer in {layer.mixer for layer in load.model.layers}:
+        chunks, columns = launch_configs.decode_cells(mixer.heads // mixer.kv_heads)
+        sums = 2 * load.rows * mixer.kv_heads * chunks + device.processors
+        most = max(most, sums * columns * (-(-mixer.head_dim // 16) * 16 + 2))
+    return _FLOAT * most
 
 
 def _part_bytes(load: Load, device: Device) -> int:

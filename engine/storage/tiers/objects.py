@@ -175,8 +175,11 @@ class Payloads:
         """The arrays of a FULL block behind its ids, and the bytes of its payload."""
         key = number_type, tokens, groups
         if key not in self._made:
-            shape = (self.shape.kv_heads, tokens, self.shape.head_dim)
-            found = [(layer, side, shape, number_type) for layer in self._layers(groups) for side in "kv"]
+            found = []
+            for layer in self._layers(groups):
+                format = self.shape.format(layer)
+                shape = format.kv_heads, tokens, format.head_dim
+                found += [(layer, side, shape, number_type) for side in "kv"]
             self._made[key] = _placed(found, tokens * _ID.itemsize)
         return self._made[key]
 

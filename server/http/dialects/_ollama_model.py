@@ -112,9 +112,11 @@ def _files(path: Path) -> list[Path]:
 
 def _parameters(config: ModelConfig) -> int:
     """How many numbers the matrices of a model have."""
-    attention = config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
-    layer = attention + 3 * config.hidden_size * config.ffn_size
-    return config.layers * layer + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+    layers = sum(
+        2 * (layer.mixer.heads + layer.mixer.kv_heads) * layer.mixer.head_dim + 3 * layer.ffn.size
+        for layer in config.layers
+    )
+    return config.hidden_size * layers + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
 
 
 def _in_short(count: int) -> str:
@@ -130,10 +132,10 @@ def _shape(config: ModelConfig, context: int, vocabulary: int) -> dict[str, Any]
     shape = {
         "context_length": context,
         "embedding_length": config.hidden_size,
-        "block_count": config.layers,
-        "feed_forward_length": config.ffn_size,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
+        "block_count": len(config.layers),
+        "feed_forward_length": config.ffn.size,
+        "attention.head_count": config.attention.heads,
+        "attention.head_count_kv": config.attention.kv_heads,
         "vocab_size": vocabulary,
     }
     general = {"general.architecture": config.family, "general.parameter_count": _parameters(config)}

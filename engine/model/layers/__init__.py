@@ -1,0 +1,38 @@
+"""The kinds of layers of a decoder, one module each, with its weights and its forward pass.
+
+A *mixer* lets the tokens of a sequence see each other, through the state that the store keeps for its layer; a
+feed-forward network computes each token alone. Both add their result to the residual stream x (T, E), in place.
+
+Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.weight_formats import Linear
+
+Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm, as the ops take it
+
+
+class ReadSlot(Protocol):
+    """Reads the tensors that fill the slots of one layer; see `model_loaders.tensor_table`."""
+
+    def vector(self, slot: str) -> Array | None:
+        """The tensors of a slot (n_i,), concatenated; None for a slot that the model lacks."""
+
+    def linear(self, slot: str) -> Linear:
+        """The projection of a slot, with its biases, if it has any."""
+
+
+def norm_of(weight: Array | None, eps: float) -> Norm:
+    return None if weight is None else (weight, eps)
+
+
+def add_projected(ops: Ops, x: Array, y: Array, w: Linear, post_norm: Norm, *, recorded: bool) -> None:
+    """x (T, E) += the projection w of y (T, in), after `post_norm` if that is not None."""
+    if post_norm is None:
+        ops.linear(y, w, residual=x, recorded=recorded)
+    else:
+        ops.rms_norm(ops.linear(y, w, recorded=recorded), post_norm, residual=x)

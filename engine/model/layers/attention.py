@@ -1,0 +1,91 @@
+"""Attention over the K/V of a sequence: the projections of queries, keys and values, attention, and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from polarlm.engine.backends.kv import Cache
+from polarlm.engine.backends.ops import Array, Ops, PreparedTransform, Spans
+from polarlm.engine.model.layers import ReadSlot, add_projected, norm_of
+from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders import config
+
+Tap = Callable[[str, Array], None]
+"""tap(name, x): see `engine.model.forward.Taps`, for one layer and position."""
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Matrices are (out, in); None for what the family does not have."""
+
+    norm: Array | None  # (E,)
+    qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
+    q_norm: Array | None  # (D,), or (H·D,) of all heads together
+    k_norm: Array | None  # (D,), or (K·D,)
+    out: Linear  # (E, H·D)
+    post_norm: Array | None  # (E,): of the result, before it is added to the residual
+
+    @classmethod
+    def read(cls, read: ReadSlot) -> AttentionWeights:
+        """The weights in the slots of a layer."""
+        return cls(
+            norm=read.vector("attention_norm"),
+            qkv=read.linear("qkv"),
+            q_norm=read.vector("q_norm"),
+            k_norm=read.vector("k_norm"),
+            out=read.linear("out"),
+            post_norm=read.vector("attention_post_norm"),
+        )
+
+
+class Attention:
+    """The mixer of one layer. `project` is called for all rows of a span before `mix` is for any of them."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        shape: config.Attention,
+        norm_eps: float,
+        weights: AttentionWeights,
+        cache: Cache,
+        transform: PreparedTransform,
+    ):
+        self.shape = shape
+        self._ops, self._weights, self._cache, self._transform = ops, weights, cache, transform
+        self._eps = norm_eps
+        self._norm, self._post_norm = norm_of(weights.norm, norm_eps), norm_of(weights.post_norm, norm_eps)
+
+    def project(
+        self, x: Array, rope: tuple[Array, Array], spans: Spans, *, recorded: bool, tap: Tap | None = None
+    ) -> Array:
+        """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
+
+        rope: cos and sin (T, D/2). recorded: in a step, which may be recorded and has no taps.
+        """
+        ops, w, shape = self._ops, self._weights, self.shape
+        heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
+        qkv = ops.linear(x, w.qkv, norm=self._norm, recorded=recorded)
+        norms = None if w.q_norm is None else (w.q_norm, w.k_norm, self._eps)
+        if norms is not None and shape.qk_norm == "all":
+            keys, values = heads * dim, (heads + kv_heads) * dim
+            ops.rms_norm(qkv[:, :keys], (w.q_norm, self._eps))
+            ops.rms_norm(qkv[:, keys:values], (w.k_norm, self._eps))
+            norms = None
+        given = qkv.reshape(len(x), heads + 2 * kv_heads, dim), rope, self._transform
+        if tap is None:
+            return ops.place_kv(*given, self._cache, spans, norms)
+        q, k, v = ops.transform_heads(*given, norms)
+        tap("queries", q)
+        tap("keys", k)
+        ops.append_kv(self._cache, spans, k, v)
+        return q
+
+    def mix(self, x: Array, q: Array, spans: Spans, *, recorded: bool, tap: Tap | None = None) -> None:
+        """Add attention, for queries q (T, H, D), to x (T, E), in place."""
+        w, shape = self._weights, self.shape
+        mixed = self._ops.attention(q, self._cache, spans, shape.score_scale, shape.window, self._transform, w.out)
+        mixed = mixed.reshape(len(x), shape.heads * shape.head_dim)
+        if tap is not None:
+            tap("attention", mixed)
+        add_projected(self._ops, x, mixed, w.out, self._post_norm, recorded=recorded)

@@ -1,0 +1,44 @@
+"""The gated feed-forward network: down(activation(gate(x)) · up(x))."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import ReadSlot, add_projected, norm_of
+from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders import config
+
+
+@dataclass(frozen=True)
+class GatedMLPWeights:
+    """Matrices are (out, in); None for what the family does not have."""
+
+    norm: Array | None  # (E,)
+    gate_up: Linear  # (2F, E)
+    down: Linear  # (E, F)
+    post_norm: Array | None  # (E,): of the result, before it is added to the residual
+
+    @classmethod
+    def read(cls, read: ReadSlot) -> GatedMLPWeights:
+        """The weights in the slots of a layer."""
+        return cls(
+            norm=read.vector("ffn_norm"),
+            gate_up=read.linear("gate_up"),
+            down=read.linear("down"),
+            post_norm=read.vector("ffn_post_norm"),
+        )
+
+
+class GatedMLP:
+    """The feed-forward network of one layer."""
+
+    def __init__(self, ops: Ops, shape: config.GatedMLP, norm_eps: float, weights: GatedMLPWeights):
+        self._ops, self._shape, self._weights = ops, shape, weights
+        self._norm, self._post_norm = norm_of(weights.norm, norm_eps), norm_of(weights.post_norm, norm_eps)
+
+    def add(self, x: Array, *, recorded: bool) -> None:
+        """Add the network's result to x (T, E), in place. recorded: in a step, which may be recorded."""
+        w, activation = self._weights, self._shape.activation
+        y = self._ops.linear(x, w.gate_up, norm=self._norm, activation=activation, then=w.down, recorded=recorded)
+        add_projected(self._ops, x, y, w.down, self._post_norm, recorded=recorded)
