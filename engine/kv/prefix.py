@@ -20,7 +20,6 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Place
 from polarlm.engine.kv.block_events import BlockRemoved, BlockStored, Watch
 from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.kv.store import KVStore, SequenceKV
@@ -281,10 +280,8 @@ class PrefixCache:
         if copies is None:
             return None
         try:
-            for layer in range(len(self._store.shape.layers)):
-                index = self._store.group_of(layer)
-                places = Place(None, copies[index]), Place(None, slots[index])
-                self._store.ops.copy_full(self._store.cache(layer), *places, count)
+            for group, target, source in zip(self._store.groups, copies, slots, strict=True):
+                group.copy_full(target, source, count)
         except BaseException:
             for allocator, slot in zip(full, copies, strict=True):
                 allocator.release(slot)

@@ -21,21 +21,19 @@ Layers with the same window share block tables. Blocks that no later token of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks, Place, SpanView
+from polarlm.engine.backends.kv import Cache, SpanView
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
-from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.kv_blocks import KVBlocks, encode
+from polarlm.engine.kv.layer_state import Buffers, LayerState
 from polarlm.engine.kv.plan import StorePlan
-from polarlm.engine.kv.tables import BlockTable, Growth, TableGroup
+from polarlm.engine.kv.tables import BlockTable, Growth
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.sampling.sample import NOT_FINITE
 
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
 Metrics = tuple[Metric | None, Metric | None]
@@ -59,17 +57,15 @@ class SequenceKV:
 class Span:
     """`count` new tokens of a sequence, from position `start`.
 
-    growth: the reserved blocks, for each group; empty after commit or abort. buffers: for each group the K/V of a
-    prompt's layer, from the start of the current block on (groups of one shape share one); none for a step, whose rows
-    go to the slots of their blocks. round_trip: whether attention reads the span's K/V as `KVStore.round_trip` leaves
-    them.
+    growth: the reserved blocks, for each group; empty after commit or abort. is_step: whether its rows are those of a
+    step. round_trip: whether attention reads the span's K/V as `KVStore.round_trip` leaves them.
     """
 
     sequence: SequenceKV
     start: int
     count: int
     growth: list[Growth]
-    buffers: Sequence[Buffer] = ()
+    is_step: bool = False
     round_trip: bool = False
 
 
@@ -92,19 +88,20 @@ class KVStore:
         self.plan = plan
         self.shape = plan.shape
         self.conditioning = conditioning
-        self.groups: list[TableGroup] = []
+        self.groups: list[LayerState] = []
         self._group_of: dict[int, int] = {}
-        self._caches: dict[int, Cache] = {}
+        caches: list[Cache] = []
         for (window, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
             for layer in layers:
                 self._group_of[layer] = len(self.groups)
                 format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
-                self._caches[layer] = ops.cache(format, quantized, plan.full_slots, list(self._caches.values()))
-            self.groups.append(TableGroup(plan.shape.block_size, window, quantized, plan.full_slots))
+                caches.append(ops.cache(format, quantized, plan.full_slots, caches[:]))
+            blocks = quantized, plan.full_slots
+            self.groups.append(KVBlocks(ops, plan.shape, layers, window, caches[-len(layers) :], blocks))
 
     def cache(self, layer: int) -> Cache:
         """The cache of one layer, for the ops."""
-        return self._caches[layer]
+        return self.groups[self._group_of[layer]].cache(layer)
 
     def group_of(self, layer: int) -> int:
         """The number of a layer's group, whose layers share block tables."""
@@ -130,29 +127,18 @@ class KVStore:
         round_trip: see `Span`; the new tokens must not reach beyond the current block then. as_steps: keep the new K/V
         in the precision of slots, as steps do.
         """
-        growth = self._reserve(sequence, lambda group, table: group.grow(table, sequence.length, count))
-        rows = sequence.length % self.shape.block_size + count
-        try:
-            buffers = self._buffers(rows, as_slots=as_steps)
-        except BaseException:  # there is no memory for it
-            for group, grown in zip(self.groups, growth, strict=True):
-                group.abort(grown)
-            raise
-        return Span(sequence, sequence.length, count, growth, buffers, round_trip)
-
-    def _buffers(self, rows: int, *, as_slots: bool) -> list[Buffer]:
-        made: dict[tuple[int, int], Buffer] = {}
-        formats = [self.shape.format(layers[0]) for _, layers in self.shape.groups]
-        for format in formats:
-            if (format.kv_heads, format.head_dim) not in made:
-                made[format.kv_heads, format.head_dim] = self.ops.buffer(format, rows, as_slots=as_slots)
-        return [made[format.kv_heads, format.head_dim] for format in formats]
+        start = sequence.length
+        buffers: Buffers = {}
+        growth = self._reserve(
+            sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
+        )
+        return Span(sequence, start, count, growth, round_trip=round_trip)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """A span for `count` ≤ STEP_ROWS rows of a step. Raises OutOfBlocks and changes nothing."""
         assert 1 <= count <= STEP_ROWS
-        growth = self._reserve(sequence, lambda group, table: group.grow_in_place(table, sequence.length, count))
-        return Span(sequence, sequence.length, count, growth)
+        growth = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
+        return Span(sequence, sequence.length, count, growth, is_step=True)
 
     def rows_of_block(self, sequence: SequenceKV) -> int:
         """The most rows of a step whose tokens go to the current block: behind it, rows attend to its codes."""
@@ -171,12 +157,12 @@ class KVStore:
         assert self.first_of_block(sequence) <= length <= sequence.length
         sequence.length = length
 
-    def _reserve(self, sequence: SequenceKV, grow: Callable[[TableGroup, BlockTable], Growth]) -> list[Growth]:
+    def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 growth.append(grow(group, table))
-        except OutOfBlocks:
+        except BaseException:  # OutOfBlocks, or no memory for a buffer
             for group, grown in zip(self.groups, growth, strict=False):
                 group.abort(grown)
             raise
@@ -184,62 +170,34 @@ class KVStore:
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
         """`rows` of `span`, which start at `position`, as a layer and all others of its group see them."""
-        index, n = self._group_of[layer], self.shape.block_size
-        table, first = span.sequence.tables[index], span.start // n
-        if span.buffers:
-            current, following = Place(span.buffers[index], 0), []
-        else:
-            slot, *following = span.growth[index].slots.values()
-            current = Place(None, slot)
-        return SpanView(
-            rows=rows,
-            position=position,
-            current=current,
-            current_start=first * n,
-            sink=table.sink if first else None,
-            table=table.quantized,
-            table_start=(1 + table.dropped) * n,
-            following=following,
-        )
+        group, table, growth = self._of(layer, span)
+        return group.view(layer, table, growth, span.start, rows, position)
 
     def begin_layer(self, layer: int, span: Span) -> None:
-        """Copy the current block's earlier tokens to the span's buffer, if it has one."""
-        filled = span.start % self.shape.block_size
-        if not span.buffers or filled == 0:
-            return
-        group = self._group_of[layer]
-        current = span.sequence.tables[group].current
-        assert current is not None
-        self.ops.copy_full(self.cache(layer), Place(span.buffers[group], 0), Place(None, current), filled)
+        """Make the span of a prompt ready for a layer's rows."""
+        group, table, growth = self._of(layer, span)
+        group.begin_layer(layer, table, growth, span.start)
 
     def seal(self, layer: int, span: Span) -> None:
-        """Encode the complete blocks in a prompt's buffer and copy the rest to slots. All of its K/V must be appended.
+        """Keep what a layer of a prompt has appended, which must be all of it: complete blocks are encoded.
 
         Raises EngineError ("model_damaged") if a complete block holds NaN or infinity and the device detects it.
         """
-        if not span.buffers:
-            return
-        n, group = self.shape.block_size, self._group_of[layer]
-        cache, grown, buffer = self.cache(layer), span.growth[group], span.buffers[group]
-        base = span.start // n  # number of the buffer's first block
-        if grown.quantized:
-            sources = [Place(buffer, number - base) for number in grown.quantized]
-            with _damage_as_error():
-                self.ops.encode_blocks([FilledBlocks([cache], list(grown.quantized.values()), sources)])
-        for number, slot in grown.slots.items():
-            tokens = min(n, span.start + span.count - number * n)
-            self.ops.copy_full(cache, Place(None, slot), Place(buffer, number - base), tokens)
+        group, _, growth = self._of(layer, span)
+        group.seal(layer, growth, span.start, span.count)
 
     def round_trip(self, layer: int, span: Span) -> None:
-        """Replace the K/V in a sealed span's buffer by what they are after encoding and decoding.
+        """Replace the K/V that a sealed span attends to by what they are after encoding and decoding.
 
-        The first block of a sequence is never encoded and stays as it is. Raises EngineError as `seal` does.
+        Raises EngineError as `seal` does.
         """
-        n = self.shape.block_size
-        if span.start >= n:
-            tokens = span.start % n + span.count
-            with _damage_as_error():
-                self.ops.round_trip(self.cache(layer), Place(span.buffers[self._group_of[layer]], 0), tokens)
+        group, _, growth = self._of(layer, span)
+        group.round_trip(layer, growth, span.start, span.count)
+
+    def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
+        """The group of a layer, and what a span has there."""
+        index = self._group_of[layer]
+        return self.groups[index], span.sequence.tables[index], span.growth[index]
 
     def commit(self, span: Span, kept: int | None = None) -> None:
         """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and forget the others.
@@ -258,10 +216,10 @@ class KVStore:
         lengths = []
         for span, count in zip(spans, kept or [None] * len(spans), strict=True):
             count = span.count if count is None else count
-            assert (span.count if span.buffers else 0) <= count <= span.count
+            assert (0 if span.is_step else span.count) <= count <= span.count
             lengths.append(span.start + count)
         steps = [_Step(i, span, length) for i, (span, length) in enumerate(zip(spans, lengths, strict=True))]
-        damaged = self._encode_filled([step for step in steps if not step.span.buffers])
+        damaged = self._encode_filled([step for step in steps if step.span.is_step])
         for _, span, length in steps:
             growth, span.growth = span.growth, []
             span.sequence.length = length
@@ -271,17 +229,15 @@ class KVStore:
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
         """Encode the blocks that steps have filled, all at once → errors as for `commit_steps`."""
-        filled = []
-        for index, (group, (_, layers)) in enumerate(zip(self.groups, self.shape.groups, strict=True)):
-            pairs = [pair for step in steps for pair in group.filled(step.span.growth[index], step.length)]
-            if pairs:
-                blocks, sources = [block for block, _ in pairs], [Place(None, slot) for _, slot in pairs]
-                filled.append(FilledBlocks([self.cache(layer) for layer in layers], blocks, sources))
+        found = (
+            group.filled_blocks([(step.span.growth[index], step.length) for step in steps])
+            for index, group in enumerate(self.groups)
+        )
+        filled = [one for one in found if one is not None]
         if not filled:
             return {}
         try:
-            with _damage_as_error():
-                self.ops.encode_blocks(filled)
+            encode(self.ops, filled)
         except EngineError as error:
             if len(steps) == 1:
                 return {steps[0].number: error}
@@ -298,17 +254,4 @@ class KVStore:
 
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Bytes of the blocks and slots that a sequence holds, shared ones included."""
-        shape, total = self.shape, 0
-        for (_, layers), table in zip(shape.groups, sequence.tables, strict=True):
-            full = (table.sink is not None) + (table.current is not None)
-            total += len(table.quantized) * shape.quantized_bytes(layers) + full * shape.full_bytes(layers)
-        return total
-
-
-@contextmanager
-def _damage_as_error() -> Iterator[None]:
-    """Raise EngineError ("model_damaged") for K/V that are not finite: they come from damaged weights."""
-    try:
-        yield
-    except NotFinite:
-        raise EngineError(NOT_FINITE, "model_damaged") from None
+        return sum(group.bytes(table) for group, table in zip(self.groups, sequence.tables, strict=True))

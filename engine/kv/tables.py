@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
 
@@ -30,11 +31,16 @@ class BlockTable:
 
 @dataclass
 class Growth:
-    """The blocks and slots reserved for new tokens of one block table: number of a block → id."""
+    """What is reserved for new tokens of one block table: blocks and slots, number of a block → id.
+
+    buffer: the K/V of a prompt's layer, from the start of the current block on; None for a step, whose rows go to the
+    slots of their blocks.
+    """
 
     slots: dict[int, int]  # full-precision slots; for a current block that has tokens, the slot that the table holds
     quantized: dict[int, int]  # quantized blocks for those that become complete and that a later token sees
     new_slots: list[int]  # the slots that were allocated for this growth
+    buffer: Any = None
 
 
 class TableGroup:

@@ -159,7 +159,7 @@ class _Search:
     def _runs(self) -> list[int]:
         """[i]: the number of blocks without a gap, up to block i − 1, that the store or a place has."""
         # A block that has left all windows is missing without harm, so the look goes on behind it.
-        skips = all(group.window is not None for group in self._store.groups)
+        skips = self._first(len(self.ids)) > 0
         runs = [0]
         for number, key in enumerate(self.hashes):
             is_there = None not in self._known(number) or self.lookup.has(self.names.block(key))

@@ -1,0 +1,203 @@
+"""K/V of the layers with one window and one shape of heads, in blocks: the state of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from polarlm.engine.backends.kv import Cache, FilledBlocks, Place, SpanView
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.codecs import NotFinite
+from polarlm.engine.errors import EngineError
+from polarlm.engine.kv.blocks import OutOfBlocks
+from polarlm.engine.kv.layer_state import Buffers
+from polarlm.engine.kv.plan import CacheShape
+from polarlm.engine.kv.tables import BlockTable, Growth, TableGroup
+from polarlm.engine.sampling.sample import NOT_FINITE
+
+
+class KVBlocks(TableGroup):
+    """A `LayerState`: the block tables of a group, and the caches of its layers."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        shape: CacheShape,
+        layers: tuple[int, ...],
+        window: int | None,
+        caches: Sequence[Cache],
+        blocks: tuple[int, int],
+    ):
+        """caches: of the layers. blocks: quantized ones, and slots in full precision."""
+        super().__init__(shape.block_size, window, *blocks)
+        self.layers = layers
+        self._ops, self._shape = ops, shape
+        self._caches = dict(zip(layers, caches, strict=True))
+
+    def cache(self, layer: int) -> Cache:
+        """The cache of one layer, for the ops."""
+        return self._caches[layer]
+
+    # -- growing -----------------------------------------------------------------------------------------------
+
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+        growth = self.grow(table, start, count)
+        try:
+            format = self._shape.format(self.layers[0])
+            heads = format.kv_heads, format.head_dim
+            if heads not in buffers:
+                rows = start % self.block_size + count
+                buffers[heads] = self._ops.buffer(format, rows, as_slots=as_steps)
+            growth.buffer = buffers[heads]
+        except BaseException:  # there is no memory for it
+            self.abort(growth)
+            raise
+        return growth
+
+    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+        return self.grow_in_place(table, start, count)
+
+    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
+        n, first = self.block_size, start // self.block_size
+        if growth.buffer is None:
+            slot, *following = growth.slots.values()
+            current = Place(None, slot)
+        else:
+            current, following = Place(growth.buffer, 0), []
+        return SpanView(
+            rows=rows,
+            position=position,
+            current=current,
+            current_start=first * n,
+            sink=table.sink if first else None,
+            table=table.quantized,
+            table_start=(1 + table.dropped) * n,
+            following=following,
+        )
+
+    def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
+        """Copy the current block's earlier tokens to the growth's buffer, if it has one."""
+        filled = start % self.block_size
+        if growth.buffer is not None and filled:
+            assert table.current is not None
+            self._ops.copy_full(self._caches[layer], Place(growth.buffer, 0), Place(None, table.current), filled)
+
+    def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """Encode the complete blocks in a prompt's buffer and copy the rest to slots."""
+        if growth.buffer is None:
+            return
+        n, cache, buffer = self.block_size, self._caches[layer], growth.buffer
+        base = start // n  # number of the buffer's first block
+        if growth.quantized:
+            sources = [Place(buffer, number - base) for number in growth.quantized]
+            encode(self._ops, [FilledBlocks([cache], list(growth.quantized.values()), sources)])
+        for number, slot in growth.slots.items():
+            tokens = min(n, start + count - number * n)
+            self._ops.copy_full(cache, Place(None, slot), Place(buffer, number - base), tokens)
+
+    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """The first block of a sequence is never encoded and stays as it is."""
+        if start >= self.block_size:
+            with _damage_as_error():
+                tokens = start % self.block_size + count
+                self._ops.round_trip(self._caches[layer], Place(growth.buffer, 0), tokens)
+
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> FilledBlocks | None:
+        """The blocks that steps have filled, for `encode`; each growth with the tokens that its sequence will have."""
+        pairs = [pair for growth, length in growths for pair in self.filled(growth, length)]
+        if not pairs:
+            return None
+        blocks, sources = [block for block, _ in pairs], [Place(None, slot) for _, slot in pairs]
+        return FilledBlocks([self._caches[layer] for layer in self.layers], blocks, sources)
+
+    def copy_full(self, target: int, source: int, tokens: int) -> None:
+        for cache in self._caches.values():
+            self._ops.copy_full(cache, Place(None, target), Place(None, source), tokens)
+
+    # -- snapshots ---------------------------------------------------------------------------------------------
+
+    def snapshot(self, table: BlockTable, length: int) -> dict[str, np.ndarray]:
+        """ "<layer>.<place>.<name>" → array. The places are "coded" (the quantized blocks), with the names of
+        `engine.backends.transfer`; "sink" and "tail" (the current block), with "k" and "v" (K, tokens, D). A place
+        without tokens has no arrays."""
+        arrays: dict[str, np.ndarray] = {}
+        for layer, cache in self._caches.items():
+            if table.quantized:
+                for name, array in self._ops.read_blocks(cache, table.quantized).items():
+                    arrays[f"{layer}.coded.{name}"] = array
+            for place, slot, tokens in self._places(table, length):
+                k, v = self._ops.read_full(cache, slot, tokens)
+                arrays |= {f"{layer}.{place}.k": k, f"{layer}.{place}.v": v}
+        return arrays
+
+    def restore(self, saved: Mapping[str, np.ndarray], length: int, dropped: int) -> BlockTable:
+        table = self._reserve_table(length, dropped, f"{self.layers[0]}.sink.k" in saved)
+        try:
+            for layer in self.layers:
+                self._fill(layer, table, length, saved)
+        except BaseException:
+            self.release(table)
+            raise
+        return table
+
+    def _places(self, table: BlockTable, length: int) -> Iterator[tuple[str, int, int]]:
+        """(place, slot, tokens) of the blocks in full precision."""
+        n = self.block_size
+        for place, slot, tokens in (("sink", table.sink, n), ("tail", table.current, length % n)):
+            if slot is not None:
+                yield place, slot, tokens
+
+    def _reserve_table(self, length: int, dropped: int, with_sink: bool) -> BlockTable:
+        """A block table with empty blocks for `length` tokens. Raises OutOfBlocks or ValueError and changes nothing."""
+        n, oldest = self.block_size, self.oldest_visible(length)
+        complete, rest = divmod(length, n)
+        quantized = max(0, complete - 1) - dropped
+        lacks_sink = complete > 0 and oldest < n and not with_sink
+        if quantized < 0 or not 0 <= dropped <= max(0, oldest // n - 1) or lacks_sink or (with_sink and not complete):
+            raise ValueError(
+                f"{length} tokens cannot have {quantized} quantized blocks and {dropped} outside the window"
+            )
+        table = BlockTable(quantized=self.quantized.allocate(quantized), dropped=dropped)
+        try:
+            slots = self.full.allocate(with_sink + (rest > 0))
+        except OutOfBlocks:
+            self.release(table)
+            raise
+        table.sink = slots.pop() if with_sink else None
+        table.current = slots.pop() if rest else None
+        return table
+
+    def _fill(self, layer: int, table: BlockTable, length: int, saved: Mapping[str, np.ndarray]) -> None:
+        """Write one layer's arrays to the blocks of `table`. Raises ValueError if some are missing or do not fit."""
+        cache = self._caches[layer]
+        if table.quantized:
+            prefix = f"{layer}.coded."
+            arrays = {name.removeprefix(prefix): array for name, array in saved.items() if name.startswith(prefix)}
+            self._ops.write_blocks(cache, table.quantized, arrays)
+        for place, slot, tokens in self._places(table, length):
+            k, v = (saved.get(f"{layer}.{place}.{side}") for side in "kv")
+            if k is None or v is None or k.ndim != 3 or k.shape[1] != tokens:
+                raise ValueError(f"layer {layer} has no {place} of {tokens} tokens")
+            self._ops.write_full(cache, slot, k, v)
+
+    def bytes(self, table: BlockTable) -> int:
+        full = (table.sink is not None) + (table.current is not None)
+        quantized = len(table.quantized) * self._shape.quantized_bytes(self.layers)
+        return quantized + full * self._shape.full_bytes(self.layers)
+
+
+def encode(ops: Ops, filled: Sequence[FilledBlocks]) -> None:
+    """Encode blocks. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it."""
+    with _damage_as_error():
+        ops.encode_blocks(filled)
+
+
+@contextmanager
+def _damage_as_error() -> Iterator[None]:
+    """Raise EngineError ("model_damaged") for K/V that are not finite: they come from damaged weights."""
+    try:
+        yield
+    except NotFinite:
+        raise EngineError(NOT_FINITE, "model_damaged") from None
