@@ -41,8 +41,12 @@ class RopeConfig:
         return replace(self, divisors=self.short_divisors) if is_short else self
 
 
+class Mixer:
+    """What lets the tokens of a layer see each other: one subclass for each kind."""
+
+
 @dataclass(frozen=True)
-class Attention:
+class Attention(Mixer):
     """Causal attention over keys and values: the mixer of a layer."""
 
     heads: int  # H
@@ -85,7 +89,7 @@ class GatedMLP:
 class Layer:
     """A decoder layer: the residual stream plus what its mixer gives, then plus what its feed-forward network gives."""
 
-    mixer: Attention
+    mixer: Mixer
     ffn: GatedMLP
     norms: Norms = "before"
 
@@ -108,22 +112,32 @@ class ModelConfig:
     embedding_scale: float = 1.0  # of embeddings, not of the head
 
     @property
+    def attentions(self) -> dict[int, Attention]:
+        """The number of each layer that has attention → its attention."""
+        return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+
+    @property
     def attention(self) -> Attention:
-        """Attention in the first layer, for figures that are told of a whole model."""
-        return self.layers[0].mixer
+        """Attention in the first layer that has it, for figures that are told of a whole model."""
+        return next(iter(self.attentions.values()))
 
     @property
     def ffn(self) -> GatedMLP:
         """The feed-forward network of the first layer, as `attention`."""
         return self.layers[0].ffn
 
-    def with_mixers(self, change: Callable[[Attention], Attention]) -> ModelConfig:
-        """The configuration with `change` of each layer's mixer."""
-        return replace(self, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in self.layers))
+    def with_attention(self, change: Callable[[Attention], Attention]) -> ModelConfig:
+        """The configuration with `change` of each layer's attention."""
+        changed = self.attentions
+        layers = (
+            replace(layer, mixer=change(changed[number])) if number in changed else layer
+            for number, layer in enumerate(self.layers)
+        )
+        return replace(self, layers=tuple(layers))
 
     def for_context(self, tokens: int) -> ModelConfig:
         """The configuration for a context of `tokens`."""
-        return self.with_mixers(lambda mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_context(tokens)))
+        return self.with_attention(lambda mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_context(tokens)))
 
 
 @dataclass(frozen=True)

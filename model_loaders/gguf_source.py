@@ -51,7 +51,7 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     _check_head_channels(gguf, f"{arch}.", config.attention)
     if _ROPE_DIVISORS in gguf.tensors:
         divisors = _checked_divisors(gguf, config.attention)
-        config = config.with_mixers(lambda one: replace(one, rope=one.rope and replace(one.rope, divisors=divisors)))
+        config = config.with_attention(lambda one: replace(one, rope=one.rope and replace(one.rope, divisors=divisors)))
     weights = StoredWeights(gguf.path, _tensors(gguf, config), gguf.files)
     return fit(config, weights, interleaved=layout.interleaved, offsets=False)
 

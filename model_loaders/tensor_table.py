@@ -72,6 +72,7 @@ def tensor_table(config: ModelConfig, names: Names, norm_offset: float = 0.0) ->
 def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) -> Slots:
     slots: dict[str, tuple[TensorSpec, ...]] = {}
     mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
+    assert isinstance(mixer, Attention)
     biased = {"qkv": mixer.qkv_bias, "out": mixer.out_bias, "gate_up": ffn.bias, "down": ffn.bias}
     for slot, tensors in names.items():
         shapes = _shapes(config.hidden_size, mixer, ffn, slot, len(tensors))

@@ -58,7 +58,7 @@ def test_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
     statistics = calibrate(NumpyOps(), config, weights, ids, N)
     assert len(statistics) == len(config.layers)
     heads, dim = config.attention.kv_heads, config.attention.head_dim
-    for one, (q, k, scale, window) in zip(statistics, captured(config, weights, ids), strict=True):
+    for one, (q, k, scale, window) in zip(statistics.values(), captured(config, weights, ids), strict=True):
         assert one.query_second.shape == (heads, dim, dim)
         assert one.token_correlation.shape == (N,)
         # The forward pass of other parts has other last bits, which grow from layer to layer.
@@ -77,7 +77,7 @@ def test_chunks_and_their_split_do_not_change_statistics(fixture, monkeypatch: p
     monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
     ops = NumpyOps()
     monkeypatch.setattr(ops, "split_rows", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
-    for one, expected in zip(calibrate(ops, config, weights, ids, N), whole, strict=True):
+    for one, expected in zip(calibrate(ops, config, weights, ids, N).values(), whole.values(), strict=True):
         assert_close(one, expected, rtol=1e-3)
 
 
@@ -174,8 +174,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def assert_same(a: list[LayerStatistics], b: list[LayerStatistics]) -> None:
-    for one, other in zip(a, b, strict=True):
+def assert_same(a: dict[int, LayerStatistics], b: dict[int, LayerStatistics]) -> None:
+    for one, other in zip(a.values(), b.values(), strict=True):
         for name, values in vars(one).items():
             np.testing.assert_array_equal(getattr(other, name), values, strict=True)
 
@@ -329,7 +329,7 @@ def test_a_context_of_less_than_two_blocks_gives_a_warning_and_neutral_statistic
     short = replace(setting, config=replace(setting.config, max_context=2 * N - 1))
     statistics = short.load(said.append)
     assert len(statistics) == len(setting.config.layers)
-    for one in statistics:
+    for one in statistics.values():
         np.testing.assert_array_equal(calibration.smoothing(one), np.ones_like(one.key_variance))
     assert len(said) == 1
     assert f"two blocks of {N}" in said[0]

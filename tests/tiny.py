@@ -83,9 +83,9 @@ def runs_nothing(engine: Engine) -> bool:
 
 
 @contextmanager
-def blocks_left(engine: Engine, count: int) -> Iterator[None]:
-    """Leave `count` quantized blocks free, as if other requests held the rest."""
-    allocator = engine._store.groups[0].quantized
+def blocks_left(engine: Engine, count: int, group: int = 0) -> Iterator[None]:
+    """Leave `count` quantized blocks of a group free, as if other requests held the rest."""
+    allocator = engine._store.groups[group].quantized
     taken = allocator.allocate(allocator.free - count)
     try:
         yield

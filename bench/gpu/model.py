@@ -64,7 +64,7 @@ class RandomModel:
         held = [needed[cell] for cell in cells if self.fits[cell]] or [_room(shape, sizes, (sizes.prompt,))]
         quantized, slots = max(ids for (ids,), _ in held), max(slots for _, slots in held)
         plan = StorePlan(shape, quantized * sizes.block_size, (quantized,), slots)
-        codec_k, codec_v = shape.layers[0].codec_k, shape.layers[0].codec_v
+        codec_k, codec_v = shape.kv_layers[0].codec_k, shape.kv_layers[0].codec_v
         dim, heads = self.config.attention.head_dim, self.config.attention.kv_heads
         scale = Scale(np.ones((heads, dim), np.float32), np.ones(heads, np.float32))
         conditioning = Conditioning(codec_k.rotation(dim), codec_v.rotation(dim), scale)
@@ -99,7 +99,7 @@ def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
     heads, dim = config.attention.kv_heads, config.attention.head_dim
     pairs = cache_types.layer_codecs(EngineConfig(), [dim] * len(config.layers))
     shape = CacheShape(sizes.block_size, tuple(LayerShape(k, v, heads, dim, mean_bits=8) for k, v in pairs))
-    stored = tuple(ops.cache_bytes(shape.format(layer)) for layer in range(len(config.layers)))
+    stored = {layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers}
     return replace(shape, stored=stored)
 
 

@@ -140,7 +140,7 @@ class _Prompt:
 
         q (T, H, D), k (T, K, D): of the tokens after the prompt in a layer, as the taps have them.
         """
-        config = self.model.config.layers[layer].mixer
+        config = self.model.config.attentions[layer]
         keys = np.concatenate([self._sides[layer][0].astype(np.float32), k.swapaxes(0, 1)], axis=1)
         grouped = q.reshape(len(q), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
         scores = grouped @ keys[:, None].swapaxes(2, 3) * config.score_scale  # (K, G, T, S)

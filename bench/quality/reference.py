@@ -124,7 +124,7 @@ class Reference:
 
 def _with_key_bias(model: Transformer, index: int, amount: float) -> Any:
     """The layer's weights, with `amount` added to both channels of the last pairs of every key."""
-    attention, layer = model.config.layers[index].mixer, model.weights.layers[index]
+    attention, layer = model.config.attentions[index], model.weights.layers[index]
     heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
     pairs, qkv = min(_BIASED_PAIRS, dim // 2), layer.mixer.qkv
     bias = np.zeros((heads + 2 * kv_heads, dim), np.float32)

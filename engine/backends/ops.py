@@ -29,7 +29,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Load:
-    """The largest work that ops will get: a prompt of `tokens`, a step of `rows` sequences; format: of any layer."""
+    """The largest work that ops will get: a prompt of `tokens`, a step of `rows` sequences.
+
+    format: of the layer with the widest K/V.
+    """
 
     model: ModelConfig
     format: CacheFormat

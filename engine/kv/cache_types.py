@@ -39,9 +39,11 @@ def _both(types: str) -> tuple[str, str]:
     return k, v if slash else k
 
 
-def layer_codecs(config: EngineConfig, head_dims: Sequence[int]) -> list[tuple[codecs.Codec, codecs.Codec]]:
-    """(codec of keys, codec of values) of every layer, each of which has a head dim. Raises EngineError that names the
-    setting."""
+def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[tuple[codecs.Codec, codecs.Codec]]:
+    """(codec of keys, codec of values) of every layer, by its head dim; None for layers whose codecs are not asked for.
+
+    Raises EngineError that names the setting.
+    """
     sides = []
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         names = _names(setting, types, len(head_dims))

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from polarlm.engine.backends.kv import Cache, FilledBlocks, Place, SpanView
-from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.ops import Ops, Spans
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.blocks import OutOfBlocks
 from polarlm.engine.kv.layer_state import Buffers
 from polarlm.engine.kv.plan import CacheShape
 from polarlm.engine.kv.tables import BlockTable, Growth, TableGroup
@@ -20,6 +19,8 @@ from polarlm.engine.sampling.sample import NOT_FINITE
 
 class KVBlocks(TableGroup):
     """A `LayerState`: the block tables of a group, and the caches of its layers."""
+
+    can_cut = True
 
     def __init__(
         self,
@@ -77,6 +78,9 @@ class KVBlocks(TableGroup):
             following=following,
         )
 
+    def spans(self, views: Sequence[SpanView]) -> Spans:
+        return self._ops.spans(views, self.block_size)
+
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         """Copy the current block's earlier tokens to the growth's buffer, if it has one."""
         filled = start % self.block_size
@@ -133,7 +137,7 @@ class KVBlocks(TableGroup):
         return arrays
 
     def restore(self, saved: Mapping[str, np.ndarray], length: int, dropped: int) -> BlockTable:
-        table = self._reserve_table(length, dropped, f"{self.layers[0]}.sink.k" in saved)
+        table = self.reserve_table(length, dropped, f"{self.layers[0]}.sink.k" in saved)
         try:
             for layer in self.layers:
                 self._fill(layer, table, length, saved)
@@ -148,26 +152,6 @@ class KVBlocks(TableGroup):
         for place, slot, tokens in (("sink", table.sink, n), ("tail", table.current, length % n)):
             if slot is not None:
                 yield place, slot, tokens
-
-    def _reserve_table(self, length: int, dropped: int, with_sink: bool) -> BlockTable:
-        """A block table with empty blocks for `length` tokens. Raises OutOfBlocks or ValueError and changes nothing."""
-        n, oldest = self.block_size, self.oldest_visible(length)
-        complete, rest = divmod(length, n)
-        quantized = max(0, complete - 1) - dropped
-        lacks_sink = complete > 0 and oldest < n and not with_sink
-        if quantized < 0 or not 0 <= dropped <= max(0, oldest // n - 1) or lacks_sink or (with_sink and not complete):
-            raise ValueError(
-                f"{length} tokens cannot have {quantized} quantized blocks and {dropped} outside the window"
-            )
-        table = BlockTable(quantized=self.quantized.allocate(quantized), dropped=dropped)
-        try:
-            slots = self.full.allocate(with_sink + (rest > 0))
-        except OutOfBlocks:
-            self.release(table)
-            raise
-        table.sink = slots.pop() if with_sink else None
-        table.current = slots.pop() if rest else None
-        return table
 
     def _fill(self, layer: int, table: BlockTable, length: int, saved: Mapping[str, np.ndarray]) -> None:
         """Write one layer's arrays to the blocks of `table`. Raises ValueError if some are missing or do not fit."""

@@ -28,6 +28,8 @@ class LayerState(Protocol):
     layers: tuple[int, ...]
     quantized: BlockAllocator
     full: BlockAllocator
+    can_cut: bool
+    """Whether the first tokens of a full-precision block can be used without those that follow them."""
 
     def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
         """Reserve blocks for a prompt's `count` tokens from position `start`, and what its layers write to meanwhile.
@@ -39,7 +41,10 @@ class LayerState(Protocol):
         """Reserve blocks for the `count` rows of a step, any number of which may be kept. As `open` otherwise."""
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:
-        """What ops get for `rows`, which begin at `position`, of a span that begins at `start`."""
+        """`rows`, which begin at `position`, of a span that begins at `start`: an element of `spans`."""
+
+    def spans(self, views: Sequence[Any]) -> Any:
+        """What the ops of these layers get for several views: those of a step, or of a part of a prompt."""
 
     def cache(self, layer: int) -> Cache:
         """What the ops of one layer read and write."""

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.codecs import FULL, Codec, get
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.quantization.metric import Metric
+
+if TYPE_CHECKING:
+    from polarlm.engine.backends.ops import Ops
+    from polarlm.engine.kv.layer_state import LayerState
+
+
+class StateShape(Protocol):
+    """How one layer stores its state, in blocks of `block_size` tokens. LayerShape is that of K/V."""
+
+    @property
+    def group(self) -> Hashable:
+        """Layers for which this is equal share block tables."""
+
+    @property
+    def window(self) -> int | None:
+        """How many last tokens the next one sees in this state, itself included; None: all."""
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token."""
+
+    def quantized_bytes(self, block_size: int) -> int:
+        """Bytes of a complete block as it is kept."""
+
+    def full_bytes(self, block_size: int) -> int:
+        """Bytes of a full-precision slot."""
+
+    def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
+        """The state of `layers`, with so many quantized blocks and full-precision slots. That of K/V, whose encoding
+        takes more, is made by the store."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +56,13 @@ class LayerShape:
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
+
+    def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
+        raise NotImplementedError("K/V are made by the store")
+
+    @property
+    def group(self) -> Hashable:
+        return self.window, self.kv_heads, self.head_dim
 
     @property
     def values(self) -> int:
@@ -39,20 +77,24 @@ class LayerShape:
         count = sum(field.nbytes for field in fields) + sum(math.prod(shape) * t.itemsize for shape, t in means)
         return self.kv_heads * count
 
+    def full_bytes(self, block_size: int) -> int:
+        """Bytes of a slot of halves."""
+        return 2 * block_size * self.values
+
 
 @dataclass(frozen=True)
 class CacheShape:
-    """How all layers store a block of K/V."""
+    """How all layers store a block of K/V, or of another state."""
 
     block_size: int  # N
-    layers: tuple[LayerShape, ...]
-    # Per layer, the bytes of a quantized block and of a full-precision slot on the backend, all KV heads.
-    # None: no padding.
-    stored: tuple[tuple[int, int], ...] | None = None
+    layers: tuple[StateShape, ...]
+    # Layer with K/V → the bytes of a quantized block and of a full-precision slot on the backend, all KV heads. Layers
+    # that are absent have no padding.
+    stored: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
 
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
-        """The format of one layer, for the ops."""
-        shape = self.layers[layer]
+        """The format of a layer with K/V, for the ops."""
+        shape = self.kv_layers[layer]
         return CacheFormat(
             codec_k=shape.codec_k,
             codec_v=shape.codec_v,
@@ -64,19 +106,28 @@ class CacheShape:
             head_dim=shape.head_dim,
         )
 
+    @property
+    def widest(self) -> CacheFormat:
+        """The format of a layer with the most numbers of K/V."""
+        return self.format(max(self.kv_layers, key=lambda layer: self.kv_layers[layer].values))
+
+    @cached_property
+    def kv_layers(self) -> dict[int, LayerShape]:
+        """The number of each layer with K/V → its shape."""
+        return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, LayerShape)}
+
     @cached_property
     def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
         """(window, its layers) of each group, whose layers share block tables, and have heads of one shape."""
-        members: dict[tuple[int | None, int, int], list[int]] = {}
+        members: dict[Hashable, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            members.setdefault((layer.window, layer.kv_heads, layer.head_dim), []).append(index)
-        return tuple((window, tuple(layers)) for (window, _, _), layers in members.items())
+            members.setdefault(layer.group, []).append(index)
+        return tuple((self.layers[layers[0]].window, tuple(layers)) for layers in members.values())
 
     def quantized_bytes(self, layers: Iterable[int]) -> int:
         """Bytes of a quantized block of these layers."""
-        if self.stored is not None:
-            return sum(self.stored[layer][0] for layer in layers)
-        return sum(self._quantized_bytes[layer] for layer in layers)
+        stored, own = self.stored, self._quantized_bytes
+        return sum(stored[layer][0] if layer in stored else own[layer] for layer in layers)
 
     @cached_property
     def _quantized_bytes(self) -> tuple[int, ...]:
@@ -84,9 +135,8 @@ class CacheShape:
 
     def full_bytes(self, layers: Iterable[int]) -> int:
         """Bytes of a full-precision slot of these layers."""
-        if self.stored is not None:
-            return sum(self.stored[layer][1] for layer in layers)
-        return sum(2 * self.block_size * self.layers[layer].values for layer in layers)
+        stored, n = self.stored, self.block_size
+        return sum(stored[layer][1] if layer in stored else self.layers[layer].full_bytes(n) for layer in layers)
 
     @property
     def f16_bytes_per_token(self) -> int:
@@ -226,8 +276,11 @@ def plan_for_memory(
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     """Tokens, up to `max_tokens`, that an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
-    layers = tuple(replace(layer, codec_k=half, codec_v=half, mean_bits=0) for layer in plan.shape.layers)
-    f16 = replace(plan.shape, layers=layers, stored=None)
+    layers = (
+        replace(layer, codec_k=half, codec_v=half, mean_bits=0) if isinstance(layer, LayerShape) else layer
+        for layer in plan.shape.layers
+    )
+    f16 = replace(plan.shape, layers=tuple(layers), stored={})
     low, high = 0, max_tokens
     while low < high:
         middle = (low + high + 1) // 2

@@ -246,10 +246,12 @@ class PrefixCache:
     def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
         """The full-precision block after `before` with the longest common prefix with `ids`, and that length, < N."""
         entries = self._full.get(before, ()) if self._enabled else ()
-        usable = [entry for entry in entries if None not in entry.slots]
+        n, cuts = self._store.shape.block_size, all(group.can_cut for group in self._store.groups)
+        whole = [entry for entry in entries if cuts or _common(entry.ids, ids[: n - 1]) == len(entry.ids)]
+        usable = [entry for entry in whole if None not in entry.slots]
         best = max(usable, key=lambda entry: _common(entry.ids, ids), default=None)
         # N tokens would be a complete block, which is shared or outside the window.
-        return best, 0 if best is None else min(_common(best.ids, ids), self._store.shape.block_size - 1)
+        return best, 0 if best is None else min(_common(best.ids, ids), n - 1)
 
     def _set_current(self, kv: SequenceKV, entry: _Full | None, count: int) -> bool:
         """Make the first `count` tokens of a full-precision block the current block of `kv`; False if no slot is

@@ -30,7 +30,7 @@ from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.kv_blocks import KVBlocks, encode
 from polarlm.engine.kv.layer_state import Buffers, LayerState
-from polarlm.engine.kv.plan import StorePlan
+from polarlm.engine.kv.plan import LayerShape, StorePlan
 from polarlm.engine.kv.tables import BlockTable, Growth
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
@@ -91,13 +91,17 @@ class KVStore:
         self.groups: list[LayerState] = []
         self._group_of: dict[int, int] = {}
         caches: list[Cache] = []
-        for (window, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
+        for (_, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
+            self._group_of |= dict.fromkeys(layers, len(self.groups))
+            shape, blocks = plan.shape.layers[layers[0]], (quantized, plan.full_slots)
+            if not isinstance(shape, LayerShape):
+                self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
+                continue
             for layer in layers:
-                self._group_of[layer] = len(self.groups)
                 format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
-                caches.append(ops.cache(format, quantized, plan.full_slots, caches[:]))
-            blocks = quantized, plan.full_slots
-            self.groups.append(KVBlocks(ops, plan.shape, layers, window, caches[-len(layers) :], blocks))
+                caches.append(ops.cache(format, *blocks, caches[:]))
+            own = caches[-len(layers) :]
+            self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks))
 
     def cache(self, layer: int) -> Cache:
         """The cache of one layer, for the ops."""

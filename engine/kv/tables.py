@@ -155,6 +155,26 @@ class TableGroup:
                 table.sink = block
         return table
 
+    def reserve_table(self, length: int, dropped: int, with_sink: bool) -> BlockTable:
+        """A block table with empty blocks for `length` tokens. Raises OutOfBlocks or ValueError and changes nothing."""
+        n, oldest = self.block_size, self.oldest_visible(length)
+        complete, rest = divmod(length, n)
+        quantized = max(0, complete - 1) - dropped
+        lacks_sink = complete > 0 and oldest < n and not with_sink
+        if quantized < 0 or not 0 <= dropped <= max(0, oldest // n - 1) or lacks_sink or (with_sink and not complete):
+            raise ValueError(
+                f"{length} tokens cannot have {quantized} quantized blocks and {dropped} outside the window"
+            )
+        table = BlockTable(quantized=self.quantized.allocate(quantized), dropped=dropped)
+        try:
+            slots = self.full.allocate(with_sink + (rest > 0))
+        except OutOfBlocks:
+            self.release(table)
+            raise
+        table.sink = slots.pop() if with_sink else None
+        table.current = slots.pop() if rest else None
+        return table
+
     def release(self, table: BlockTable) -> None:
         """Release everything the table holds, the last blocks first: they are of no use without those before them."""
         self._release(table.quantized[::-1], [slot for slot in (table.current, table.sink) if slot is not None])

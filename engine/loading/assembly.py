@@ -25,7 +25,7 @@ from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens
 from polarlm.engine.kv.store import KVStore, Metrics
 from polarlm.engine.limits import DRAFT_ROWS, DRAFTS, MOST_DRAFTED
 from polarlm.engine.loading.calibration import load_or_calibrate
-from polarlm.engine.loading.encoding import WHOLE, Encoding, stored
+from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, Encoding, stored
 from polarlm.engine.loading.sizes import (
     cache_shape,
     draft_bytes,
@@ -188,7 +188,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             delay=0.3,
         ) as bar:
             weights = load_weights(ops, source.config, source.weights, bar and bar.update, weight_type)
-        ops.set_aside(Load(source.config, shape.format(0), plan.tokens, config.parallel))
+        ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, verbose)
         if rehearsal is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
@@ -252,14 +252,17 @@ def _rehearse(
     """Rehearse the first requests of a model of these shapes, whose values do not matter → what to rehearse later."""
     model, ops = source.config, rehearsal.ops
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
-    for layer, of_model in zip(shape.layers, model.layers, strict=True):
+    for number, attention in model.attentions.items():
+        layer = shape.kv_layers[number]
         if layer not in made:
             heads, dim = layer.kv_heads, layer.head_dim
-            output = np.tile(np.eye(dim, dtype=np.float32), of_model.mixer.heads)
+            output = np.tile(np.eye(dim, dtype=np.float32), attention.heads)
             measured = neutral(heads, dim, shape.block_size) if _is_calibrated(config, shape) else None
             one = Variances(*np.ones((2, heads, dim)))
             made[layer] = stored(encoding, layer, one, measured, partial(np.asarray, output))
-    conditioning, metrics = zip(*(made[layer] for layer in shape.layers), strict=True)
+    conditioning, metrics = zip(
+        *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
+    )
     weights = load_weights(ops, model, source.weights, None, weight_format(config))
     store = KVStore(ops, least_plan(shape, max(rehearsal.rows, default=0)), conditioning, metrics)
     rehearsed = Transformer(ops, model, weights, store)
@@ -286,20 +289,23 @@ def _store(
 ) -> KVStore:
     """The KV store, with scales from the weights, and smoothing and error metrics from the calibration, if any."""
     shape = plan.shape
-    statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
+    statistics: Mapping[int, LayerStatistics] = {}
     if _is_calibrated(config, shape):
         say = verbose or (lambda sentence: None)
         with progress_bar(verbose is not None, desc="Fitting the KV cache", bar_format=_SHARE, delay=0.3) as bar:
             statistics = load_or_calibrate(
                 ops, source.config, weights, source.tokenizer, shape.block_size, say, amounts(bar)
             )
-    sizes = variances(
-        ops, source.config, weights, [shape.block_size if layer.mean_bits else None for layer in shape.layers]
-    )
+    centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
+    block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
     conditioning, metrics = zip(
         *(
-            stored(encoding, layer_shape, size, measured, partial(ops.rows, layer.mixer.out))
-            for layer, layer_shape, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True)
+            NOT_STORED
+            if size is None
+            else stored(encoding, shape.kv_layers[layer], size, statistics.get(layer), partial(ops.rows, w.mixer.out))
+            for layer, (w, size) in enumerate(
+                zip(weights.layers, variances(ops, source.config, weights, block_sizes), strict=True)
+            )
         ),
         strict=True,
     )
@@ -307,7 +313,9 @@ def _store(
 
 
 def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
-    quantized = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
+    quantized = any(
+        codecs.is_quantized(codec) for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)
+    )
     return config.calibration and config.key_conditioning and quantized
 
 

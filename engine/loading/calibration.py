@@ -18,13 +18,14 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from polarlm.engine.kv.store import KVStore
 from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.magnitudes import scale, variances
 from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.storage import checked_file
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
@@ -36,6 +37,7 @@ TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 
 Progress = Callable[[int, int], None]
 
+Statistics = dict[int, LayerStatistics]  # by the number of the layer
 _FORMAT = 2  # version of the file, and of the meaning of its numbers
 
 
@@ -47,8 +49,9 @@ def load_or_calibrate(
     block_size: int,
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
-) -> list[LayerStatistics]:
-    """Statistics of every layer: from the file in the user's cache folder, else measured now and written there.
+) -> Statistics:
+    """Statistics of every layer with attention: from the file in the user's cache folder, else measured now and written
+    there.
 
     If the context holds less than two blocks of text, the statistics are neutral, and `say` is called with a warning.
     """
@@ -58,7 +61,8 @@ def load_or_calibrate(
             f"The KV cache is not fitted to this model, and quantized types are less precise: fitting takes two blocks "
             f"of {block_size} tokens, and the calibration text has {len(ids)} here; choose a smaller block size."
         )
-        return [neutral(one.mixer.kv_heads, one.mixer.head_dim, block_size) for one in config.layers]
+        attentions = config.attentions.items()
+        return {layer: neutral(one.kv_heads, one.head_dim, block_size) for layer, one in attentions}
     key = _key(ops, config, weights, ids, block_size)
     file = _file(key, say)
     statistics = _read(file, key) if file else None
@@ -92,7 +96,7 @@ def calibrate(
     ids: Sequence[int],
     block_size: int,
     progress: Progress = lambda done, total: None,
-) -> list[LayerStatistics]:
+) -> Statistics:
     """Statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
 
     progress(rows of layers done, all) is called on the way. Raises ValueError for less than two blocks of ids,
@@ -102,20 +106,21 @@ def calibrate(
     _check_finite(model, ids[:2])
     seen = model.taps = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
-    statistics: list[LayerStatistics] = []
+    statistics: Statistics = {}
     rows = 0
     for unit in model.forward_units([span], ids, outputs=0, by_layer=True):  # keys and queries are all that is wanted
         rows += unit
         progress(rows, len(config.layers) * len(ids))
-        if rows % len(ids) == 0:  # a layer is complete
-            queries, keys = seen.of(len(statistics))
+        layer, rest = rows // len(ids) - 1, rows % len(ids)
+        if rest == 0 and layer in config.attentions:  # it is complete
+            queries, keys = seen.of(layer)
             if not (np.isfinite(queries).all() and np.isfinite(keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
-            mixer, keys = config.layers[len(statistics)].mixer, np.ascontiguousarray(keys.swapaxes(0, 1))
-            layer = measure(queries, keys, mixer.score_scale, mixer.window, block_size, ops.parallel_map)
-            if not all(np.isfinite(getattr(layer, field.name)).all() for field in fields(layer)):  # squares overflow
+            mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
+            found = measure(queries, keys, mixer.score_scale, mixer.window, block_size, ops.parallel_map)
+            if not all(np.isfinite(getattr(found, field.name)).all() for field in fields(found)):  # squares overflow
                 raise EngineError(NOT_FINITE, "model_damaged")
-            statistics.append(layer)
+            statistics[layer] = found
     return statistics
 
 
@@ -139,8 +144,9 @@ class _QueriesAndKeys:
 
     def __init__(self, model: Transformer, tokens: int):
         self._to_host, self._conditioning = model.ops.to_host, model.store.conditioning
-        self._mixers = [layer.mixer for layer in model.config.layers]
-        shapes = {(heads, mixer.head_dim) for mixer in self._mixers for heads in (mixer.heads, mixer.kv_heads)}
+        self._mixers = model.config.attentions
+        mixers = self._mixers.values()
+        shapes = {(heads, mixer.head_dim) for mixer in mixers for heads in (mixer.heads, mixer.kv_heads)}
         self._kept = {
             name: {shape: np.empty((tokens, *shape), np.float32) for shape in shapes} for name in ("queries", "keys")
         }
@@ -168,9 +174,14 @@ def _full_precision_model(
 ) -> Transformer:
     """A model with a store for one prompt of `tokens` in full precision, without rotations."""
     full = codecs.get(codecs.FULL)
-    layers = (LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim) for one in config.layers)
+    layers = (
+        LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim)
+        if isinstance(one.mixer, Attention)
+        else MIXERS[type(one.mixer)].state_shape(one.mixer, block_size)
+        for one in config.layers
+    )
     plan = plan_for_tokens(CacheShape(block_size, tuple(layers)), tokens, 1)
-    conditioning = [Conditioning(scale=scale(size)) for size in variances(ops, config, weights)]
+    conditioning = [Conditioning(scale=size and scale(size)) for size in variances(ops, config, weights)]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
@@ -183,7 +194,7 @@ def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int
 # -- the file: an array for each field of each layer -----------------------------------------------------------------
 
 
-def _read(file: Path, key: str) -> list[LayerStatistics] | None:
+def _read(file: Path, key: str) -> Statistics | None:
     """The statistics in `file`; None if it is missing, damaged, or has another key."""
     try:
         header, arrays = checked_file.read(file)
@@ -192,14 +203,14 @@ def _read(file: Path, key: str) -> list[LayerStatistics] | None:
     if header != {"key": key}:
         return None
     names = [field.name for field in fields(LayerStatistics)]
-    layers = range(len(arrays) // len(names))
-    return [LayerStatistics(*(arrays[f"{layer}.{name}"] for name in names)) for layer in layers]
+    layers = sorted({int(name.partition(".")[0]) for name in arrays})
+    return {layer: LayerStatistics(*(arrays[f"{layer}.{name}"] for name in names)) for layer in layers}
 
 
-def _write(file: Path, key: str, statistics: Sequence[LayerStatistics], say: Callable[[str], None]) -> None:
+def _write(file: Path, key: str, statistics: Statistics, say: Callable[[str], None]) -> None:
     """Write the statistics to `file`, or say why that is not possible."""
     names = [field.name for field in fields(LayerStatistics)]
-    arrays = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(statistics) for name in names}
+    arrays = {f"{i}.{name}": getattr(layer, name) for i, layer in statistics.items() for name in names}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         checked_file.write(file, {"key": key}, arrays)

@@ -27,6 +27,7 @@ class Encoding:
 
 
 WHOLE = Encoding()
+NOT_STORED: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # of a layer without K/V
 
 
 def stored(

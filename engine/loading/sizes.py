@@ -15,6 +15,7 @@ from polarlm.engine.kv import cache_types
 from polarlm.engine.kv.plan import (
     CacheShape,
     LayerShape,
+    StateShape,
     StorePlan,
     format_bytes,
     parse_size,
@@ -22,10 +23,11 @@ from polarlm.engine.kv.plan import (
     plan_for_tokens,
 )
 from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.tensors import READABLE
 
 _CONTEXT_TO_CHOOSE_BY = 16_384  # tokens, of models with more
@@ -78,31 +80,27 @@ def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) 
 
 def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
     """The shape of all layers' caches. Raises EngineError for a cache type that does not fit the model."""
-    mean_bits = 8 if encoding.small_means else 16
-    mixers = [layer.mixer for layer in model.layers]
-    codecs_of_layers = cache_types.layer_codecs(config, [mixer.head_dim for mixer in mixers])
-    layers = tuple(
-        LayerShape(
-            codec_k,
-            codec_v,
-            mixer.kv_heads,
-            mixer.head_dim,
-            # Full precision gains nothing from centring.
-            mean_bits=mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0,
-            window=mixer.window,
-        )
-        for mixer, (codec_k, codec_v) in zip(mixers, codecs_of_layers, strict=True)
-    )
-    shape = CacheShape(config.block_size, layers)
+    mean_bits, attentions = 8 if encoding.small_means else 16, model.attentions
+    head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
+    layers: list[StateShape] = []
+    for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
+        mixer = layer.mixer
+        if not isinstance(mixer, Attention):
+            layers.append(MIXERS[type(mixer)].state_shape(mixer, config.block_size))
+            continue
+        # Full precision gains nothing from centring.
+        means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
+        layers.append(LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window))
+    shape = CacheShape(config.block_size, tuple(layers))
     try:
-        return replace(shape, stored=tuple(ops.cache_bytes(shape.format(layer)) for layer in range(len(layers))))
+        return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:
         raise EngineError(str(error)) from None
 
 
 def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape) -> Callable[[int], int]:
     """From the tokens of a prompt to the bytes that the work on it needs beside the KV store."""
-    return lambda tokens: ops.work_bytes(Load(model, shape.format(0), tokens, config.parallel))
+    return lambda tokens: ops.work_bytes(Load(model, shape.widest, tokens, config.parallel))
 
 
 def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:

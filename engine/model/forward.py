@@ -15,8 +15,9 @@ from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Draws, Ops, Spans
 from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.store import KVStore, Span
-from polarlm.engine.model.layers.attention import Attention, AttentionWeights, Tap
-from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
+from polarlm.engine.model.layers import Tap
+from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, Mixer
 from polarlm.engine.model.rope import Rope, RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
 from polarlm.engine.weight_formats import Linear, Matrix
@@ -35,14 +36,13 @@ call returns. Parts of a prompt may come in any order, and from several threads.
 class LayerWeights:
     """The weights of a decoder layer."""
 
-    mixer: AttentionWeights
+    mixer: Any  # of the kind's `Weights`
     ffn: GatedMLPWeights
 
     @property
     def matrices(self) -> dict[str, Linear]:
         """All that rows are multiplied by, by their names."""
-        mixer, ffn = self.mixer, self.ffn
-        return {"qkv": mixer.qkv, "out": mixer.out, "gate_up": ffn.gate_up, "down": ffn.down}
+        return {name: w for part in (self.mixer, self.ffn) for name, w in vars(part).items() if isinstance(w, Linear)}
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Transformer:
         self._ropes = RopeTables(config)
         transforms = [
             HeadTransform(
-                layer.mixer.kv_heads,
-                stored.scales(layer.mixer.heads),
+                attention.kv_heads,
+                (stored := store.conditioning[layer]).scales(attention.heads),
                 stored.key_rotation,
                 stored.value_rotation,
-                stored.scales_back(layer.mixer.heads),
+                stored.scales_back(attention.heads),
             )
-            for layer, stored in zip(config.layers, store.conditioning, strict=True)
+            for layer, attention in config.attentions.items()
         ]
-        self._transforms = ops.prepare(transforms)
+        self._transforms = dict(zip(config.attentions, ops.prepare(transforms), strict=True))
         self.weights = weights
 
     @property
@@ -99,11 +99,13 @@ class Transformer:
     def weights(self, weights: ModelWeights) -> None:
         self._weights = weights
         ops, eps, layers = self.ops, self.config.norm_eps, [*zip(self.config.layers, weights.layers, strict=True)]
-        self._mixers = [
-            Attention(ops, layer.mixer, eps, w.mixer, self.store.cache(number), self._transforms[number])
+        self._mixers: list[Mixer] = [
+            MIXERS[type(layer.mixer)](
+                ops, layer.mixer, eps, w.mixer, self.store.cache(number), self._transforms.get(number)
+            )
             for number, (layer, w) in enumerate(layers)
         ]
-        self._ffns = [GatedMLP(ops, layer.ffn, eps, w.ffn) for layer, w in layers]
+        self._ffns = [FFNS[type(layer.ffn)](ops, layer.ffn, eps, w.ffn) for layer, w in layers]
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Transformer:
         for layer in range(len(self._mixers)):
             for span in spans:
                 self.store.begin_layer(layer, span)
-            rope = ropes[self._ropes.kind[layer]]
+            rope = self._rope_of(layer, ropes)
             for unit, unit_parts in zip(units, parts, strict=True):
                 self._layer(layer, x, rope, unit_parts, spans if unit is units[-1] else ())
                 rows = unit.stop - unit.start
@@ -212,7 +214,7 @@ class Transformer:
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
         """The tables of `_rows` for all rows of `spans`."""
         rows = slice(0, sum(span.count for span in spans))
-        seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
+        seen = [self._spans(group.layers[0], spans, rows) for group in self.store.groups]
         return [*(table for rope in self._rope(spans) for table in rope), *seen]
 
     def _step(self, ids: Array, draws: Draws, *tables: Any) -> tuple[Array, Array]:
@@ -226,10 +228,10 @@ class Transformer:
         tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers.
         """
         x, first_spans = self._embed(ids), 2 * len(self._ropes)
+        ropes = [tables[first : first + 2] for first in range(0, first_spans, 2)]
         for layer, (mixer, ffn) in enumerate(zip(self._mixers, self._ffns, strict=True)):
-            kind, spans = self._ropes.kind[layer], tables[first_spans + self.store.group_of(layer)]
-            cos, sin = tables[2 * kind : 2 * kind + 2]
-            mixer.mix(x, mixer.project(x, (cos, sin), spans, recorded=True), spans, recorded=True)
+            rope, spans = self._rope_of(layer, ropes), tables[first_spans + self.store.group_of(layer)]
+            mixer.mix(x, mixer.project(x, rope, spans, recorded=True), spans, recorded=True)
             ffn.add(x, recorded=True)
         return self._head(x, recorded=True)
 
@@ -244,6 +246,11 @@ class Transformer:
         firsts = np.cumsum([0, *counts[:-1]])
         return self._ropes.tables(rows + np.repeat([span.start for span in spans] - firsts, counts))
 
+    def _rope_of(self, layer: int, ropes: Sequence[Any]) -> Any:
+        """cos and sin for a layer, out of those of all kinds; None without attention."""
+        kind = self._ropes.kind.get(layer)
+        return None if kind is None else ropes[kind]
+
     def _embed(self, ids: Array) -> Array:
         """ids (T,) int32 → (T, E)."""
         return self.ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
@@ -251,7 +258,7 @@ class Transformer:
     def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:
         count = rows.stop - rows.start
         skipped = min(max(0, first_output - rows.start), count)
-        seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
+        seen = [self._spans(group.layers[0], spans, rows) for group in self.store.groups]
         last, position = len(self._mixers) - 1, spans[0].start + rows.start
         if skipped in (0, count):  # if all rows are skipped, none attends in the last layer
             return _Part(rows, position, seen, skipped, seen[self.store.group_of(last)])
@@ -266,24 +273,23 @@ class Transformer:
             if first < last:
                 own = slice(first - rows.start, last - rows.start)
                 views.append(self.store.view(layer, span, own, span.start + first - begin))
-        return self.ops.spans(views, self.store.shape.block_size)
+        return self.store.groups[self.store.group_of(layer)].spans(views)
 
-    def _layer(
-        self, layer: int, x: Array, rope: tuple[Array, Array], parts: Sequence[_Part], complete: Sequence[Span]
-    ) -> None:
+    def _layer(self, layer: int, x: Array, rope: Any, parts: Sequence[_Part], complete: Sequence[Span]) -> None:
         """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`."""
-        (cos, sin), mixer, ffn = rope, self._mixers[layer], self._ffns[layer]
+        mixer, ffn = self._mixers[layer], self._ffns[layer]
         group, is_last = self.store.group_of(layer), layer == len(self._mixers) - 1
 
         def tap(position: int) -> Tap | None:
             taps = self.taps
             return None if taps is None else lambda name, x: taps(name, layer, position, x)
 
-        def project(i: int) -> Array:
+        def project(i: int) -> Any:
             rows, seen = parts[i].rows, tap(parts[i].position)
             if seen is not None:
                 seen("input", x[rows])
-            return mixer.project(x[rows], (cos[rows], sin[rows]), parts[i].spans[group], recorded=False, tap=seen)
+            own = None if rope is None else (rope[0][rows], rope[1][rows])
+            return mixer.project(x[rows], own, parts[i].spans[group], recorded=False, tap=seen)
 
         def mix(i: int) -> None:
             part, skipped = parts[i], parts[i].skipped if is_last else 0

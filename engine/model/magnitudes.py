@@ -38,15 +38,17 @@ class Variances(NamedTuple):
 
 def variances(
     ops: Ops, config: ModelConfig, weights: ModelWeights, block_sizes: Sequence[int | None] | None = None
-) -> list[Variances]:
-    """Variances of every layer's keys and values; for a layer with a block size, of keys around their block's mean.
+) -> list[Variances | None]:
+    """Variances of every layer's keys and values, None for a layer that has none.
+
+    For a layer with a block size, those of keys are around their block's mean.
 
     Reads the weights of the key and value projections, and the embedding if layers have no norm before them.
     """
     inputs = _normed_inputs(ops, weights) if config.layers[0].norms != "after" else _plain_inputs(ops, config, weights)
     sizes = block_sizes or [None] * len(config.layers)
     return [
-        _variances(ops, layer.mixer, w.mixer, squares, size)
+        _variances(ops, layer.mixer, w.mixer, squares, size) if isinstance(layer.mixer, Attention) else None
         for layer, w, squares, size in zip(config.layers, weights.layers, inputs, sizes, strict=True)
     ]
 
@@ -54,7 +56,8 @@ def variances(
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
     """The mean squares of each layer's input to its projections, (E,) float64, after a norm."""
     for layer in weights.layers:
-        yield np.square(ops.to_host(layer.mixer.norm), dtype=np.float64)
+        norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else np.empty(0)
+        yield np.square(ops.to_host(norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:

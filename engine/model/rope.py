@@ -26,9 +26,9 @@ class RopeTables:
     """cos and sin of positions, one table for all layers with the same RoPE and head dim."""
 
     def __init__(self, config: ModelConfig):
-        kinds = {layer.mixer.rope_kind: layer.mixer for layer in config.layers}
-        self.kind = [[*kinds].index(layer.mixer.rope_kind) for layer in config.layers]
-        """Layer → index of its table."""
+        kinds = {attention.rope_kind: attention for attention in config.attentions.values()}
+        self.kind = {layer: [*kinds].index(one.rope_kind) for layer, one in config.attentions.items()}
+        """Layer with attention → index of its table."""
         self._frequencies = [pair_frequencies(attention) for attention in kinds.values()]
 
     def __len__(self) -> int:

@@ -15,8 +15,7 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import LayerWeights, ModelWeights
-from polarlm.engine.model.layers.attention import AttentionWeights
-from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
@@ -82,8 +81,11 @@ def load_weights(
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
-    slots = [_LayerReader(read, slots) for slots in table.layers]
-    layers = [LayerWeights(AttentionWeights.read(one), GatedMLPWeights.read(one)) for one in slots]
+    layers = []
+    for layer, slots in zip(config.layers, table.layers, strict=True):
+        own = _LayerReader(read, slots)
+        mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
+        layers.append(LayerWeights(mixer.Weights.read(own), ffn.Weights.read(own)))
     norm = read.vector(top["norm"])
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
     return ModelWeights(embedding, layers, norm, head, read.bytes)

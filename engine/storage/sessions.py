@@ -66,7 +66,7 @@ class Session:
 def settings(model: Transformer, name: str) -> dict[str, str]:
     """The model's name, and everything but token ids that determines codes, as text for the header of a session."""
     shape = model.store.shape
-    means = {"mean_bits": " ".join(str(layer.mean_bits) for layer in shape.layers)}
+    means = {"mean_bits": " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())}
     scales = [
         (f"{layer}.{side}", array)
         for layer, conditioning in enumerate(model.store.conditioning)
@@ -77,14 +77,14 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "name": name,
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
-        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.layers),
+        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values()),
         "conditioning": checked_file.checksum(means, scales),
     }
 
 
 def check_types(shape: CacheShape) -> None:
     """Raises EngineError for a cache type whose codes have no meaning outside this process."""
-    for codec in (codec for layer in shape.layers for codec in (layer.codec_k, layer.codec_v)):
+    for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
         if codec.per_layer:
             raise _error(
                 f"Cache type {codec.name} learns the meaning of its codes in each process, so no session can be saved "
@@ -206,7 +206,7 @@ def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
 def _check_finite(shape: CacheShape, saved: Snapshot) -> None:
     """Raises ValueError for K/V that are not finite, which would damage every answer that reuses them."""
     arrays = dict(saved.arrays)
-    for layer in range(len(shape.layers)):
+    for layer in shape.kv_layers:
         keys, values = (f"{layer}.coded.{name}" for name in ("keys", "values"))
         if keys in arrays and values in arrays:  # records, which have floats among other bytes
             records = {"keys": arrays.pop(keys), "values": arrays.pop(values)}

@@ -38,7 +38,7 @@ def configure(fields: Fields) -> ModelConfig:
         windows = (fields.integer("sliding_window"),) * layer_count(fields)
     config = decoder(fields, "phi3", rope=rope, windows=windows)
     rotated = rotary_dim(fields, config.attention.head_dim)
-    config = config.with_mixers(lambda mixer: replace(mixer, rotary_dim=rotated))
+    config = config.with_attention(lambda mixer: replace(mixer, rotary_dim=rotated))
     pairs = config.attention.rotated // 2
     for key, factors in (("long_factor", rope.divisors), ("short_factor", rope.short_divisors)):
         if rope.kind == "longrope" and len(factors) != pairs:

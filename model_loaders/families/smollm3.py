@@ -34,8 +34,5 @@ def configure(fields: Fields) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias", False),
         windows=windows,
     )
-    layers = [
-        layer if rope else replace(layer, mixer=replace(layer.mixer, rope=None))
-        for layer, rope in zip(config.layers, has_rope[:count], strict=True)
-    ]
-    return replace(config, layers=tuple(layers))
+    ropes = iter(has_rope)
+    return config.with_attention(lambda mixer: mixer if next(ropes) else replace(mixer, rope=None))

@@ -78,7 +78,7 @@ def test_uniform_attention_reads_codes_by_their_number(tiny_path: Path, threads:
     parts, settings = assembled(tiny_path, "compact", threads)
     try:
         model = parts.model
-        config = model.config.with_mixers(lambda mixer: replace(mixer, scale=1e-30))
+        config = model.config.with_attention(lambda mixer: replace(mixer, scale=1e-30))
         uniform = replace(parts, model=Transformer(model.ops, config, model.weights, model.store))
         found = only_depth(uniform, settings).on_codes
     finally:

@@ -50,7 +50,7 @@ def rope_of(config: ModelConfig) -> RopeConfig:
 
 
 def with_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
-    return config.with_mixers(lambda mixer: replace(mixer, rope=mixer.rope and rope))
+    return config.with_attention(lambda mixer: replace(mixer, rope=mixer.rope and rope))
 
 
 def stored(name: str) -> ModelConfig:
@@ -377,11 +377,11 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
             "rope__freq_base_swa": config.attention.rope.theta,
         }
         scale = config.attention.head_dim**-0.5
-        expected = expected.with_mixers(lambda mixer: replace(mixer, scale=scale))  # they know no other
+        expected = expected.with_attention(lambda mixer: replace(mixer, scale=scale))  # they know no other
     elif config.attention.window and config.family in ("mistral", "phi3"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
-        expected = expected.with_mixers(lambda mixer: replace(mixer, window=None))
+        expected = expected.with_attention(lambda mixer: replace(mixer, window=None))
     arch = "llama" if config.family == "mistral" else config.family
     got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, written, **changes))
     assert dtype == "F32"

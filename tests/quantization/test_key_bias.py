@@ -35,7 +35,7 @@ def with_key_bias(
         for half in (dim // 2, dim):
             bias[heads : heads + kv_heads, half - pairs : half] += 10 * rms
         layers.append(replace(layer, mixer=replace(layer.mixer, qkv=replace(qkv, bias=bias.reshape(-1)))))
-    return config.with_mixers(lambda mixer: replace(mixer, qkv_bias=True)), replace(weights, layers=layers)
+    return config.with_attention(lambda mixer: replace(mixer, qkv_bias=True)), replace(weights, layers=layers)
 
 
 def perplexity(config: ModelConfig, weights: ModelWeights, ids: list[int], type: str, centred: bool = True) -> float:

@@ -65,7 +65,7 @@ def step_bytes(load: Load, device: Device) -> int:
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
     """E, and of the widest layers F, H·D and (H + 2K)·D."""
-    mixers = [layer.mixer for layer in model.layers]
+    mixers = model.attentions.values()
     return (
         model.hidden_size,
         max(layer.ffn.size for layer in model.layers),
@@ -81,11 +81,11 @@ def _post_norm_bytes(model: ModelConfig) -> int:
 
 def _ropes(model: ModelConfig) -> int:
     """Numbers of cos and sin of a row, of all kinds of RoPE."""
-    return sum(dim for _, _, dim in {layer.mixer.rope_kind for layer in model.layers})
+    return sum(dim for _, _, dim in {attention.rope_kind for attention in model.attentions.values()})
 
 
 def _groups(model: ModelConfig) -> int:
-    mixers = (layer.mixer for layer in model.layers)
+    mixers = model.attentions.values()
     return len({(mixer.window, mixer.kv_heads, mixer.head_dim) for mixer in mixers})
 
 
@@ -97,7 +97,7 @@ def _logits_bytes(model: ModelConfig, rows: int) -> int:
 def _sum_bytes(load: Load, device: Device) -> int:
     """Bytes of the sums that blocks of decode_attention write."""
     most = 0
-    for mixer in {layer.mixer for layer in load.model.layers}:
+    for mixer in set(load.model.attentions.values()):
         chunks, columns = launch_configs.decode_cells(mixer.heads // mixer.kv_heads)
         sums = 2 * load.rows * mixer.kv_heads * chunks + device.processors
         most = max(most, sums * columns * (-(-mixer.head_dim // 16) * 16 + 2))

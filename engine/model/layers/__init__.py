@@ -8,10 +8,14 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.weight_formats import Linear
+
+Tap = Callable[[str, Array], None]
+"""tap(name, x): see `engine.model.forward.Taps`, for one layer and position."""
 
 Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm, as the ops take it
 

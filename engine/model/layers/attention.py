@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from polarlm.engine.backends.kv import Cache
 from polarlm.engine.backends.ops import Array, Ops, PreparedTransform, Spans
-from polarlm.engine.model.layers import ReadSlot, add_projected, norm_of
+from polarlm.engine.model.layers import ReadSlot, Tap, add_projected, norm_of
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
-
-Tap = Callable[[str, Array], None]
-"""tap(name, x): see `engine.model.forward.Taps`, for one layer and position."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,9 @@ class AttentionWeights:
 
 
 class Attention:
-    """The mixer of one layer. `project` is called for all rows of a span before `mix` is for any of them."""
+    """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
+
+    Weights = AttentionWeights
 
     def __init__(
         self,

@@ -33,6 +33,8 @@ class GatedMLPWeights:
 class GatedMLP:
     """The feed-forward network of one layer."""
 
+    Weights = GatedMLPWeights
+
     def __init__(self, ops: Ops, shape: config.GatedMLP, norm_eps: float, weights: GatedMLPWeights):
         self._ops, self._shape, self._weights = ops, shape, weights
         self._norm, self._post_norm = norm_of(weights.norm, norm_eps), norm_of(weights.post_norm, norm_eps)

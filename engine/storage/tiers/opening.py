@@ -52,7 +52,7 @@ def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[Pl
     if config.cache_remote is not None:
         places.append(_remote(config.cache_remote, Payloads(shape).most_bytes()))
     if places:
-        for codec in (codec for layer in shape.layers for codec in (layer.codec_k, layer.codec_v)):
+        for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
             if codec.per_layer:
                 raise EngineError(
                     f"Cache type {codec.name} learns the meaning of its codes in each process, so its blocks cannot be "

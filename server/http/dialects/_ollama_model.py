@@ -112,11 +112,9 @@ def _files(path: Path) -> list[Path]:
 
 def _parameters(config: ModelConfig) -> int:
     """How many numbers the matrices of a model have."""
-    layers = sum(
-        2 * (layer.mixer.heads + layer.mixer.kv_heads) * layer.mixer.head_dim + 3 * layer.ffn.size
-        for layer in config.layers
-    )
-    return config.hidden_size * layers + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+    columns = sum(2 * (one.heads + one.kv_heads) * one.head_dim for one in config.attentions.values())
+    columns += sum(3 * layer.ffn.size for layer in config.layers)
+    return config.hidden_size * columns + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
 
 
 def _in_short(count: int) -> str:

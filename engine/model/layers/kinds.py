@@ -1,0 +1,42 @@
+"""Which class computes which kind of mixer and of feed-forward network."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.kv.plan import StateShape
+from polarlm.engine.model.layers import Tap
+from polarlm.engine.model.layers.attention import Attention
+from polarlm.engine.model.layers.gated_mlp import GatedMLP
+from polarlm.model_loaders import config
+
+
+class Mixer(Protocol):
+    """The mixer of one layer. `project` is called for all rows of a span before `mix` is for any of them."""
+
+    Weights: ClassVar[Any]
+    """A class whose `read` reads the slots of a layer."""
+
+    def __init__(self, ops: Ops, shape: Any, norm_eps: float, weights: Any, cache: Any, transform: Any):
+        """shape: the mixer in the configuration. cache: of the layer's state. transform: of attention, what
+        `Ops.prepare` made of its HeadTransform."""
+
+    @staticmethod
+    def state_shape(shape: Any, block_size: int) -> StateShape:
+        """How the state of a layer is stored. Not asked of attention, whose codecs the settings choose."""
+
+    def project(self, x: Array, rope: Any, spans: Any, *, recorded: bool, tap: Tap | None = None) -> Any:
+        """What `mix` needs of the rows x (T, E), whose part of the state is appended; `mix` may get its last rows.
+
+        rope: cos and sin (T, D/2) for attention, else None. spans: of the layer's group, see `LayerState.spans`.
+        recorded: in a step, which may be recorded and has no taps.
+        """
+
+    def mix(self, x: Array, projected: Any, spans: Any, *, recorded: bool, tap: Tap | None = None) -> None:
+        """Add the mixer's result to x (T, E), in place."""
+
+
+# The class of a kind in a configuration → the class that computes it, a Mixer.
+MIXERS: dict[type[config.Mixer], Any] = {config.Attention: Attention}
+FFNS = {config.GatedMLP: GatedMLP}
