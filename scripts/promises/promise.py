@@ -13,7 +13,7 @@ class Promise:
     standing: str  # "held", "different" or "refused"
     why: str = ""  # of what is different or refused
     tests: tuple[str, ...] = ()  # file in tests/server, "::", name
-    fields: tuple[str, ...] = ()  # of requests: those that `server.fields` refuses
+    fields: tuple[str, ...] = ()  # of requests: those that `server.reading.fields` refuses
 
 
 def held(says: str, *tests: str) -> Promise:

@@ -14,7 +14,7 @@ import pytest
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.storage.tiers.objects import Payloads, pack_ids
 from polarlm.server.config import read_command_line
-from polarlm.server.http import blocks
+from polarlm.server.http.plain import blocks
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import Process

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.server.fields import FIELDS
+from polarlm.server.reading.fields import FIELDS
 from scripts.make_conformance_table import DOCUMENT, PROMISES, table
 from scripts.promises.promise import Promise
 

@@ -14,14 +14,14 @@ import pytest
 
 from polarlm.engine import Chunk, Engine, Usage
 from polarlm.engine.requests.prompts import is_chat
-from polarlm.server.answer_parser import AnswerParser
-from polarlm.server.answering import _parsed
+from polarlm.server.answers.answer_parser import AnswerParser
+from polarlm.server.answers.answering import _parsed
+from polarlm.server.answers.pieces import Piece, fold
 from polarlm.server.http.dialects import anthropic, ollama, responses
 from polarlm.server.http.generation import About
-from polarlm.server.http.openai import OpenAI
-from polarlm.server.http.shapes import CHAT
-from polarlm.server.parameters import Asked
-from polarlm.server.pieces import Piece, fold
+from polarlm.server.http.openai.chat import OpenAI
+from polarlm.server.http.openai.shapes import CHAT
+from polarlm.server.reading.parameters import Asked
 from tests.server.http_server import Serving
 
 ARGUMENTS = r'{"city": "Ro\"me}", "days": [1, 25], "so": {"a": true, "b": -1.5e2}, "none": null}'

@@ -12,9 +12,9 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from polarlm.engine import Usage
+from polarlm.server.answers.pieces import CallStart, Piece, fold
 from polarlm.server.http.dialects import anthropic, ollama, responses
 from polarlm.server.http.dialects._response_events import ResponseWriter
-from polarlm.server.pieces import CallStart, Piece, fold
 
 USAGE = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, prefill_seconds=1, generation_seconds=2)
 PIECES = [

@@ -13,11 +13,11 @@ import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.outputs import fold
-from polarlm.server import journal
 from polarlm.server.config import ServerConfig
-from polarlm.server.counters import Totals
-from polarlm.server.driver import Driver
-from polarlm.server.refused import Refused
+from polarlm.server.running import journal
+from polarlm.server.running.counters import Totals
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.refused import Refused
 from tests.server.lines import PATIENCE
 
 PROMPT = [7, 8, 9]

@@ -13,9 +13,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
-from polarlm.server.early import EarlyClients
 from polarlm.server.http.uvicorn_server import Web
-from polarlm.server.listening import tcp_socket
+from polarlm.server.running.early import EarlyClients
+from polarlm.server.running.listening import tcp_socket
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ ENDLESS = {**LONG, "max_tokens": -1, "stream": True}
 IMPATIENT = """
 import os, socket, time
 from polarlm.server import __main__ as program
-from polarlm.server import connection
+from polarlm.server.socket import connection
 from polarlm.server.http import uvicorn_connection
 from polarlm.server.http import streams
 connection.SLOW_SECONDS = streams.SLOW_READER_SECONDS = {slow}

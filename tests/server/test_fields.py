@@ -12,9 +12,9 @@ from openai.types.chat import completion_create_params as of_chat
 from packaging.version import Version
 
 from polarlm.engine import PromptOptions, SamplingParams
-from polarlm.server import fields, parameters
-from polarlm.server.fields import FIELDS
-from polarlm.server.values import BadRequest
+from polarlm.server.reading import fields, parameters
+from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.values import BadRequest
 from scripts.make_http_fields import DOCUMENT, document
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

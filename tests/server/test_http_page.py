@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from polarlm.engine import Engine
-from polarlm.server import journal
 from polarlm.server.http.page import _whole
+from polarlm.server.running import journal
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.tiny import forget
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine import Engine
-from polarlm.server.http import tokens as tokens_of_texts
+from polarlm.server.http.plain import tokens as tokens_of_texts
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.tiny import CHARACTERS, VOCABULARY
 

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from polarlm.engine import Engine
+from polarlm.server.answers.pieces import Piece
 from polarlm.server.http import bodies, streams
-from polarlm.server.pieces import Piece
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import held
 

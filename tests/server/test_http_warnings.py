@@ -16,8 +16,8 @@ import pytest
 from starlette.responses import Response
 
 from polarlm.engine import Engine
-from polarlm.server import journal
 from polarlm.server.http.warnings import HEADER, warn
+from polarlm.server.running import journal
 from tests.server.http_server import Serving, serving
 
 QUESTION = {"role": "user", "content": "then he ran on"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polarlm.server.infill import infill_of
+from polarlm.server.reading.infill import infill_of
 from tests.model_loaders.vocabularies import real
 
 

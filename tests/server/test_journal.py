@@ -13,7 +13,7 @@ import pytest
 
 from polarlm.engine import Chunk
 from polarlm.engine.outputs import Usage
-from polarlm.server import journal
+from polarlm.server.running import journal
 
 
 class Stream(io.StringIO):

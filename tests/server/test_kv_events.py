@@ -17,8 +17,8 @@ import zmq
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.flags import FlagError
 from polarlm.server.config import read_command_line
-from polarlm.server.kv_events import KVEvents, kv_events
-from polarlm.server.listening import ListenError
+from polarlm.server.running.kv_events import KVEvents, kv_events
+from polarlm.server.running.listening import ListenError
 from tests.kv.test_prefix import findable
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.tiny import PLAIN, forget, load_tiny
@@ -273,7 +273,7 @@ def test_missed_messages_are_replayed(tiny_path: Path) -> None:
 
 def test_a_replay_of_many_messages_has_an_end(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket drops what it cannot keep for a slow subscriber."""
-    monkeypatch.setattr("polarlm.server.kv_events._WAITING", 100)
+    monkeypatch.setattr("polarlm.server.running.kv_events._WAITING", 100)
     address, replay = free_address(), free_address()
     with load_tiny(tiny_path, **PLAIN) as engine, kv_events(address, replay, "") as events:
         for _ in range(2_000):

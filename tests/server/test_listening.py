@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from polarlm.server.listening import quiet_accept_errors
+from polarlm.server.running.listening import quiet_accept_errors
 
 OUT_OF_FILES = {
     "message": "socket.accept() out of system resource",

@@ -23,7 +23,7 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig
 from polarlm.server.__main__ import main
 from polarlm.server.config import KEY_VARIABLE, ServerConfig, read_command_line
-from polarlm.server.listening import tcp_socket, unix_socket
+from polarlm.server.running.listening import tcp_socket, unix_socket
 from tests.server.lines import PATIENCE, Client, eventually
 from tests.server.process import Process
 from tests.server.test_socket import GREEDY, LONG, fuzzed

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from polarlm.engine import PromptOptions, SamplingParams, limits
 from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders.config import GenerationDefaults
-from polarlm.server import parameters
-from polarlm.server.constraints import MAX_CHOICES
-from polarlm.server.fields import FIELDS
-from polarlm.server.prompts import MOST_SALT
-from polarlm.server.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
-from polarlm.server.values import BadRequest, read_json
+from polarlm.server.reading import parameters
+from polarlm.server.reading.constraints import MAX_CHOICES
+from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.prompts import MOST_SALT
+from polarlm.server.reading.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
+from polarlm.server.reading.values import BadRequest, read_json
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, SamplingParams, Usage
-from polarlm.server.answering import answer
-from polarlm.server.http.shapes import CHAT, TEXT, Shapes, Writer
-from polarlm.server.parameters import Asked, read
-from polarlm.server.pieces import Answer, Call, CallStart, Piece, fold
+from polarlm.server.answers.answering import answer
+from polarlm.server.answers.pieces import Answer, Call, CallStart, Piece, fold
+from polarlm.server.http.openai.shapes import CHAT, TEXT, Shapes, Writer
+from polarlm.server.reading.parameters import Asked, read
 from tests.server.http_server import serving
 from tests.tiny import forget
 

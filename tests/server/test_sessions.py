@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine import EngineError
-from polarlm.server.sessions import SessionFolder, read_name
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.sessions import SessionFolder, read_name
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import ROOT, SMALL_BLOCKS, Process
 from tests.small_disk import small_disk
@@ -456,7 +456,7 @@ def test_the_end_of_a_server_does_not_wait_for_a_disk_that_hangs(tiny_path: Path
     go = tmp_path / "go"
     impatient = """
 from polarlm.server import __main__ as program
-from polarlm.server import driver
+from polarlm.server.running import driver
 program._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
 """
     with start(tiny_path, tmp_path, prelude=WAITING + impatient, GO=str(go)) as process:

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, SamplingParams
-from polarlm.server import connection
-from polarlm.server.lines import Lines
-from polarlm.server.listening import ListenError, tcp_socket, unix_socket
+from polarlm.server.running.listening import ListenError, tcp_socket, unix_socket
+from polarlm.server.socket import connection
+from polarlm.server.socket.lines import Lines
 from tests.server.conftest import Running
 from tests.server.lines import PATIENCE, Client, eventually
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import SamplingParams
-from polarlm.server import connection
+from polarlm.server.socket import connection
 from tests.server.conftest import Running
 from tests.server.lines import Client, eventually
 

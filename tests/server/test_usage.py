@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from polarlm.engine import Chunk
 from polarlm.engine.outputs import Usage
-from polarlm.server.http.shapes import usage
-from polarlm.server.messages import last_of
+from polarlm.server.http.openai.shapes import usage
+from polarlm.server.socket.messages import last_of
 
 
 def used(**places: int) -> Usage:

@@ -20,7 +20,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http import uvicorn_connection, uvicorn_server
 from polarlm.server.http.uvicorn_connection import WebConnection
 from polarlm.server.http.uvicorn_server import Web
-from polarlm.server.listening import tcp_socket
+from polarlm.server.running.listening import tcp_socket
 from tests.server.lines import PATIENCE, eventually
 
 MOST = 3

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from polarlm.server.connection import Connection
-from polarlm.server.driver import Driver
-from polarlm.server.listening import BACKLOG
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.listening import BACKLOG
+from polarlm.server.socket.connection import Connection
 
 _LAST_SECONDS = 5.0  # for clients to read their last messages
 
 
 class SocketServer:
-    """Serves the clients of one listening socket; see `server.listening`."""
+    """Serves the clients of one listening socket; see `server.running.listening`."""
 
     def __init__(self, driver: Driver, bound: socket.socket) -> None:
         self._driver = driver

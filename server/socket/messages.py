@@ -8,7 +8,7 @@ from typing import Any
 from polarlm.engine import Chunk, EngineError, TokenLogprob
 from polarlm.engine.cli.flags import in_flags
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.values import BadRequest
 
 _MOST_ID = 200  # characters
 Id = str | int

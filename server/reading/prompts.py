@@ -8,8 +8,8 @@ from typing import Any
 
 from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.tools import Tools, check_depth, read_calls
-from polarlm.server.values import LARGEST, BadRequest, count, flag, shown, text, wrong
+from polarlm.server.reading.tools import Tools, check_depth, read_calls
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, shown, text, wrong
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
-from polarlm.server.prompts import read_options, read_prompt, read_salt
-from polarlm.server.sessions import read_name
+from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.sessions import read_name
 
 
 class Sessions:

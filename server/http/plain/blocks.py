@@ -17,8 +17,8 @@ from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers.places import Place
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
-from polarlm.server.job import Job
-from polarlm.server.worker import Worker
+from polarlm.server.running.job import Job
+from polarlm.server.running.worker import Worker
 
 _READING_BYTES = 256 << 20  # of blocks that are being sent here, all of them together, or one block if that is larger
 _MOST_WAITING = 64  # requests for blocks at the same time

@@ -10,10 +10,10 @@ from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
 from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.answers.pieces import Answer, Piece, Progress
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
+from polarlm.server.http.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 from polarlm.server.http.streams import Event
-from polarlm.server.pieces import Answer, Piece, Progress
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polarlm.server.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, flag, text, wrong
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON

@@ -8,7 +8,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from polarlm.server.listening import BACKLOG
+from polarlm.server.running.listening import BACKLOG
 
 _PROBE = re.compile(rb"(GET|HEAD) /((v1/)?health|ping)[ ?]")
 _PEEKED = 32  # bytes, more than the start of a probe

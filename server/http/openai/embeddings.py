@@ -14,11 +14,11 @@ from starlette.routing import Route
 
 from polarlm.engine import Embedding, PromptOptions
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.streams import while_there
-from polarlm.server.prompts import read_options, read_prompts
-from polarlm.server.values import BadRequest, text, wrong
+from polarlm.server.reading.prompts import read_options, read_prompts
+from polarlm.server.reading.values import BadRequest, text, wrong
+from polarlm.server.running.driver import Driver
 
 MOST_INPUTS = 2048  # as many as OpenAI takes
 

@@ -26,7 +26,7 @@ import zmq
 
 from polarlm.engine import Engine
 from polarlm.engine.kv.block_events import BlockRemoved, BlockStored
-from polarlm.server.listening import ListenError
+from polarlm.server.running.listening import ListenError
 
 _BATCH = 256  # events of a message at most
 _REPLAY_BYTES = 32 << 20  # of messages that are kept for subscribers that missed them

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polarlm.engine.sampling.schemas import STRICT
-from polarlm.server.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, flag, text, wrong
 
 MAX_CHOICES = 1024
 

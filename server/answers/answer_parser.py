@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from polarlm.model_loaders.call_format import CallFormat
 from polarlm.model_loaders.reasoning import Tags
-from polarlm.server.pieces import CallStart, Piece
+from polarlm.server.answers.pieces import CallStart, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _LONGEST_ID = 64

@@ -12,10 +12,10 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
-from polarlm.server.prompts import read_continues, read_options, read_prompt
-from polarlm.server.values import LARGEST, count, flag, text, wrong
+from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
+from polarlm.server.reading.values import LARGEST, count, flag, text, wrong
+from polarlm.server.running.driver import Driver
 
 MOST_TOKENS = 1 << 18  # of a text; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15

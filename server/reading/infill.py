@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.parameters import Asked
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.values import BadRequest
 
 _NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma

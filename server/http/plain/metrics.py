@@ -16,7 +16,7 @@ from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
 from polarlm.engine.kv.cache_types import chosen
 from polarlm.engine.outputs import CompilationCounts, Status, TierStatus
-from polarlm.server.counters import Totals
+from polarlm.server.running.counters import Totals
 
 
 class _Numbers(Collector):

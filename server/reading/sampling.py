@@ -9,8 +9,8 @@ from typing import Any
 
 from polarlm.engine import SamplingParams
 from polarlm.engine.limits import MOST_LOGPROBS, SAMPLING, complaint
-from polarlm.server.constraints import read_constraint
-from polarlm.server.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
+from polarlm.server.reading.constraints import read_constraint
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_BIASES = 1024  # tokens
@@ -58,7 +58,7 @@ _MEANT: dict[tuple[str, float], float] = {
 
 
 def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logprobs: bool) -> SamplingParams:
-    """Raises BadRequest. See `server.parameters.read`."""
+    """Raises BadRequest. See `server.reading.parameters.read`."""
     chosen: dict[str, Any] = {}
     for field in (*_NUMBERS, *_WHOLE):
         if field in body:

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints for conversations and for plain prompts: /v1/chat/completions and /v1/completions."""
+"""OpenAI's endpoint for conversations: /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polarlm.server.fields import FIELDS
 from polarlm.server.http.generation import About
-from polarlm.server.http.shapes import CHAT, Shapes, Writer
+from polarlm.server.http.openai.shapes import CHAT, Shapes, Writer
 from polarlm.server.http.streams import DATA, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.parameters import Asked, read
-from polarlm.server.values import flag
+from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.values import flag
 
 
 @dataclass(frozen=True)

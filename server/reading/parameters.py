@@ -1,6 +1,6 @@
 """Reading requests: JSON in, an engine's prompt, options and sampling parameters out.
 
-`server.fields` lists how every field that other servers define is treated here.
+`server.reading.fields` lists how every field that other servers define is treated here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.constraints import constraining_field
-from polarlm.server.fields import complaint
-from polarlm.server.prompts import read_continues, read_options, read_prompt
-from polarlm.server.sampling import Tokenize, read_sampling
-from polarlm.server.tools import Tools, read_tools
-from polarlm.server.values import BadRequest, count, flag, text, wrong
+from polarlm.server.reading.constraints import constraining_field
+from polarlm.server.reading.fields import complaint
+from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
+from polarlm.server.reading.sampling import Tokenize, read_sampling
+from polarlm.server.reading.tools import Tools, read_tools
+from polarlm.server.reading.values import BadRequest, count, flag, text, wrong
 
 MAX_ANSWERS = 16  # n
 

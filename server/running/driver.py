@@ -18,13 +18,13 @@ from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.outputs import Status, embedding
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import Ticket
-from polarlm.server import journal, refused
 from polarlm.server.config import ServerConfig
-from polarlm.server.counters import Totals
-from polarlm.server.job import Job
-from polarlm.server.refused import Refused, for_clients
-from polarlm.server.sessions import Saved, SessionFolder
-from polarlm.server.worker import Worker
+from polarlm.server.running import journal, refused
+from polarlm.server.running.counters import Totals
+from polarlm.server.running.job import Job
+from polarlm.server.running.refused import Refused, for_clients
+from polarlm.server.running.sessions import Saved, SessionFolder
+from polarlm.server.running.worker import Worker
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)

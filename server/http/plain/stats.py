@@ -11,8 +11,8 @@ from polarlm.engine import Engine
 from polarlm.engine.kv.cache_types import chosen
 from polarlm.engine.kv.plan import CacheShape
 from polarlm.engine.outputs import Status
-from polarlm.server.counters import Totals
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.counters import Totals
 
 
 def asked_tokens(query: Mapping[str, str]) -> int | None:

@@ -9,17 +9,17 @@ from typing import Any, cast
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.detokenizer import Detokenizer
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.fields import FIELDS
+from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.generation import About
-from polarlm.server.http.logprobs import TextLogprobs
-from polarlm.server.http.shapes import TEXT, Writer
+from polarlm.server.http.openai.logprobs import TextLogprobs
+from polarlm.server.http.openai.shapes import TEXT, Writer
 from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.infill import Mixed, infill_of, infilled
-from polarlm.server.parameters import Asked, read
-from polarlm.server.pieces import Answer, Piece
-from polarlm.server.prompts import read_prompts
-from polarlm.server.values import BadRequest, flag, text
+from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.infill import Mixed, infill_of, infilled
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.prompts import read_prompts
+from polarlm.server.reading.values import BadRequest, flag, text
 
 MOST_PROMPTS = 1024
 

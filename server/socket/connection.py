@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 
 from polarlm.engine import EngineError
-from polarlm.server import journal
-from polarlm.server.driver import Driver
-from polarlm.server.lines import Lines
-from polarlm.server.listening import notice_lost_peers
-from polarlm.server.messages import Id, error_of, last_of, likelihood, read_id
-from polarlm.server.parameters import Asked, read
-from polarlm.server.prompts import read_options, read_prompt, read_salt
-from polarlm.server.refused import TOO_MANY_CONNECTIONS, Refused, busy
-from polarlm.server.sessions import read_name
-from polarlm.server.values import BadRequest, read_json
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
+from polarlm.server.reading.values import BadRequest, read_json
+from polarlm.server.running import journal
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.listening import notice_lost_peers
+from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, Refused, busy
+from polarlm.server.running.sessions import read_name
+from polarlm.server.socket.lines import Lines
+from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
 MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them

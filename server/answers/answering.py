@@ -11,11 +11,11 @@ from polarlm.engine import Chunk, Engine, EngineError, SamplingParams
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.requests.prompts import is_chat
 from polarlm.model_loaders.errors import LoadError
-from polarlm.server.answer_parser import AnswerParser
-from polarlm.server.call_grammar import functions_of, grammar
-from polarlm.server.driver import Driver
-from polarlm.server.parameters import Asked
-from polarlm.server.pieces import Answer, Piece, Progress, fold
+from polarlm.server.answers.answer_parser import AnswerParser
+from polarlm.server.answers.call_grammar import functions_of, grammar
+from polarlm.server.answers.pieces import Answer, Piece, Progress, fold
+from polarlm.server.reading.parameters import Asked
+from polarlm.server.running.driver import Driver
 
 
 @dataclass(frozen=True)

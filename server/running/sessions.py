@@ -13,7 +13,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.storage import checked_file
 from polarlm.engine.storage.sessions import is_session
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".safetensors"
