@@ -224,7 +224,7 @@ def test_every_dialect_is_tested() -> None:
     stems = {path.stem for path in (ROOT / "server" / "http" / "dialects").glob("[!_]*.py")}
     assert stems == SPOKEN
     for name in SPOKEN:
-        assert (ROOT / "tests" / "server" / f"test_http_{name}.py").is_file(), name
+        assert (ROOT / "tests" / "server" / "dialects" / f"test_http_{name}.py").is_file(), name
 
 
 def test_a_dialect_is_a_file_by_itself() -> None:

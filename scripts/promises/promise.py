@@ -12,7 +12,7 @@ class Promise:
     says: str
     standing: str  # "held", "different" or "refused"
     why: str = ""  # of what is different or refused
-    tests: tuple[str, ...] = ()  # file in tests/server, "::", name
+    tests: tuple[str, ...] = ()  # name of a file in a folder of tests/server, "::", name
     fields: tuple[str, ...] = ()  # of requests: those that `server.reading.fields` refuses
 
 

@@ -23,7 +23,7 @@ import pytest
 
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import SMALL_BLOCKS, Process
-from tests.server.test_socket import GREEDY, LONG, fuzzed
+from tests.server.socket.test_socket import GREEDY, LONG, fuzzed
 
 SLOW, HEAD = 0.4, 0.6  # limits in seconds, shorter than the server's own
 MORE_MEMORY = 24 << 20  # bytes, by the end of all tests

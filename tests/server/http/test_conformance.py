@@ -12,7 +12,7 @@ from polarlm.server.reading.fields import FIELDS
 from scripts.make_conformance_table import DOCUMENT, PROMISES, table
 from scripts.promises.promise import Promise
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 EACH = pytest.mark.parametrize(
     "promise", [pytest.param(promise, id=f"{endpoint}: {promise.says}") for endpoint, promise in PROMISES]
 )
@@ -20,7 +20,8 @@ EACH = pytest.mark.parametrize(
 
 @cache
 def names_in(file: str) -> set[str]:
-    tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
+    (path,) = TESTS.rglob(file)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 

@@ -26,7 +26,7 @@ from polarlm.server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.running.listening import tcp_socket, unix_socket
 from tests.server.lines import PATIENCE, Client, eventually
 from tests.server.process import Process
-from tests.server.test_socket import GREEDY, LONG, fuzzed
+from tests.server.socket.test_socket import GREEDY, LONG, fuzzed
 
 # -- the command line ------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ import ollama
 import pytest
 
 from polarlm.engine import Engine
+from tests.server.answers.test_http_tools import QWEN3, WEATHER
 from tests.server.http_server import Serving, serving
-from tests.server.test_http_fuzz import changed, has_shape
-from tests.server.test_http_tools import QWEN3, WEATHER
+from tests.server.reading.test_http_fuzz import changed, has_shape
 from tests.tool_model import tool_engine
 
 QUESTION = "How is it?"
@@ -209,7 +209,7 @@ def test_langchain_binds_tools(hermes: Serving, responses: bool) -> None:
 def test_pydantic_ai_calls_tools_and_has_structured_output(hermes: Serving, number: int) -> None:
     from pydantic_ai import Agent
 
-    from tests.server.test_clients import Weather, pydantic_models
+    from tests.server.http.test_clients import Weather, pydantic_models
 
     model = list(pydantic_models(f"http://127.0.0.1:{hermes.port}"))[number]
     agent = Agent(model, output_type=Weather, model_settings={"temperature": 1, "max_tokens": 300})

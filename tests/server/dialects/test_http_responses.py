@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from polarlm.engine import Engine
+from tests.server.http.test_http_openai import alone
+from tests.server.http.test_http_streams import breaking
 from tests.server.http_server import Serving, serving
-from tests.server.test_http_openai import alone
-from tests.server.test_http_streams import breaking
 from tests.tiny import forget
 
 QUESTION = "then he ran on"

@@ -18,7 +18,7 @@ from polarlm.server.http.plain import blocks
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import Process
-from tests.server.test_tiers import AGAIN, PRELUDE, USER, chat, said
+from tests.server.running.test_tiers import AGAIN, PRELUDE, USER, chat, said
 from tests.tiny import PLAIN, load_tiny
 
 NAME = bytes(range(16))

@@ -10,9 +10,9 @@ import ollama
 import pytest
 
 from polarlm.engine import Engine
+from tests.server.http.test_http_openai import alone
+from tests.server.http.test_http_streams import breaking
 from tests.server.http_server import Serving, serving
-from tests.server.test_http_openai import alone
-from tests.server.test_http_streams import breaking
 from tests.tiny import forget
 
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]

@@ -29,7 +29,7 @@ from polarlm.server.socket.lines import Lines
 from tests.server.conftest import Running
 from tests.server.lines import PATIENCE, Client, eventually
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "socket-protocol.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "socket-protocol.md"
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LONG = {**GREEDY, "prompt": [7, 8, 9] * 20, "max_tokens": 150}
 

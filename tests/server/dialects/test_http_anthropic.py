@@ -11,8 +11,8 @@ import anthropic
 import pytest
 
 from polarlm.engine import Engine
+from tests.server.http.test_http_openai import alone
 from tests.server.http_server import KEY, Serving, serving
-from tests.server.test_http_openai import alone
 from tests.tiny import forget
 
 KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -285,7 +285,7 @@ def test_the_client_raises_its_own_errors(tiny: Engine) -> None:
 def test_an_error_in_the_middle_of_a_stream_is_raised(
     server: Serving, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.server.test_http_streams import breaking
+    from tests.server.http.test_http_streams import breaking
 
     breaking(server.engine, monkeypatch, steps=6)
     with (

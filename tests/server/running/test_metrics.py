@@ -18,7 +18,7 @@ from polarlm.server.running.counters import Totals
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import PLAIN, forget, load_tiny
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BODY = {"prompt": "the rain then ran on and on and on", "temperature": 0, "ignore_eos": True, "max_tokens": 9}
 
 

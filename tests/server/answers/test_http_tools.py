@@ -16,7 +16,7 @@ from tests import call_templates
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
-TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
+TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8")
 FAMILIES = {
     "qwen3": QWEN3,

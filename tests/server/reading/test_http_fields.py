@@ -11,7 +11,7 @@ import pytest
 from polarlm.engine import Engine
 from tests.server.http_server import Serving, serving
 from tests.server.lines import Client
-from tests.server.test_fields import ASKING
+from tests.server.reading.test_fields import ASKING
 from tests.tiny import CONTEXT, EOS
 
 PROMPT = "then he ran on and on and on"

@@ -20,7 +20,7 @@ from polarlm.server.config import ServerConfig
 from tests.server.lines import eventually
 from tests.server.process import SMALL_BLOCKS, Process
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "many-machines.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "many-machines.md"
 CONVERSATIONS = [f"talk-{number}" for number in range(20)]
 
 

@@ -13,7 +13,7 @@ from tests import call_templates
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
-QWEN3 = (Path(__file__).resolve().parents[1] / "fixtures" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+QWEN3 = (Path(__file__).resolve().parents[2] / "fixtures" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 TURNS = 20
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 DAYS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
