@@ -7,9 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polarlm.engine import Chunk, Engine, EngineError, SamplingParams
+from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.errors import ConstraintError
-from polarlm.engine.requests.prompts import is_chat
+from polarlm.engine.requests.prompts import Prompt, is_chat
+from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.answer_parser import AnswerParser
 from polarlm.server.answers.call_grammar import functions_of, grammar
@@ -26,42 +27,56 @@ class _Plan:
     parser: AnswerParser | None = None
 
 
+class _Answering:
+    """An answer under way. `submit` plans and queues it in one visit of a thread; then `plan` is known."""
+
+    plan: _Plan
+
+    def __init__(self, engine: Engine, asked: Asked, index: int) -> None:
+        self._engine, self._asked, self._index = engine, asked, index
+
+    def submit(self, prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
+        """Queue the request as `Engine.submit` does; an error in its constraint names the field that it comes from."""
+        self.plan = _plan(self._engine, self._asked, _numbered(params, self._index))
+        planned = self.plan.params
+        try:
+            return self._engine.submit(prompt, planned, options, **more)
+        except ConstraintError as error:
+            own = planned.grammar is params.grammar
+            refusal = error if own else ConstraintError(f"tools: {error}", error.code)
+            refusal.field = self._asked.constrained_by if own else "tools"
+            raise refusal from None
+
+
 async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator[Piece, None]:
     """Answer `index` of a request, piece by piece. Closing the generator cancels it; errors are those of the driver."""
-    plan = _Plan(asked.params)
-    if is_chat(asked.prompt):
-        plan = await driver.aside(_plan, driver.engine, asked, compiles=asked.tools is not None)
-    params = _numbered(plan.params, index)
+    under_way = _Answering(driver.engine, asked, index)
+    stream = driver.stream(
+        asked.prompt,
+        asked.params,
+        asked.options,
+        progress=asked.progress,
+        submit=under_way.submit,
+        compiles=asked.tools is not None,
+    )
     pieces: list[Piece] = []
     ids: list[int] = []
-    async with aclosing(_stream(driver, asked, params)) as chunks:
+    async with aclosing(stream) as chunks:
         async for chunk in chunks:
+            plan = under_way.plan
             if chunk.prefilled:
                 yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))
                 continue
             if plan.parser is None:
-                yield _piece(chunk, params.stop)
+                yield _piece(chunk, plan.params.stop)
                 continue
             ids += chunk.token_ids
-            found = list(_parsed(chunk, plan.parser, params.stop))
+            found = list(_parsed(chunk, plan.parser, plan.params.stop))
             pieces += found
             if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
                 await driver.aside(_keep, driver.engine, asked, fold(pieces), ids)
             for piece in found:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
-
-
-async def _stream(driver: Driver, asked: Asked, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
-    """The chunks of an answer; an error in its constraint names the field that it comes from."""
-    try:
-        async with aclosing(driver.stream(asked.prompt, params, asked.options, progress=asked.progress)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-    except ConstraintError as error:
-        own = params.grammar is asked.params.grammar
-        refusal = error if own else ConstraintError(f"tools: {error}", error.code)
-        refusal.field = asked.constrained_by if own else "tools"
-        raise refusal from None
 
 
 def _numbered(params: SamplingParams, index: int) -> SamplingParams:
@@ -72,9 +87,10 @@ def _numbered(params: SamplingParams, index: int) -> SamplingParams:
 # -- before ------------------------------------------------------------------------------------------------------------
 
 
-def _plan(engine: Engine, asked: Asked) -> _Plan:
-    """How the answer to messages is generated and parsed. Raises EngineError."""
-    assert is_chat(asked.prompt)
+def _plan(engine: Engine, asked: Asked, params: SamplingParams) -> _Plan:
+    """How the answer is generated and parsed. Raises EngineError."""
+    if not is_chat(asked.prompt):
+        return _Plan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
     try:
         place = template.place_of_answer(asked.options.template_variables)
@@ -88,8 +104,7 @@ def _plan(engine: Engine, asked: Asked) -> _Plan:
         raise EngineError(str(error)) from None
     tags = None if asked.reasoning == "inline" else reasoning
     if tags is None and format is None:
-        return _Plan(asked.params)
-    params = asked.params
+        return _Plan(params)
     # A constraint is one of the answer from its first token on.
     thinks = tags is not None and place == "inside" and not params.is_constrained
     names: Sequence[str] = ()

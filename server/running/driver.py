@@ -27,6 +27,7 @@ from polarlm.server.running.sessions import Saved, SessionFolder
 from polarlm.server.running.worker import Worker
 
 T = TypeVar("T")
+Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
 _TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
 _LAST_SECONDS = 5.0  # for a session that is being saved when the server ends
@@ -119,16 +120,20 @@ class Driver:
         options: PromptOptions | None = None,
         *,
         progress: bool = False,
+        submit: Submit | None = None,
+        compiles: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """The answer to `prompt`, chunk by chunk; the last one has a finish_reason and the usage.
 
-        progress: also yield chunks without text while the prompt is computed.
+        progress: also yield chunks without text while the prompt is computed. submit: called in a thread in place of
+        `Engine.submit`; compiles: whether it adds a constraint.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
         with self._job(self._answers) as (entry, job):
-            ticket = await self._submitted(entry, job, prompt, self._limited(params), options, progress)
+            start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
+            ticket = await self._submitted(entry, job, prompt, start, compiles=compiles or params.is_constrained)
             last = False
             try:
                 while not last:
@@ -152,7 +157,8 @@ class Driver:
         found: list[T] = []
         with self._job(self._answers) as (entry, job):
             for prompt in prompts:
-                await self._submitted(entry, job, prompt, SamplingParams(max_tokens=0), options)
+                start = partial(self.engine.submit, prompt, SamplingParams(max_tokens=0), options)
+                await self._submitted(entry, job, prompt, start)
                 chunks: list[Chunk] = []
                 while not chunks or chunks[-1].finish_reason is None:
                     chunks.append(await self._next(job))
@@ -225,25 +231,19 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     async def _submitted(
-        self,
-        entry: journal.Entry,
-        job: Job,
-        prompt: Prompt,
-        params: SamplingParams,
-        options: PromptOptions | None,
-        progress: bool = False,
+        self, entry: journal.Entry, job: Job, prompt: Prompt, start: Submit, *, compiles: bool = False
     ) -> Ticket:
-        """Submit a request, in a thread of a pool: the engine takes it between two units of work."""
+        """Submit a request with `start`, in a thread of a pool: the engine takes it between two units of work."""
 
         def submit() -> Ticket:
-            ticket = self.engine.submit(prompt, params, options, into=job, progress=progress, gone=lambda: job.closed)
+            ticket = start(into=job, gone=lambda: job.closed)
             job.queued(ticket)
             self._thread.wake()
             return ticket
 
         entry.prompt = prompt if self.config.log_prompts else None
         try:
-            ticket = await self._aside(submit, self._grammar_pool if params.is_constrained else self._pool)
+            ticket = await self._aside(submit, self._grammar_pool if compiles else self._pool)
         except EngineError:
             if job.closed:  # while its constraint was compiled: the reason is that of its end
                 await self._next(job)
@@ -324,12 +324,9 @@ class Driver:
             job.outcome = outcome
             return result
 
-    async def aside(self, function: Callable[..., T], *arguments: Any, compiles: bool = False) -> T:
-        """The result of `function`, run in a thread for prompts, or for grammars if it compiles one.
-
-        Raises its EngineErrors, and Refused for others.
-        """
-        return await self._aside(partial(function, *arguments), self._grammar_pool if compiles else self._pool)
+    async def aside(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of `function`, run in a thread for prompts. Raises its EngineErrors, and Refused for others."""
+        return await self._aside(partial(function, *arguments), self._pool)
 
     async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor) -> T:
         """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
