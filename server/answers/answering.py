@@ -9,6 +9,7 @@ from typing import Any
 
 from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.errors import ConstraintError
+from polarlm.engine.requests.answers import Conversation
 from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders.errors import LoadError
@@ -28,9 +29,10 @@ class _Plan:
 
 
 class _Answering:
-    """An answer under way. `submit` plans and queues it in one visit of a thread; then `plan` is known."""
+    """An answer under way. `submit` plans and queues it in one visit of a thread; then the other two are known."""
 
     plan: _Plan
+    ticket: Ticket
 
     def __init__(self, engine: Engine, asked: Asked, index: int) -> None:
         self._engine, self._asked, self._index = engine, asked, index
@@ -40,12 +42,13 @@ class _Answering:
         self.plan = _plan(self._engine, self._asked, _numbered(params, self._index))
         planned = self.plan.params
         try:
-            return self._engine.submit(prompt, planned, options, **more)
+            self.ticket = self._engine.submit(prompt, planned, options, **more)
         except ConstraintError as error:
             own = planned.grammar is params.grammar
             refusal = error if own else ConstraintError(f"tools: {error}", error.code)
             refusal.field = self._asked.constrained_by if own else "tools"
             raise refusal from None
+        return self.ticket
 
 
 async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator[Piece, None]:
@@ -74,7 +77,7 @@ async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator
             found = list(_parsed(chunk, plan.parser, plan.params.stop))
             pieces += found
             if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
-                await driver.aside(_keep, driver.engine, asked, fold(pieces), ids)
+                _keep(under_way.ticket.conversation, fold(pieces), ids)
             for piece in found:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
 
@@ -169,14 +172,12 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
 # -- behind ------------------------------------------------------------------------------------------------------------
 
 
-def _keep(engine: Engine, asked: Asked, answer: Answer, ids: Sequence[int]) -> None:
-    """Let the engine keep the ids of an answer that clients send back in another format than its text."""
-    if not is_chat(asked.prompt) or asked.options.continue_final_message:
-        return
+def _keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:
+    """Keep the ids of an answer that clients send back in another format than its text."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
         ]
-    if (answer.text or answer.calls) and (answer.reasoning or answer.calls):
-        engine.keep_answer(asked.prompt, message, ids, asked.options.cache_salt, reasoned=bool(answer.reasoning))
+    if conversation and (answer.text or answer.calls) and (answer.reasoning or answer.calls):
+        conversation.keep_message(message, ids, reasoned=bool(answer.reasoning))

@@ -324,10 +324,6 @@ class Driver:
             job.outcome = outcome
             return result
 
-    async def aside(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of `function`, run in a thread for prompts. Raises its EngineErrors, and Refused for others."""
-        return await self._aside(partial(function, *arguments), self._pool)
-
     async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor) -> T:
         """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
         try:

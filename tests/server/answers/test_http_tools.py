@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from polarlm.engine import Engine
+from polarlm.engine.requests import answers
 from tests import call_templates
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
@@ -178,6 +179,35 @@ def test_reasoning_is_apart(thinking: Serving, stream: bool) -> None:
         message = answer.choices[0].message
         reasoning, content = message.reasoning_content, message.content
     assert (reasoning, content) == ("so <tool_call>", "Hello there.")
+
+
+@pytest.mark.parametrize("tools", [TOOLS, openai.NOT_GIVEN])
+def test_a_chat_is_planned_and_queued_in_one_visit_of_a_thread(
+    tools: Any, thinking: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits, run = [], thinking.loop.run_in_executor
+
+    def counted(pool: Any, *work: Any) -> Any:
+        visits.append(pool)
+        return run(pool, *work)
+
+    monkeypatch.setattr(thinking.loop, "run_in_executor", counted)
+    parts = ask(thinking, stream=True, max_tokens=4, tools=tools)
+    next(parts)
+    assert visits == [thinking.driver._pool if tools is openai.NOT_GIVEN else thinking.driver._grammar_pool]
+    parts.close()
+
+
+def test_each_message_of_a_chat_is_hashed_once(thinking: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer as it was generated, and as clients send it back."""
+    hashed: list[Any] = []
+    key = answers._key
+    monkeypatch.setattr(answers, "_key", lambda before, message: hashed.append(message) or key(before, message))
+    messages = [*MESSAGES, {"role": "assistant", "content": "Fine."}, *MESSAGES]
+    text = "<think>\nso\n</think>\n\nHello."
+    ask(thinking, messages=messages, **thoughts(thinking.engine, text))
+    assert hashed[:3] == messages
+    assert [message["content"] for message in hashed[3:]] == [text, "Hello."]
 
 
 def test_reasoning_may_stay_in_the_text_or_be_left_out(thinking: Serving) -> None:
