@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 _EXTRAS = ("httpx", "matplotlib", "llvmlite", "starlette", "uvicorn", "prometheus_client", "huggingface_hub")
 
 
-def build(out: Path, *flags: str) -> Path:
-    """The wheel of the checkout; without --wheel, that of a source distribution, which is made first."""
-    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(out), str(ROOT)]
+def build(out: Path, *flags: str, checkout: Path = ROOT) -> Path:
+    """The wheel of a checkout; without --wheel, that of a source distribution, which is made first."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(out), str(checkout)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.glob("*.whl")
