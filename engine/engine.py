@@ -16,10 +16,10 @@ from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.loading import assembly
 from polarlm.engine.model import score
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
-from polarlm.engine.requests.answers import Answers
+from polarlm.engine.requests.answers import Answers, Known
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.fair_lock import FairLock
-from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
+from polarlm.engine.requests.prompts import Prompt, checked_ids, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
@@ -56,7 +56,6 @@ class Engine:
         self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting.seconds, self._tiers)
         self.kept_blocks = next((place for place in parts.places if place.label == "disk"), None)  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
-        self.keep_answer = self._answers.keep_message  # for servers, which parse answers
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
 
@@ -144,7 +143,8 @@ class Engine:
 
     def prompt_ids(self, prompt: Prompt, options: Options = None) -> list[int]:
         """The token ids of a prompt, of any length, as `stream` takes it. Raises EngineError."""
-        return prompt_ids(prompt, self.model, self._answers, options or PromptOptions())
+        options = options or PromptOptions()
+        return prompt_ids(self._answers.conversation(prompt, options.cache_salt).prompt, self.model, options)
 
     def detokenize(self, ids: Sequence[int], *, control: bool = False) -> str:
         """Text of `ids`, which start a sequence; with `control`, names of control tokens, too. Raises EngineError."""
@@ -172,16 +172,15 @@ class Engine:
         """
         options = options or PromptOptions()
         wanted: Sequence[int] | None = None
-        answers = self._answers.known(prompt, options.cache_salt) if prompt is not None and is_chat(prompt) else ()
+        answers: Known = ()
         if prompt is not None:
-            unchecked = prompt_ids(prompt, self.model, self._answers, options, context=self.context)
-            wanted = checked_ids(unchecked, self.model, self.context, room=0)
+            conversation = self._answers.conversation(prompt, options.cache_salt)
+            unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context)
+            wanted, answers = checked_ids(unchecked, self.model, self.context, room=0), conversation.known()
         with self._exclusive():
             sessions.check_types(self._store.shape)
-            if wanted is not None:
-                ids, salt = wanted, options.cache_salt
-            else:
-                ids, salt = self._runner.newest.ids, self._runner.newest.salt
+            newest = self._runner.newest
+            ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, options.cache_salt)
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
         sessions.write(path, self._identity, session, saved, salt, progress)
@@ -226,7 +225,8 @@ class Engine:
         new = self._request(prompt, params, options, gone, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
             self._runner.submit(new)
-        return Ticket(len(new.sequence.prompt), lambda: self._cancel(new.sequence), lambda: new.cached or 0)
+        cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0
+        return Ticket(len(new.sequence.prompt), cancel, cached, new.conversation)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""

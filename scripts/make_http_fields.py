@@ -1,8 +1,8 @@
-"""Writes docs/http-fields.md, the table of a request's fields, from `server.fields`."""
+"""Writes docs/http-fields.md, the table of a request's fields, from `server.reading.fields`."""
 
 from pathlib import Path
 
-from polarlm.server.fields import FIELDS, Field
+from polarlm.server.reading.fields import FIELDS, Field
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "http-fields.md"
 _APIS = {"O": "OpenAI", "L": "llama-server", "V": "vLLM", "P": "here alone"}

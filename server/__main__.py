@@ -20,11 +20,11 @@ from typing import Any
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.flags import FlagError, in_flags, use_utf8
 from polarlm.engine.kv.plan import parse_size
-from polarlm.server import journal
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
-from polarlm.server.driver import Driver
-from polarlm.server.early import EarlyClients
-from polarlm.server.listening import (
+from polarlm.server.running import journal
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.early import EarlyClients
+from polarlm.server.running.listening import (
     BACKLOG,
     ListenError,
     address_of,
@@ -34,8 +34,8 @@ from polarlm.server.listening import (
     tcp_socket,
     unix_socket,
 )
-from polarlm.server.sessions import SessionFolder
-from polarlm.server.socket_server import SocketServer
+from polarlm.server.running.sessions import SessionFolder
+from polarlm.server.socket.socket_server import SocketServer
 
 __all__ = ["GROUPS", "main"]
 
@@ -112,7 +112,7 @@ def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
     if config.kv_events is None:
         return nullcontext()
     try:
-        from polarlm.server.kv_events import kv_events
+        from polarlm.server.running.kv_events import kv_events
     except ImportError as error:
         raise _Missing(f"{error}: --kv-events needs the packages of polarlm[kv-events]") from None
     if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", config.kv_events) is None:

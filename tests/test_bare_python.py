@@ -164,7 +164,7 @@ with Engine.load(sys.argv[1], device="cpu", block_size=8) as engine:
     answer = engine.chat([{"role": "user", "content": "Hi"}], params)
     engine.save_session(sys.argv[2])
     print(len(answer.token_ids), len(engine.load_session(sys.argv[2]).token_ids))
-import polarlm.server.driver, polarlm.server.listening, polarlm.server.socket_server
+import polarlm.server.running.driver, polarlm.server.running.listening, polarlm.server.socket.socket_server
 """
     missing, file = ["fcntl", "termios", "pwd", "grp"], tmp_path / "session.safetensors"
     printed = run_without(missing, program, tiny_path, file, POLARLM_CACHE=str(tmp_path))

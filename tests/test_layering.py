@@ -84,6 +84,21 @@ ROOMS["chat"] = {
     "storage.sessions",
 } | TOLD
 
+# Rooms of `server`, from the ground up, and which of the others each may import; `__main__` may import all.
+SERVER_ROOMS: dict[str, set[str]] = {
+    "config": set(),
+    "reading": set(),
+    "running": {"config", "reading"},
+    "answers": {"reading", "running"},
+    "socket": {"reading", "running"},
+    "http": {"config", "reading", "running", "answers"},
+}
+SERVER_ROOMS["http.openai"] = SERVER_ROOMS["http"] | {"http"}
+SERVER_ROOMS["http.plain"] = SERVER_ROOMS["http"] | {"http"}
+SERVER_ROOMS["http.dialects"] = SERVER_ROOMS["http"] | {"http", "http.openai"}
+SERVER_ROOMS["http.app"] = SERVER_ROOMS["http.dialects"] | {"http.plain", "http.dialects"}
+MOST_FILES = 14  # of a room
+
 # What some rooms may not import of those that theirs may.
 APART = {
     "engine.backends.numpy": {
@@ -181,6 +196,24 @@ def test_the_server_speaks_to_the_engine() -> None:
             )
 
 
+def server_room(name: str) -> str | None:
+    """The innermost room of `server` that a module is in; None for `__main__` and the package itself."""
+    return max((room for room in SERVER_ROOMS if within(name, f"server.{room}")), key=len, default=None)
+
+
+def test_a_room_of_the_server_imports_only_rooms_it_may() -> None:
+    for name in sorted(n for n in ALL if within(n, "server")):
+        room = server_room(name)
+        for imported in imports(ALL[name]) if room else ():
+            if within(imported, "server"):
+                assert server_room(imported) in {room, *SERVER_ROOMS[room]}, f"{name} imports {imported}"
+
+
+def test_a_room_of_the_server_has_few_files() -> None:
+    folders = {path.parent for name, path in ALL.items() if within(name, "server")}
+    assert not [folder for folder in folders if len(list(folder.glob("*.py"))) > MOST_FILES]
+
+
 DIALECTS = "server.http.dialects"
 
 # APIs beside OpenAI's older ones. Each has a module of that name, and a file of tests.
@@ -191,7 +224,7 @@ def test_every_dialect_is_tested() -> None:
     stems = {path.stem for path in (ROOT / "server" / "http" / "dialects").glob("[!_]*.py")}
     assert stems == SPOKEN
     for name in SPOKEN:
-        assert (ROOT / "tests" / "server" / f"test_http_{name}.py").is_file(), name
+        assert (ROOT / "tests" / "server" / "dialects" / f"test_http_{name}.py").is_file(), name
 
 
 def test_a_dialect_is_a_file_by_itself() -> None:

@@ -42,7 +42,7 @@ def test_names_are_imported_when_they_are_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", aliases.NAMES)
 @pytest.mark.parametrize("first", ["", "polarlm."])
 def test_a_short_name_is_the_same_module(name: str, first: str, tmp_path: Path) -> None:
-    inner = {"engine": "kv.store", "server": "driver", "model_loaders": "rope", "bench": "report"}[name]
+    inner = {"engine": "kv.store", "server": "running.driver", "model_loaders": "rope", "bench": "report"}[name]
     program = f"""
 import sys
 import {first}{name}.{inner}
@@ -92,7 +92,7 @@ def test_a_users_own_modules_are_theirs(as_package: bool, tmp_path: Path) -> Non
 import server, model_loaders, bench
 {inner}
 from polarlm import Engine
-import polarlm.server.driver, polarlm.model_loaders.rope
+import polarlm.server.running.driver, polarlm.model_loaders.rope
 assert Engine.__module__ == "polarlm.engine.engine"
 print(engine.mine, server.mine, model_loaders.mine, bench.mine)
 """

@@ -128,7 +128,7 @@ def test_salts_that_utf8_cannot_encode_differ(tiny: Engine) -> None:
     """JSON can hold half of a surrogate pair, which must not be replaced by a question mark."""
     salts = [PromptOptions(cache_salt=salt) for salt in ("?", "\ud800", "\udc00")]
     assert [cached(tiny.generate(PROMPT, GREEDY, salt)) for salt in salts] == [0, 0, 0]
-    assert len({tiny._answers.question(MESSAGES, salt.cache_salt) for salt in salts}) == 3
+    assert len({tiny._answers.conversation(MESSAGES, salt.cache_salt).keys for salt in salts}) == 3
 
 
 def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:

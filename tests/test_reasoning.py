@@ -86,8 +86,9 @@ def assert_continues(engine: Engine, answer: str, prompt_tokens: int, cached_tok
 def test_engine(engine: Engine, params: SamplingParams) -> None:
     answer = engine.chat([user(QUESTION)], params)
     messages = [user(QUESTION), {"role": "assistant", "content": answer.text}, user(AGAIN)]
-    assert "token_ids" in engine._answers.with_ids(messages)[1]
-    assert prompt_ids(messages, engine.model, engine._answers) == ids_of(engine, messages)
+    known = engine._answers.conversation(messages).prompt
+    assert "token_ids" in known[1]
+    assert prompt_ids(known, engine.model) == ids_of(engine, messages)
     usage = engine.chat(messages, params).usage
     assert_continues(engine, answer.text, usage.prompt_tokens, usage.cached_tokens)
 

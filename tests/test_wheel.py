@@ -13,16 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from polarlm.bench.gpu import nvrtc, sass
 from polarlm.command import COMMANDS
+from polarlm.engine import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
 # Packages of the extras that measurements use.
 _EXTRAS = ("httpx", "matplotlib", "llvmlite", "starlette", "uvicorn", "prometheus_client", "huggingface_hub")
 
 
-def build(out: Path, *flags: str) -> Path:
-    """The wheel of the checkout; without --wheel, that of a source distribution, which is made first."""
-    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(out), str(ROOT)]
+def build(out: Path, *flags: str, checkout: Path = ROOT) -> Path:
+    """The wheel of a checkout; without --wheel, that of a source distribution, which is made first."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(out), str(checkout)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.glob("*.whl")
@@ -179,6 +181,31 @@ def test_a_page_of_costs_goes_to_the_current_folder(installed: Installed, tiny_p
     (page,) = tmp_path.glob("quality-*.html")
     assert {file.suffix for file in tmp_path.iterdir()} == {".txt", ".html", ".json"}
     assert "What a cache type costs" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("speed", "--types f16 --peer-types none --prompt 16 --depth 32 --repeat 1"),
+        ("tiers", "--tokens 200 --device cpu"),
+        ("quality", "--text text.txt --types f16 --window 128"),
+    ],
+    ids=["speed", "tiers", "quality"],
+)
+def test_measurements_run(module: str, flags: str, installed: Installed, tiny_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the rain in the north and the other inn on the hill\n" * 40, encoding="utf-8")
+    assert installed.run(tmp_path, "python", "-m", f"polarlm.bench.{module}", *flags.split(), "-m", str(tiny_path))
+
+
+@pytest.mark.slow
+def test_a_gpu_is_predicted(installed: Installed, tmp_path: Path) -> None:
+    try:
+        nvrtc.compiler()
+        sass.disassembler()
+    except EngineError as error:
+        pytest.skip(str(error))
+    assert "attention" in installed.run(tmp_path, "python", "-m", "polarlm.bench.gpu.predict", "--context", "2048")
 
 
 def test_a_users_own_modules_are_theirs(installed: Installed, tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from threading import Lock
 from typing import Any
 
+from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
@@ -50,17 +52,15 @@ class Answers:
         """Replace the lock in a forked child: a thread of the parent may hold it."""
         self._lock = Lock()
 
-    def with_ids(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:
-        """`messages`, with "token_ids" in each assistant message whose ids are known under the same salt.
-
-        Where these begin with reasoning that is not in the message, it has "reasoned".
-        """
-        if not self._capacity or not all(_is_known_form(message) for message in messages):
-            return messages  # `chat_ids` refuses malformed ones
-        keys = list(_keys(messages, salt))
-        self._recall(messages, keys)
+    def conversation(self, prompt: Prompt, salt: str = "") -> Conversation:
+        """The conversation that messages are, with what is known of its answers under this salt."""
+        if not self._capacity or not is_chat(prompt) or not all(_is_known_form(message) for message in prompt):
+            return Conversation(prompt, (), self)  # `prompt_ids` refuses malformed messages
+        keys = tuple(_keys(prompt, salt))
+        self._recall(prompt, keys)
         with self._lock:
-            return [self._with_known_ids(message, key) for message, key in zip(messages, keys, strict=True)]
+            known = [self._with_known_ids(message, key) for message, key in zip(prompt, keys, strict=True)]
+        return Conversation(known, keys, self)
 
     def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
         """Ask tiers for the answers in `messages` that are not known."""
@@ -83,43 +83,23 @@ class Answers:
                 return {**message, "token_ids": tuple(known), **more}
         return message
 
-    def question(self, messages: Sequence[Message], salt: str = "") -> bytes | None:
-        """The digest of `messages`, for `keep`; None if no answers are kept."""
-        if not self._capacity:
-            return None
-        *_, question = _keys(messages, salt)
-        return question
-
-    def keep(self, question: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of the answer to `question`, unless they have control tokens, which no text becomes."""
+    def keep(self, before: bytes, ids: Sequence[int]) -> None:
+        """Keep the ids of the answer to a conversation, unless they have control tokens, which no text becomes."""
         if self._control.isdisjoint(ids):
             text = text_of(self._tokenizer, ids)
-            self._keep(_key(question, {"role": "assistant", "content": text}), ids)
+            self.put(_key(before, {"role": "assistant", "content": text}), ids)
 
-    def keep_message(
-        self, messages: Sequence[Message], answer: Message, ids: Sequence[int], salt: str = "", *, reasoned: bool
-    ) -> None:
-        """Keep the ids of the answer to `messages` that reads as the message `answer`.
-
-        reasoned: whether the ids begin with reasoning, which the message need not have.
-        """
-        question = self.question(messages, salt)
-        if question is not None:
-            key = _key(question, answer)
-            self._keep(_reasoned(key) if reasoned else key, ids)
-
-    def _keep(self, key: bytes, ids: Sequence[int]) -> None:
+    def put(self, key: bytes, ids: Sequence[int]) -> None:
+        """Keep the ids of the answer that ends the conversation of this digest."""
         self._put(key, ids)
         if self._tiers is not None:
             self._tiers.keep_answer(key, ids)
 
-    def known(self, messages: Sequence[Message], salt: str = "") -> Known:
-        """The known answers in `messages`, for a session file."""
-        if not all(_is_known_form(message) for message in messages):
-            return ()
-        keys = [each for key in _keys(messages, salt) for each in (key, _reasoned(key))]
+    def known(self, keys: Sequence[bytes]) -> Known:
+        """The known answers of a conversation."""
+        each = [either for key in keys for either in (key, _reasoned(key))]
         with self._lock:
-            return tuple((key.hex(), tuple(self._ids[key])) for key in keys if key in self._ids)
+            return tuple((key.hex(), tuple(self._ids[key])) for key in each if key in self._ids)
 
     def restore(self, known: Known) -> None:
         """Keep the answers of a session file, except those with ids that are not text of this model.
@@ -142,6 +122,35 @@ class Answers:
             while self._size > self._capacity:
                 _, oldest = self._ids.popitem(last=False)
                 self._size -= _ENTRY + len(oldest)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a request, each of which is hashed once."""
+
+    prompt: Prompt
+    """With "token_ids" in each answer whose ids are known; "reasoned" where these begin with reasoning that is not in
+    the message. A prompt that is no messages as it was given."""
+    keys: Sequence[bytes]  # for each message, the digest of the conversation up to its end; none where none is kept
+    _answers: Answers
+
+    def keep(self, ids: Sequence[int]) -> None:
+        """Keep the ids of its answer."""
+        if self.keys:
+            self._answers.keep(self.keys[-1], ids)
+
+    def keep_message(self, answer: Message, ids: Sequence[int], *, reasoned: bool) -> None:
+        """Keep the ids of its answer, which reads as the message `answer`.
+
+        reasoned: whether the ids begin with reasoning, which the message need not have.
+        """
+        if self.keys:
+            key = _key(self.keys[-1], answer)
+            self._answers.put(_reasoned(key) if reasoned else key, ids)
+
+    def known(self) -> Known:
+        """The known answers in it, for a session file."""
+        return self._answers.known(self.keys)
 
 
 def _is_known_form(message: object) -> bool:

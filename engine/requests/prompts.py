@@ -12,7 +12,6 @@ from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions
 from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.limits import check_roles
-from polarlm.engine.requests.answers import Answers
 from polarlm.model_loaders.prompt import chat_ids
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -24,7 +23,6 @@ _MOST_CHARACTERS = 16  # per token of the context: a longer text has its least n
 def prompt_ids(
     prompt: Prompt,
     model: model_loaders.Model,
-    answers: Answers | None = None,
     options: PromptOptions = PromptOptions(),  # noqa: B008 - frozen
     *,
     context: int | None = None,
@@ -33,8 +31,8 @@ def prompt_ids(
 
     Of a sequence of ids and texts, a text at the beginning gets BOS, and the others go on with what comes before them.
 
-    Answers in messages that `answers` knows become the ids that they were generated as. Raises EngineError for anything
-    that is not a prompt, and for text that cannot fit into `context`, before it is tokenized.
+    Messages with "token_ids" become these. Raises EngineError for anything that is not a prompt, and for text that
+    cannot fit into `context`, before it is tokenized.
     """
     tokenizer = model.tokenizer
     check = partial(_check_fits, model, context)
@@ -45,8 +43,7 @@ def prompt_ids(
     if is_chat(prompt):
         check_roles(prompt)
         try:
-            messages = answers.with_ids(prompt, options.cache_salt) if answers else prompt
-            messages, begun = _split(messages) if options.continue_final_message else (messages, None)
+            messages, begun = _split(prompt) if options.continue_final_message else (prompt, None)
             tools, variables = options.tools, options.template_variables
             ids = chat_ids(messages, model.template, tokenizer, check, tools=tools, variables=variables)
             return ids if begun is None else ids + _begun_ids(begun, tokenizer, check)
@@ -62,7 +59,7 @@ def prompt_ids(
         if not isinstance(part, str):
             ids.append(part)
         elif position == 0:
-            ids += prompt_ids(part, model, None, options)
+            ids += prompt_ids(part, model, options)
         else:
             ids += tokenizer.tokenize(part, control=options.parse_special, continued=True)
     return ids

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -16,7 +15,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.kv.store import SequenceKV, Span
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
-from polarlm.engine.requests.answers import Answers
+from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
 from polarlm.engine.requests.draws import Draws
 from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
@@ -37,6 +36,7 @@ class Ticket:
     prompt_tokens: int
     cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
+    conversation: Conversation | None = None  # that the answer ends; None where it keeps none
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Request:
     outbox: Outbox
     options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
     wants_progress: bool = False
-    keep: Callable[[Sequence[int]], None] | None = None  # remembers the answer's ids
+    conversation: Conversation | None = None  # that the answer ends and is kept with
     constraint: Constraint | None = None
     drafts: Drafts | None = None  # never beside a constraint or DRY
     kv: SequenceKV | None = None
@@ -112,12 +112,10 @@ class Request:
         if options.pooling is not None and params.prompt_logprobs is not None:
             raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
         sampling = resolve(params, model.generation, model.vocabulary.stop)
-        ids = checked_ids(prompt_ids(prompt, model, answers, options, context=context), model, context, room=1)
-        keep = None
+        conversation = answers.conversation(prompt, options.cache_salt)
+        ids = checked_ids(prompt_ids(conversation.prompt, model, options, context=context), model, context, room=1)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
-            question = None if options.continue_final_message else answers.question(prompt, options.cache_salt)
-            keep = None if question is None else partial(answers.keep, question)
         is_answer = is_chat(prompt) and not options.continue_final_message
         room = context - len(ids)
         most = room if params.max_tokens < 0 else min(params.max_tokens, room)
@@ -131,7 +129,7 @@ class Request:
             outbox,
             options,
             wants_progress,
-            keep,
+            conversation if is_answer else None,
             constraint,
         )
         if request.draws.reach_ahead:
@@ -276,9 +274,9 @@ class Request:
         text = last.text
         if not self._stop_filter.stopped:
             text += self._stop_filter.push(self.detokenizer.finish()) + self._stop_filter.finish()
-        if self.keep is not None and not self._stop_filter.stopped:  # a stop string cuts text that the ids still have
+        if self.conversation and not self._stop_filter.stopped:  # a stop string cuts text that the ids still have
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
-                self.keep(self.sequence.ids[len(self.sequence.prompt) :])
+                self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
         stopped_by = self._stop_filter.stopped_by
         self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage(), stopped_by=stopped_by))

@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from examples.ray_serve.prefixes import prefix_key
 from examples.ray_serve.settings import read
 from polarlm.engine import Engine
-from polarlm.server import journal, refused
-from polarlm.server.driver import Driver
 from polarlm.server.http.app import create_app, error_shapes
 from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ApiError, api_error
+from polarlm.server.running import journal, refused
+from polarlm.server.running.driver import Driver
 
 # Of a request's scope; the rest belongs to a process.
 _SENT_ON = {"type", "http_version", "method", "scheme", "query_string", "headers", "client", "server"}

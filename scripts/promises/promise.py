@@ -12,8 +12,8 @@ class Promise:
     says: str
     standing: str  # "held", "different" or "refused"
     why: str = ""  # of what is different or refused
-    tests: tuple[str, ...] = ()  # file in tests/server, "::", name
-    fields: tuple[str, ...] = ()  # of requests: those that `server.fields` refuses
+    tests: tuple[str, ...] = ()  # name of a file in a folder of tests/server, "::", name
+    fields: tuple[str, ...] = ()  # of requests: those that `server.reading.fields` refuses
 
 
 def held(says: str, *tests: str) -> Promise:

@@ -20,24 +20,24 @@ from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import release
 from polarlm.engine.storage.tiers.objects import Payloads
 from polarlm.server.config import ServerConfig
-from polarlm.server.driver import Driver
-from polarlm.server.http.blocks import Blocks
-from polarlm.server.http.completions import Completions
 from polarlm.server.http.dialects import dialects
-from polarlm.server.http.embeddings import Embeddings
 from polarlm.server.http.errors import ApiError, ErrorShapes
 from polarlm.server.http.generation import Generation
 from polarlm.server.http.guard import Guard
-from polarlm.server.http.metrics import exposition
-from polarlm.server.http.openai import OpenAI
+from polarlm.server.http.openai.chat import OpenAI
+from polarlm.server.http.openai.completions import Completions
+from polarlm.server.http.openai.embeddings import Embeddings
+from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.page import page
-from polarlm.server.http.sessions import Sessions
-from polarlm.server.http.shapes import CHAT
-from polarlm.server.http.stats import asked_tokens, stats
-from polarlm.server.http.tokens import Tokens
+from polarlm.server.http.plain.blocks import Blocks
+from polarlm.server.http.plain.metrics import exposition
+from polarlm.server.http.plain.sessions import Sessions
+from polarlm.server.http.plain.stats import asked_tokens, stats
+from polarlm.server.http.plain.tokens import Tokens
 from polarlm.server.http.warnings import HEADER
-from polarlm.server.refused import Refused
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.refused import Refused
 
 
 def create_app(driver: Driver, config: ServerConfig) -> Starlette:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from polarlm.server.http.errors import CLOSE, ApiError
-from polarlm.server.values import read_json
+from polarlm.server.reading.values import read_json
 
 _BODY_SECONDS = 30  # for all of a request's body to arrive
 

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.errors import ConstraintError
-from polarlm.server.refused import Refused
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.refused import Refused
 
 TOO_LONG = "context_length_exceeded"
 CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used

@@ -14,16 +14,16 @@ from starlette.responses import JSONResponse, Response
 from polarlm.engine import EngineError, Usage
 from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import Model
-from polarlm.server.answering import answer
-from polarlm.server.driver import Driver
+from polarlm.server.answers.answering import answer
+from polarlm.server.answers.pieces import Answer, Piece, fold
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import warn
-from polarlm.server.parameters import Asked
-from polarlm.server.pieces import Answer, Piece, fold
-from polarlm.server.refused import Refused
-from polarlm.server.values import BadRequest
+from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.refused import Refused
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from polarlm.server.pieces import Piece
+from polarlm.server.answers.pieces import Piece
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, Piece], None]

@@ -12,8 +12,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from polarlm.server.http.errors import CLOSE, ApiError
-from polarlm.server.listening import notice_lost_peers
-from polarlm.server.refused import TOO_MANY_CONNECTIONS, busy
+from polarlm.server.running.listening import notice_lost_peers
+from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, busy
 
 # For a request's line and headers to arrive, or for the rest of a body whose request has been answered already. Other
 # waits have limits of their own.

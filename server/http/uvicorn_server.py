@@ -12,7 +12,7 @@ import uvicorn
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.uvicorn_connection import WebConnection
-from polarlm.server.listening import BACKLOG, ListenError, address_of
+from polarlm.server.running.listening import BACKLOG, ListenError, address_of
 
 _LAST_SECONDS = 5  # for clients to read their last responses
 # Longer than clients keep an idle connection (usually 5 seconds): if both closed it at the same time, a request could
@@ -21,7 +21,7 @@ _IDLE_SECONDS = 30
 
 
 class Web(uvicorn.Server):
-    """Serves an ASGI application at a listening socket; see `server.listening`."""
+    """Serves an ASGI application at a listening socket; see `server.running.listening`."""
 
     def __init__(self, app: Any, config: ServerConfig, bound: socket.socket) -> None:
         super().__init__(

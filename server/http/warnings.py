@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from polarlm.server import journal
+from polarlm.server.running import journal
 
 HEADER = "X-PolarLM-Warning"
 

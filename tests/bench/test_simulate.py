@@ -181,6 +181,14 @@ def test_costs_are_fitted_to_measurements() -> None:
         assert seconds == pytest.approx(measured, rel=0.25), row["name"]
 
 
+def test_costs_of_another_cache_type_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "speed.json"
+    memory = [{"engine": "polarlm", "cache": "f16"}]
+    file.write_text(json.dumps({"benchmark": "speed", "rows": [], "memory": memory}))
+    assert main(["--costs", str(file)]) == 2
+    assert "needs one of the cache type balanced" in capsys.readouterr().err
+
+
 def test_a_run_reports_both_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = [(n, 2e-5 * n + 1e-9 * n * n / 2) for n in (512, 8192)]
     steps = [(b, c, 4e-3 + 1e-5 * b + 1e-8 * b * c) for b in (1, 64) for c in (1024, 8192)]

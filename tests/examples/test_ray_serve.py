@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from polarlm.server.listening import tcp_socket
+from polarlm.server.running.listening import tcp_socket
 from tests.server.http_server import serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import load_tiny

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from polarlm.server.listening import tcp_socket
+from polarlm.server.running.listening import tcp_socket
 from tests.server.lines import PATIENCE
 
 pytest.importorskip("ray.serve", reason="the extra ray is not installed")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
+from polarlm.engine.requests import answers
 from polarlm.engine.requests.answers import _ENTRY, Answers, _keys
 from tests.tiny import EOS, PLAIN, load_tiny
 
@@ -59,11 +60,11 @@ def test_token_ids_in_a_message_are_not_replaced(tiny: Engine, letters: Sampling
 def test_ids_are_used_only_in_their_own_conversation(tiny: Engine, letters: SamplingParams) -> None:
     """The same text after another question, or in another role, is tokenized."""
     answer = tiny.chat([USER], letters)
-    with_ids = tiny._answers.with_ids
+    known = tiny._answers.conversation
     for messages in ([AGAIN, said(answer.text)], [USER, {"role": "user", "content": answer.text}]):
-        assert with_ids(messages) == messages
-    assert with_ids([USER, said(answer.text + ".")])[1] == said(answer.text + ".")
-    assert with_ids([USER, said(answer.text)])[1] == said(answer.text, token_ids=answer.token_ids)
+        assert known(messages).prompt == messages
+    assert known([USER, said(answer.text + ".")]).prompt[1] == said(answer.text + ".")
+    assert known([USER, said(answer.text)]).prompt[1] == said(answer.text, token_ids=answer.token_ids)
 
 
 def test_changing_messages_after_the_request_has_no_effect(tiny: Engine, letters: SamplingParams) -> None:
@@ -72,7 +73,7 @@ def test_changing_messages_after_the_request_has_no_effect(tiny: Engine, letters
     text = next(chunks).text
     messages[0]["content"] = "something else"
     text += "".join(chunk.text for chunk in chunks)
-    assert "token_ids" in tiny._answers.with_ids([USER, said(text)])[1]
+    assert "token_ids" in tiny._answers.conversation([USER, said(text)]).prompt[1]
 
 
 def test_answers_whose_ids_say_more_than_their_text_are_not_kept(tiny: Engine, letters: SamplingParams) -> None:
@@ -85,39 +86,50 @@ def test_answers_whose_ids_say_more_than_their_text_are_not_kept(tiny: Engine, l
     assert ended.token_ids == (EOS[0],) * 4
     for answer in (cut, ended):
         messages = [USER, said(answer.text)]
-        assert tiny._answers.with_ids(messages) == messages
+        assert tiny._answers.conversation(messages).prompt == messages
 
 
 def test_an_engine_without_kept_sequences_keeps_no_answers(tiny_path, letters: SamplingParams) -> None:
     with Engine.load(tiny_path, device="cpu", cache_type="f16", kept_sequences=0) as engine:
         messages = [USER, said(engine.chat([USER], letters).text)]
-        assert engine._answers.with_ids(messages) == messages
+        assert engine._answers.conversation(messages).prompt == messages
 
 
 @pytest.mark.parametrize("messages", [[USER, 7], [USER, {"role": "user"}], [USER, said("x") | {"content": None}]])
 def test_malformed_messages_are_returned_unchanged(tiny: Engine, messages) -> None:
-    assert tiny._answers.with_ids(messages) is messages
+    assert tiny._answers.conversation(messages).prompt is messages
 
 
 def test_the_least_recently_used_answer_is_dropped_first(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr("polarlm.engine.requests.answers._CAPACITY", 2 * (_ENTRY + 1))
-    answers = Answers(tiny.model, enabled=True)
+    ours = Answers(tiny.model, enabled=True)
     questions = [[{"role": "user", "content": str(i)}] for i in range(3)]
 
     def known() -> list[bool]:
-        return ["token_ids" in answers.with_ids([*question, said("a")])[1] for question in questions]
+        return ["token_ids" in ours.conversation([*question, said("a")]).prompt[1] for question in questions]
 
     def answer(question: list[dict]) -> None:
-        answers.keep(answers.question(question), tiny.tokenize("a"))
+        ours.conversation(question).keep(tiny.tokenize("a"))
 
     answer(questions[0])
     answer(questions[1])
     assert known() == [True, True, False]
     answer(questions[1])  # again: it replaces its entry
     assert known() == [True, True, False]
-    answers.with_ids([*questions[0], said("a")])  # used again: question 1 is the oldest now
+    ours.conversation([*questions[0], said("a")])  # used again: question 1 is the oldest now
     answer(questions[2])
     assert known() == [True, False, True]
+
+
+def test_each_message_of_a_request_is_hashed_once(
+    tiny: Engine, letters: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is its answer."""
+    hashed, key = [], answers._key
+    monkeypatch.setattr(answers, "_key", lambda before, message: hashed.append(message) or key(before, message))
+    messages = [USER, said("one"), AGAIN]
+    answer = tiny.chat(messages, letters)
+    assert hashed == [*messages, said(answer.text)]
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
@@ -131,7 +143,7 @@ def test_a_loaded_session_restores_the_ids_of_its_answers(
     count = tiny.save_session(tmp_path / "talk", prompt=messages[:2])
     assert count == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
     with load_tiny(tiny_path, **PLAIN) as restarted:
-        assert "token_ids" not in restarted._answers.with_ids(messages)[1]
+        assert "token_ids" not in restarted._answers.conversation(messages).prompt[1]
         session = restarted.load_session(tmp_path / "talk")
         assert len(session.token_ids) == count
         after = next_turn(restarted, said(answer.text))
@@ -143,4 +155,4 @@ def test_restore_drops_answers_with_control_tokens_or_unknown_ids(tiny: Engine) 
     _, key = _keys([USER, said("x")])
     for ids in ((EOS[0],), (tiny.model.tokenizer.vocab_size,), (-1,)):
         tiny._answers.restore([(key.hex(), ids)])
-        assert tiny._answers.with_ids([USER, said("x")]) == [USER, said("x")]
+        assert tiny._answers.conversation([USER, said("x")]).prompt == [USER, said("x")]

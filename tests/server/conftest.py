@@ -14,9 +14,9 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
-from polarlm.server.driver import Driver
-from polarlm.server.listening import tcp_socket, unix_socket
-from polarlm.server.socket_server import SocketServer
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.listening import tcp_socket, unix_socket
+from polarlm.server.socket.socket_server import SocketServer
 from tests import call_templates
 from tests.server.fill_model import with_fills
 from tests.server.http_server import Serving, serving

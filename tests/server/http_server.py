@@ -18,9 +18,9 @@ import uvicorn
 
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
-from polarlm.server.driver import Driver
 from polarlm.server.http.app import create_app
-from polarlm.server.listening import tcp_socket
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.listening import tcp_socket
 
 KEY = "sk-of-this-server"
 

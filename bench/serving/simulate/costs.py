@@ -74,7 +74,9 @@ def _measured(found: dict[str, Any]) -> Costs:
         else:
             count = int(row["name"].split()[2])  # "steps of 16 at 128"
             steps.append((count, count * row["tokens"], count / cell["median"]))
-    memory = next(m for m in found["memory"] if (m["engine"], m["cache"]) == ours)
+    memory = next((m for m in found["memory"] if (m["engine"], m["cache"]) == ours), None)
+    if memory is None:
+        raise EngineError(f"--costs: of a result of bench.speed, this needs one of the cache type {_MEASURED_CACHE}")
     machine = f"{found['machine']['cores']} cores of {found['machine']['cpu']}"
     source = f"measured: {found['model']}, {found['weights']}, on {machine}, {found['date']}"
     return _fitted(found["model"], source, _MEASURED_CACHE, prompts, steps, memory["cache_bytes"] / memory["tokens"])

@@ -5,7 +5,7 @@ Such a module defines
 - `PATHS`: the first parts of its paths, such as "/api"; every error there has its shape;
 - `error_body(error)`: an ApiError in that shape;
 - `routes(driver)`: its endpoints. One that generates is a `Generation` with an `Endpoint` of the module, which turns
-  the body of a request into a request of our own names (`server.parameters`), and with a writer of its shapes.
+  the body of a request into a request of our own names (`server.reading.parameters`), and with a writer of its shapes.
 
 Modules that begin with an underscore are helpers. No module imports another one's.
 """
@@ -20,8 +20,8 @@ from typing import Any, Protocol, cast
 
 from starlette.routing import Route
 
-from polarlm.server.driver import Driver
 from polarlm.server.http.errors import ApiError
+from polarlm.server.running.driver import Driver
 
 
 class Dialect(Protocol):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine import Usage
+from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import Event
-from polarlm.server.pieces import Answer, Piece
 
 _ERROR_TYPES = {
     401: "authentication_error",

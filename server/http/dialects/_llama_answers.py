@@ -11,16 +11,16 @@ from polarlm.engine import SamplingParams, TokenLogprob, Usage
 from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.fields import FIELDS
-from polarlm.server.http.completions import PromptText, read_raw
+from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About
+from polarlm.server.http.openai.completions import PromptText, read_raw
 from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.infill import infill_of, infilled
-from polarlm.server.parameters import Asked, read
-from polarlm.server.pieces import Answer, Piece
-from polarlm.server.values import flag, text, wrong
+from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.infill import infill_of, infilled
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.values import flag, text, wrong
 
 _ERROR_TYPES = {
     401: "authentication_error",

@@ -9,11 +9,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from polarlm.engine import Usage
+from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.dialects._shared import arguments_of
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.logprobs import ChatLogprobs
+from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
-from polarlm.server.pieces import Answer, Call, Piece
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

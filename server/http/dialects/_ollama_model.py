@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 from polarlm.engine.cli.flags import release
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import LINES
-from polarlm.server.infill import infill_of
-from polarlm.server.values import flag, text
+from polarlm.server.reading.infill import infill_of
+from polarlm.server.reading.values import flag, text
+from polarlm.server.running.driver import Driver
 
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
+from polarlm.server.answers.pieces import Answer, CallStart, Piece
 from polarlm.server.http.dialects._response_tools import ResponseTools
 from polarlm.server.http.dialects._shared import arguments_of
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.logprobs import ChatLogprobs
+from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
-from polarlm.server.pieces import Answer, CallStart, Piece
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.server.http.dialects._shared import Places, items, members
-from polarlm.server.values import shown, text, wrong
+from polarlm.server.reading.values import shown, text, wrong
 
 _BETWEEN = "__"  # a namespace and a function in our name of the function
 

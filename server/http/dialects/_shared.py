@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from polarlm.server.http.generation import About
-from polarlm.server.parameters import Asked, read
-from polarlm.server.values import BadRequest, wrong
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.values import BadRequest, wrong
 
 
 class Places(dict[str, str]):

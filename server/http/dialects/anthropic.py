@@ -8,14 +8,14 @@ from typing import Any
 
 from starlette.routing import Route
 
-from polarlm.server.driver import Driver
 from polarlm.server.http.dialects._anthropic_events import Writer, error_body
 from polarlm.server.http.dialects._shared import Places, items, members, read_own
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.parameters import Asked
-from polarlm.server.values import BadRequest, flag, shown, text, wrong
+from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.values import BadRequest, flag, shown, text, wrong
+from polarlm.server.running.driver import Driver
 
 __all__ = ["PATHS", "error_body", "routes"]
 

@@ -11,15 +11,15 @@ from starlette.routing import Route
 from polarlm.engine import SamplingParams
 from polarlm.engine.cli.flags import release
 from polarlm.engine.requests.prompts import chat_text
-from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.dialects._llama_answers import Completion, Infilling, error_body, generation_settings
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Counting, Generation
-from polarlm.server.http.openai import OpenAI
-from polarlm.server.http.shapes import CHAT
+from polarlm.server.http.openai.chat import OpenAI
+from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.streams import while_there
-from polarlm.server.parameters import Asked, read
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.running.driver import Driver
 
 __all__ = ["PATHS", "error_body", "routes"]
 

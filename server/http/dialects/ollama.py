@@ -14,19 +14,19 @@ from starlette.routing import Route
 
 from polarlm.engine import Embedding
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.driver import Driver
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.dialects._ollama_answers import Writer, error_body, head, nanoseconds
 from polarlm.server.http.dialects._ollama_model import ModelFacts
 from polarlm.server.http.dialects._shared import Places, items, members, read_own
-from polarlm.server.http.embeddings import MOST_INPUTS
 from polarlm.server.http.generation import About, Generation
-from polarlm.server.http.logprobs import ChatLogprobs
+from polarlm.server.http.openai.embeddings import MOST_INPUTS
+from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import LINES, Framing, while_there
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.parameters import Asked
-from polarlm.server.prompts import read_options, read_prompts
-from polarlm.server.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.prompts import read_options, read_prompts
+from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.running.driver import Driver
 
 __all__ = ["PATHS", "error_body", "routes"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from starlette.routing import Route
 
-from polarlm.server.driver import Driver
 from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.dialects._response_tools import (
     ResponseTools,
@@ -20,11 +19,12 @@ from polarlm.server.http.dialects._response_tools import (
 from polarlm.server.http.dialects._shared import Places, items, members, read_own
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Counting, Generation
-from polarlm.server.http.logprobs import ChatLogprobs
+from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.parameters import Asked
-from polarlm.server.values import BadRequest, flag, shown, text, wrong
+from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.values import BadRequest, flag, shown, text, wrong
+from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/responses", "/responses")
 

@@ -1,0 +1,1 @@
+"""What the engine generates becomes pieces of text, of reasoning and of calls of tools."""

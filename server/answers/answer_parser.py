@@ -1,0 +1,284 @@
+"""The text of an answer in parts while it comes: reasoning, text, and calls of tools.
+
+White space beside tags and calls is no part of the text. Text that may be the beginning of a tag or a call is held back
+until more shows what it is, so the parts do not depend on how the text comes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from polarlm.model_loaders.call_format import CallFormat
+from polarlm.model_loaders.reasoning import Tags
+from polarlm.server.answers.pieces import CallStart, Piece
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_LONGEST_ID = 64
+
+
+def new_id() -> str:
+    """The id of a call: 9 letters and digits, which the templates take that insist on a length."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+
+
+@dataclass
+class _Scan:
+    """Finds the end of a JSON object."""
+
+    depth: int = 0
+    in_string: bool = False
+    escaped: bool = False
+
+    def end(self, text: str) -> int | None:
+        """How many characters of `text` the rest of the object has; None if it does not end there."""
+        for at, character in enumerate(text):
+            if self.in_string:
+                if self.escaped:
+                    self.escaped = False
+                elif character == "\\":
+                    self.escaped = True
+                elif character == '"':
+                    self.in_string = False
+            elif character == '"':
+                self.in_string = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    return at + 1
+        return None
+
+
+class AnswerParser:
+    """Parses one answer."""
+
+    def __init__(
+        self,
+        format: CallFormat | None = None,
+        names: Collection[str] = (),
+        control: Collection[str] = (),
+        tags: Tags | None = None,
+        *,
+        thinks: bool = False,
+    ) -> None:
+        """format: of calls, None if there are none; names: the functions that may be called; control: as for
+        `CallFormat.marker`. tags: around reasoning; thinks: the prompt has opened it.
+        """
+        self._format, self._names, self._tags = format, frozenset(names), tags
+        self._marker = "" if format is None else format.marker(control)
+        self._state = self._reasoning if thinks else self._start if tags else self._text
+        self._held = ""  # text whose part is not known yet
+        self._begun = ""  # the text of a call whose name is not complete
+        self._space = ""  # that ends the text so far
+        self._trims = False  # whether white space is dropped at the beginning of what follows
+        self._clean = True  # whether all of the answer so far is white space
+        self._name = ""
+        self._id = ""
+        self._scan = _Scan()
+        self.calls = 0  # that have begun
+        self.is_cut_off = False  # at the end of the answer: whether that is inside a call
+
+    def push(self, text: str) -> list[Piece]:
+        """The parts that `text` completes."""
+        self._held += text
+        parts: list[Piece] = []
+        while (found := self._state()) is not None:
+            parts += found
+        return parts
+
+    def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
+        """The parts that are left at the end of the answer. Nothing of a call is text: before its name it is left out.
+
+        cut: the model has not ended the answer itself. Then what may be the beginning of a call is one, too.
+        next: the stop string that the answer would go on with.
+        """
+        held, self._held = self._held, ""
+        if self._state == self._reasoning:
+            return self._thought(held.rstrip())
+        self.is_cut_off = self._state in (self._naming, self._arguments) or (cut and self._may_begin(held, next))
+        if self.is_cut_off or self._state in (self._closing, self._behind):
+            return []
+        parts = list(self._said(held))
+        if self._space and not self._trims:
+            parts.append(Piece(self._space))
+        return parts
+
+    def _may_begin(self, held: str, next: str) -> bool:
+        """Whether text that is held back begins a call or opens reasoning, as far as it is known."""
+        if self._state not in (self._start, self._text) or not held.strip():
+            return False
+        openings = [self._tags.open] if self._tags is not None and self._state == self._start else []
+        if self._format is not None:
+            openings.append(self._format.begin + self._format.opening)
+        text = held.lstrip() + next
+        return any(opening.lstrip().startswith(text) or text.startswith(opening.lstrip()) for opening in openings)
+
+    # Each state returns the parts that it finds, and None where it needs more text.
+
+    def _start(self) -> list[Piece] | None:
+        """At the beginning, where reasoning may be opened."""
+        assert self._tags is not None
+        text = self._held.lstrip()
+        if text.startswith(self._tags.open):
+            self._held = text[len(self._tags.open) :]
+            self._state = self._reasoning
+        elif self._tags.open.startswith(text):
+            return None
+        else:
+            self._state = self._text
+        return []
+
+    def _reasoning(self) -> list[Piece] | None:
+        assert self._tags is not None
+        before, found, after = self._held.partition(self._tags.close)
+        if found:
+            parts = self._thought(before.rstrip())
+            self._held, self._trims, self._clean, self._state = after, True, False, self._text
+            return parts
+        keep = _overlap(self._held, self._tags.close)
+        sure = self._held[: len(self._held) - keep].rstrip()
+        self._held = self._held[len(sure) :]
+        return self._thought(sure) or None
+
+    def _thought(self, text: str) -> list[Piece]:
+        if self._clean:
+            text = text.lstrip()
+            self._clean = not text
+        return [Piece(reasoning=text)] if text else []
+
+    def _text(self) -> list[Piece] | None:
+        format = self._format
+        if format is None:
+            return self._said_all()
+        opening = format.begin + format.opening
+        if not self._marker:
+            return self._text_or_json(opening)
+        at = self._held.find(self._marker)
+        if at < 0:
+            keep = _overlap(self._held, self._marker)
+            said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            return list(self._said(said)) if said else None
+        rest = self._held[at:]
+        if rest.startswith(opening):
+            said = self._held[:at]
+            parts = list(self._said(said))
+            self._begin_call(rest, opening)
+            return parts
+        if opening.startswith(rest):
+            said, self._held = self._held[:at], rest
+            return list(self._said(said)) if said else None
+        said, self._held = self._held[: at + 1], self._held[at + 1 :]
+        return list(self._said(said))
+
+    def _text_or_json(self, opening: str) -> list[Piece] | None:
+        """Where calls have no marker, only an answer's first text may be one."""
+        text = self._held.lstrip()
+        if (self._clean or self._trims) and not self.calls:
+            if text.startswith(opening):
+                self._begin_call(text, opening)
+                return []
+            if opening.startswith(text):
+                return None
+        return self._said_all()
+
+    def _said_all(self) -> list[Piece] | None:
+        said, self._held = self._held, ""
+        return list(self._said(said)) if said else None
+
+    def _said(self, text: str) -> Iterator[Piece]:
+        """Text, without the white space at its end, which is kept for what comes next."""
+        text = self._space + text
+        if self._trims:
+            text = text.lstrip()
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        if body:
+            self._trims = self._clean = False
+            yield Piece(body)
+
+    def _begin_call(self, text: str, opening: str) -> None:
+        self._begun, self._held = opening, text[len(opening) :]
+        self._state = self._naming
+
+    def _naming(self) -> list[Piece] | None:
+        """In a call, before its arguments."""
+        assert self._format is not None
+        name, *id, rest = self._split_head()
+        if rest is None:
+            longest = max(map(len, self._names), default=0) + _LONGEST_ID + sum(map(len, self._format.middle))
+            return None if len(self._held) <= longest else self._no_call()
+        if not rest:
+            return None
+        if name not in self._names or rest[0] != "{":
+            return self._no_call()
+        self._held, self._begun, self._space = rest, "", ""
+        self._scan, self._state = _Scan(), self._arguments
+        start = CallStart(self.calls, (id[0] if id else None) or new_id(), name)
+        self.calls += 1
+        self._clean = False
+        return [Piece(call=start)]
+
+    def _split_head(self) -> tuple[str | None, ...]:
+        """(name, perhaps the id, text from the arguments on); the last is None if it is not complete."""
+        assert self._format is not None
+        parts: list[str | None] = []
+        rest: str | None = self._held
+        for literal in self._format.middle:
+            before, found, after = (rest or "").partition(literal)
+            parts.append(before)
+            rest = after if found and rest is not None else None
+        return (*parts, rest)
+
+    def _no_call(self) -> list[Piece]:
+        """The call is none: its first character is text, and what follows may be anything."""
+        text, self._begun = self._begun + self._held, ""
+        self._held, self._state = text[1:], self._text
+        return list(self._said(text[:1]))
+
+    def _arguments(self) -> list[Piece] | None:
+        held = self._held
+        if not held:
+            return None
+        end = self._scan.end(held)
+        self._held = "" if end is None else held[end:]
+        if end is not None:
+            self._state = self._closing
+        return [Piece(arguments=held[:end])]
+
+    def _closing(self) -> list[Piece] | None:
+        """Behind the arguments of a call."""
+        assert self._format is not None
+        closing = self._format.closing
+        if self._held.startswith(closing):
+            self._held, self._state = self._held[len(closing) :], self._behind
+        elif closing.startswith(self._held):
+            return None
+        else:
+            self._state = self._behind
+        self._trims = True
+        return []
+
+    def _behind(self) -> list[Piece] | None:
+        """Behind a call: another one, or the end of the list that they are in."""
+        format = self._format
+        assert format is not None
+        following = format.between + format.opening
+        if self._held.startswith(following):
+            self._begin_call(self._held, following)
+            return []
+        if format.end and self._held.startswith(format.end):
+            self._held = self._held[len(format.end) :]
+        elif any(literal.startswith(self._held) for literal in (following, format.end) if literal):
+            return None
+        self._state = self._text
+        return []
+
+
+def _overlap(text: str, literal: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `literal`, but not all of it."""
+    longest = min(len(text), len(literal) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(literal[:n])), 0)

@@ -1,0 +1,183 @@
+"""From a request to the pieces of its answers: reasoning and calls are parsed from what the engine generates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.errors import ConstraintError
+from polarlm.engine.requests.answers import Conversation
+from polarlm.engine.requests.prompts import Prompt, is_chat
+from polarlm.engine.requests.request import Ticket
+from polarlm.model_loaders.errors import LoadError
+from polarlm.server.answers.answer_parser import AnswerParser
+from polarlm.server.answers.call_grammar import functions_of, grammar
+from polarlm.server.answers.pieces import Answer, Piece, Progress, fold
+from polarlm.server.reading.parameters import Asked
+from polarlm.server.running.driver import Driver
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How an answer is generated and parsed; without a parser, its text is what is generated."""
+
+    params: SamplingParams
+    parser: AnswerParser | None = None
+
+
+class _Answering:
+    """An answer under way. `submit` plans and queues it in one visit of a thread; then the other two are known."""
+
+    plan: _Plan
+    ticket: Ticket
+
+    def __init__(self, engine: Engine, asked: Asked, index: int) -> None:
+        self._engine, self._asked, self._index = engine, asked, index
+
+    def submit(self, prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
+        """Queue the request as `Engine.submit` does; an error in its constraint names the field that it comes from."""
+        self.plan = _plan(self._engine, self._asked, _numbered(params, self._index))
+        planned = self.plan.params
+        try:
+            self.ticket = self._engine.submit(prompt, planned, options, **more)
+        except ConstraintError as error:
+            own = planned.grammar is params.grammar
+            refusal = error if own else ConstraintError(f"tools: {error}", error.code)
+            refusal.field = self._asked.constrained_by if own else "tools"
+            raise refusal from None
+        return self.ticket
+
+
+async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator[Piece, None]:
+    """Answer `index` of a request, piece by piece. Closing the generator cancels it; errors are those of the driver."""
+    under_way = _Answering(driver.engine, asked, index)
+    stream = driver.stream(
+        asked.prompt,
+        asked.params,
+        asked.options,
+        progress=asked.progress,
+        submit=under_way.submit,
+        compiles=asked.tools is not None,
+    )
+    pieces: list[Piece] = []
+    ids: list[int] = []
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            plan = under_way.plan
+            if chunk.prefilled:
+                yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))
+                continue
+            if plan.parser is None:
+                yield _piece(chunk, plan.params.stop)
+                continue
+            ids += chunk.token_ids
+            found = list(_parsed(chunk, plan.parser, plan.params.stop))
+            pieces += found
+            if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
+                _keep(under_way.ticket.conversation, fold(pieces), ids)
+            for piece in found:
+                yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
+
+
+def _numbered(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of answer `index`: each has a seed of its own, so that answers differ and can be repeated."""
+    return params if params.seed < 0 else replace(params, seed=params.seed + index)
+
+
+# -- before ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(engine: Engine, asked: Asked, params: SamplingParams) -> _Plan:
+    """How the answer is generated and parsed. Raises EngineError."""
+    if not is_chat(asked.prompt):
+        return _Plan(params)
+    template, control = engine.model.template, engine.model.tokenizer.control_tokens()
+    try:
+        place = template.place_of_answer(asked.options.template_variables)
+        if asked.options.continue_final_message and template.tags is not None:
+            begun = asked.prompt[-1]["content"]
+            opened = place == "inside" or template.tags.open in begun
+            place = "inside" if opened and template.tags.close not in begun else "behind"
+        reasoning = None if place == "behind" else template.tags
+        format = None if asked.tools is None else template.calls
+    except LoadError as error:
+        raise EngineError(str(error)) from None
+    tags = None if asked.reasoning == "inline" else reasoning
+    if tags is None and format is None:
+        return _Plan(params)
+    # A constraint is one of the answer from its first token on.
+    thinks = tags is not None and place == "inside" and not params.is_constrained
+    names: Sequence[str] = ()
+    literals = [] if tags is None else [tags.open, tags.close]
+    if asked.tools is not None and format is not None:
+        functions = functions_of(asked.tools.callable)
+        names = [function.name for function in functions]
+        literals += [format.begin, format.opening, *format.middle, format.closing, format.between, format.end]
+        if not params.is_constrained:
+            text = grammar(
+                format,
+                functions,
+                control,
+                calls=asked.tools.calls,
+                several=asked.tools.several,
+                tags=reasoning,
+                thinks=place == "inside",
+            )
+            params = replace(params, grammar=text)
+        if asked.tools.calls == "none":
+            format = None
+    shown = tuple(token for name, token in control.items() if any(name in literal for literal in literals))
+    parser = AnswerParser(format, names, control, tags, thinks=thinks)
+    return _Plan(replace(params, shown_tokens=shown), parser)
+
+
+# -- while it comes ----------------------------------------------------------------------------------------------------
+
+
+def _parsed(chunk: Chunk, parser: AnswerParser, stops: tuple[str, ...]) -> Iterable[Piece]:
+    """The pieces of a chunk. An answer ends with "tool_calls" where all of its calls are complete."""
+    last = chunk.finish_reason is not None
+    parts = parser.push(chunk.text)
+    if last:
+        cut = chunk.finish_reason == "length" or chunk.stopped_by is not None
+        parts += parser.finish(cut=cut, next=chunk.stopped_by or "")
+    if not parts and (chunk.logprobs or last):
+        parts = [Piece()]
+    if parts:
+        parts[0] = replace(parts[0], logprobs=chunk.logprobs)
+    if last:
+        end = _piece(chunk, stops)
+        if parser.calls and not parser.is_cut_off and end.finish_reason == "stop":
+            end = replace(end, finish_reason="tool_calls", stopped_by=None)
+        parts[-1] = replace(parts[-1], finish_reason=end.finish_reason, usage=end.usage, stopped_by=end.stopped_by)
+    return parts
+
+
+def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
+    return Piece(
+        text=chunk.text,
+        logprobs=chunk.logprobs,
+        token_ids=chunk.token_ids,
+        prompt_ids=chunk.prompt_ids,
+        prompt_logprobs=chunk.prompt_logprobs,
+        finish_reason=chunk.finish_reason,
+        usage=chunk.usage,
+        stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,
+    )
+
+
+# -- behind ------------------------------------------------------------------------------------------------------------
+
+
+def _keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:
+    """Keep the ids of an answer that clients send back in another format than its text."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.calls:
+        message["tool_calls"] = [
+            {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
+        ]
+    if conversation and (answer.text or answer.calls) and (answer.reasoning or answer.calls):
+        conversation.keep_message(message, ids, reasoned=bool(answer.reasoning))

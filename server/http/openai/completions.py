@@ -1,0 +1,130 @@
+"""OpenAI's endpoint for plain prompts: /v1/completions, with several prompts, `echo` and `suffix`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.sampling.detokenizer import Detokenizer
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.answers.pieces import Answer, Piece
+from polarlm.server.http.generation import About
+from polarlm.server.http.openai.logprobs import TextLogprobs
+from polarlm.server.http.openai.shapes import TEXT, Writer
+from polarlm.server.http.streams import DATA, Event, Framing
+from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.infill import Mixed, infill_of, infilled
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.prompts import read_prompts
+from polarlm.server.reading.values import BadRequest, flag, text
+
+MOST_PROMPTS = 1024
+
+
+@dataclass(frozen=True)
+class Completions:
+    """POST /v1/completions"""
+
+    framing: Framing = DATA
+
+    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+        """The request. Raises BadRequest."""
+        own = {name: body.pop(name, None) for name in ("echo", "suffix")}
+        asked = read_raw(body, about)
+        echo = own["echo"] is not None and flag("echo", own["echo"])
+        suffix = "" if own["suffix"] is None else text("suffix", own["suffix"])
+        if suffix:
+            if echo:
+                raise BadRequest("suffix", "suffix and echo are both given: leave one of them out")
+            asked = _with_suffix(asked, suffix, about.model.tokenizer)
+        elif echo and asked.params.logprobs is not None:
+            asked = replace(asked, params=replace(asked.params, prompt_logprobs=asked.params.logprobs))
+        with_logprobs = asked.params.logprobs is not None
+        tokenizer = about.model.tokenizer
+        logprobs = [TextLogprobs(tokenizer, at_start=echo) for _ in range(asked.answers if with_logprobs else 0)]
+        writer = TextWriter(
+            TEXT,
+            about.model.name,
+            asked.include_usage,
+            logprobs,
+            tells_cached=about.tells_cached,
+            n=asked.n,
+            echoes=[PromptText(one.prompt, tokenizer) for one in asked.each()] if echo else (),
+        )
+        return asked, writer
+
+    def warnings(self, body: Mapping[str, Any]) -> list[str]:
+        """About unknown fields."""
+        return unknown_fields(body, FIELDS)
+
+
+def read_raw(body: dict[str, Any], about: About) -> Asked:
+    """The request in a body with one or several raw prompts. Raises BadRequest."""
+    prompts = None if body.get("prompt") is None else read_prompts("prompt", body["prompt"], MOST_PROMPTS)
+    asked = read(
+        body | {"prompt": ""} if prompts else body,
+        about.model.tokenizer.tokenize,
+        ("prompt",),
+        parse_special=about.parse_special,
+    )
+    assert prompts is not None  # or else `read` has raised an error
+    return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
+
+
+def _with_suffix(asked: Asked, suffix: str, tokenizer: Tokenizer) -> Asked:
+    infill = infill_of(tokenizer)
+    prompts = []
+    for one in asked.each():
+        if not isinstance(one.prompt, str):
+            raise BadRequest("prompt", "prompt must be a string where there is a suffix")
+        prompts += [infill.prompt(one.prompt, suffix)] if infill else []
+    return infilled("suffix", asked, infill, prompts)
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """The text of a raw prompt: as it was given, and of token ids as the tokenizer has it."""
+
+    prompt: Prompt
+    tokenizer: Tokenizer
+
+    def __str__(self) -> str:
+        if isinstance(self.prompt, str):
+            return self.prompt
+        detokenizer = Detokenizer(self.tokenizer, at_start=True)
+        parts = [part if isinstance(part, str) else detokenizer.push([part]) for part in cast(Mixed, self.prompt)]
+        return "".join([*parts, detokenizer.finish()])
+
+
+@dataclass(frozen=True)
+class TextWriter(Writer):
+    """Makes the JSON objects of one response."""
+
+    echoes: Sequence[PromptText] = field(default=())  # where answers begin with their prompts: one for each prompt
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        prompts = [self._prompt(index, answer) for index, answer in enumerate(answers if self.echoes else ())]
+        written = super().whole(answers)
+        for choice, (prompt, before) in zip(written["choices"], prompts, strict=False):
+            choice["text"] = prompt + choice["text"]
+            if before is not None:
+                choice["logprobs"] = {name: before[name] + after for name, after in choice["logprobs"].items()}
+        return written
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        if first and self.echoes:
+            prompt, found = self._prompt(index, piece)
+            yield self._part({"index": index, "text": prompt, "logprobs": found, "finish_reason": None})
+        yield from super().events(index, piece, first=first)
+
+    def _prompt(self, index: int, begin: Piece | Answer) -> tuple[str, dict[str, Any] | None]:
+        """The text of answer `index`'s prompt, and its log-probabilities if they are requested."""
+        prompt = str(self.echoes[index // self.n])
+        if not self.logprobs:
+            return prompt, None
+        logprobs = self.logprobs[index]
+        assert isinstance(logprobs, TextLogprobs)
+        return prompt, logprobs.prompt(begin.prompt_ids, begin.prompt_logprobs)

@@ -1,0 +1,209 @@
+"""Answers in OpenAI's shapes: whole and streamed ones, to conversations and to plain prompts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polarlm.engine import TokenLogprob, Usage
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.answers.pieces import Answer, Piece, Progress
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
+from polarlm.server.http.streams import Event
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The difference between the endpoints for conversations and for plain prompts."""
+
+    takes: str  # field of the prompt
+    prefix: str  # of an answer's id
+    whole: str  # names of the objects
+    part: str
+    switched_logprobs: bool  # whether log-probabilities are requested by true and a count beside it
+    answer: Callable[[Answer], dict[str, Any]]  # fields of a choice for a whole answer
+    opening: dict[str, Any] | None  # of a streamed answer's first choice, before any text; None for no such choice
+    piece: Callable[[Piece, int], dict[str, Any]]  # of a choice for a piece and the number of the call that it is in
+    logprobs: Callable[[Tokenizer], Logprobs]  # writes those of one answer
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    """An assistant's message."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not answer.text else answer.text,
+        "refusal": None,
+    }
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def _delta(piece: Piece, number: int) -> dict[str, Any]:
+    """What a piece adds to an assistant's message."""
+    delta: dict[str, Any] = {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.text:
+        delta["content"] = piece.text
+    if piece.call is not None:
+        function = {"name": piece.call.name, "arguments": piece.arguments}
+        delta["tool_calls"] = [{"index": number, "id": piece.call.id, "type": "function", "function": function}]
+    elif piece.arguments:
+        delta["tool_calls"] = [{"index": number, "function": {"arguments": piece.arguments}}]
+    return {"delta": delta}
+
+
+CHAT = Shapes(
+    takes="messages",
+    prefix="chatcmpl",
+    whole="chat.completion",
+    part="chat.completion.chunk",
+    switched_logprobs=True,
+    answer=_message,
+    opening={"delta": {"role": "assistant", "content": ""}},
+    piece=_delta,
+    logprobs=ChatLogprobs,
+)
+"""/v1/chat/completions"""
+
+TEXT = Shapes(
+    takes="prompt",
+    prefix="cmpl",
+    whole="text_completion",
+    part="text_completion",
+    switched_logprobs=False,
+    answer=lambda answer: {"text": answer.text},
+    opening=None,
+    piece=lambda piece, _: {"text": piece.text},
+    logprobs=TextLogprobs,
+)
+"""/v1/completions"""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Makes the JSON objects of one response."""
+
+    shapes: Shapes
+    model: str
+    with_usage: bool  # whether a streamed response ends with the usage; it is null in all events before
+    logprobs: Sequence[Logprobs] = ()  # one for each answer, if requested
+    tells_cached: bool = True  # whether the usage has the number of cached tokens
+    n: int = 1  # answers to each prompt
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+    _began: float = field(default_factory=time.monotonic)
+    _calls: dict[int, int] = field(default_factory=dict)  # of each answer, the number of the call that began last
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        choices = [
+            self._choice(index, self.shapes.answer(answer), answer.finish_reason, answer.logprobs)
+            for index, answer in enumerate(answers)
+        ]
+        return self._object(self.shapes.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        """The events of a streamed answer's piece; the answer's `first` one has the opening before it.
+
+        A token whose text is held back has an event where it has log-probabilities.
+        """
+        if first and self.shapes.opening is not None:
+            yield self._part(self._choice(index, self.shapes.opening))
+        if piece.call is not None:
+            self._calls[index] = piece.call.index
+        if piece.progress is not None:
+            part = self._part(self._choice(index, self.shapes.piece(piece, 0)))
+            yield part | {"prompt_progress": self._progress(piece.progress)}
+            return
+        number = self._calls.get(index, 0)
+        if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
+            yield self._part(self._choice(index, self.shapes.piece(piece, number), tokens=piece.logprobs or None))
+        if piece.finish_reason is not None:
+            yield self._part(self._choice(index, self.shapes.piece(Piece(), number), piece.finish_reason))
+
+    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
+        """The events after the end of the last answer."""
+        if self.with_usage:
+            yield self._part() | {"usage": self._usage(usages)}
+        yield None
+
+    def failure(self, error: ApiError) -> Event:
+        """The last event of a stream that an error ends."""
+        return error.body()
+
+    def _progress(self, progress: Progress) -> dict[str, Any]:
+        """As llama-server has it."""
+        seconds = time.monotonic() - self._began
+        return {
+            "total": progress.total,
+            "cache": progress.cached,
+            "processed": progress.processed,
+            "time_ms": round(1000 * seconds),
+        }
+
+    def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        return usage(usages, self.n) | ({} if self.tells_cached else {"prompt_tokens_details": None})
+
+    def _part(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        part = self._object(self.shapes.part, choices)
+        return part | {"usage": None} if self.with_usage else part
+
+    def _object(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.shapes.prefix}-{self.id}",
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _choice(
+        self,
+        index: int,
+        content: Mapping[str, Any],
+        reason: str | None = None,
+        tokens: Sequence[TokenLogprob] | None = None,
+    ) -> dict[str, Any]:
+        logprobs = self.logprobs[index].write(tokens) if self.logprobs and tokens is not None else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """The usage of `n` answers to each prompt, which counts once; cached tokens are those that every answer found.
+
+    Where some were put back from a tier, "cached_from" has their numbers, by place.
+    """
+    prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
+    prompt = sum(answers[0].prompt_tokens for answers in prompts)
+    least = [min(answers, key=lambda answer: answer.cached_tokens) for answers in prompts]
+    cached = sum(answer.cached_tokens for answer in least)
+    details: dict[str, Any] = {"cached_tokens": cached}
+    if any(answer.from_tiers for answer in least):
+        places = sorted({place for answer in least for place in answer.cached_from})
+        details["cached_from"] = {place: sum(answer.cached_from.get(place, 0) for answer in least) for place in places}
+    completion = sum(answer.completion_tokens for answer in usages)
+    written = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": details,
+    }
+    if drafted := sum(answer.drafted_tokens for answer in usages):
+        accepted = sum(answer.accepted_tokens for answer in usages)
+        written["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return written

@@ -1,0 +1,1 @@
+"""Endpoints of our own: sessions, tokens, blocks, status and metrics."""

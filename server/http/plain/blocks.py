@@ -1,0 +1,124 @@
+"""/blocks/NAME: blocks that --cache-disk keeps, for engines on other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from polarlm.engine.storage.tiers.found import Budget
+from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
+from polarlm.engine.storage.tiers.places import Place
+from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
+from polarlm.server.http.errors import CLOSE, ApiError
+from polarlm.server.running.job import Job
+from polarlm.server.running.worker import Worker
+
+_READING_BYTES = 256 << 20  # of blocks that are being sent here, all of them together, or one block if that is larger
+_MOST_WAITING = 64  # requests for blocks at the same time
+_SECONDS = 10.0  # for the disk
+_TYPE = "application/octet-stream"
+
+T = TypeVar("T")
+
+
+class Blocks:
+    """The endpoint over a place."""
+
+    def __init__(self, place: Place, most: int) -> None:
+        """most: bytes of the largest block that there can be."""
+        self._place, self._most = place, most
+        self._room = Budget(max(_READING_BYTES, most))
+        self._worker = Worker("blocks")  # a thread that does not keep a process with a hanging disk from ending
+        self._waiting = 0
+
+    def routes(self) -> list[Route]:
+        """GET, which includes HEAD, and PUT."""
+        return [
+            Route("/blocks/{name}", self.get, methods=["GET"]),
+            Route("/blocks/{name}", self.put, methods=["PUT"]),
+        ]
+
+    async def get(self, request: Request) -> Response:
+        """The bytes of a block; with "Range: bytes=N-" those from N on."""
+        name = _read_name(request)
+        if request.method == "HEAD":
+            if not await self._do(partial(self._place.has, name)):
+                raise _missing()
+            return Response(media_type=_TYPE)
+        content = await self._do(partial(self._place.read, name))
+        if content is None:
+            raise _missing()
+        await self._do(partial(self._place.used, [name]))
+        headers = {"Accept-Ranges": "bytes"}
+        found = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
+        if found is None:
+            return Response(bytes(content), media_type=_TYPE, headers=headers)
+        start, stop = int(found[1]), min(int(found[2] or len(content)) + 1, len(content))
+        if start >= stop:
+            raise ApiError(
+                416, f"The block has {len(content)} bytes", headers={"Content-Range": f"bytes */{len(content)}"}
+            )
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        return Response(bytes(content[start:stop]), 206, media_type=_TYPE, headers=headers)
+
+    async def put(self, request: Request) -> Response:
+        """Keep a block, whose own checksum and name have to be right. The same again changes nothing."""
+        name = _read_name(request)
+        announced = announced_bytes(request)
+        if announced is not None and announced > self._most:
+            raise too_large(self._most)
+        size = self._most if announced is None else announced
+        if not self._room.take(size):
+            raise _busy(CLOSE)  # its body has not been read
+        try:
+            body = await read_bytes(request, self._most)
+            try:
+                unpack(name, body)
+            except DamagedObject as error:
+                raise ApiError(400, f"This is not the block of that name: {error}", "damaged_block") from None
+            await self._do(partial(self._place.write, name, body, memoryview(b"")))
+        finally:
+            self._room.give_back(size)
+        return Response(status_code=204)
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        """The result of `work`, in the thread. Raises ApiError."""
+        if self._waiting >= _MOST_WAITING:
+            raise _busy()
+        job = Job(asyncio.get_running_loop())
+        self._waiting += 1
+        try:
+            self._worker.submit(partial(job.do, work))
+            result: T = await asyncio.wait_for(job.next(), _SECONDS)
+            return result
+        except asyncio.TimeoutError:
+            raise ApiError(504, "The disk takes too long", "timeout") from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ApiError(507, f"The block cannot be read or written: {reason}", "storage") from None
+        finally:
+            self._waiting -= 1
+            job.close()
+
+
+def _read_name(request: Request) -> bytes:
+    name = request.path_params["name"]
+    if re.fullmatch("[0-9a-f]{32}", name) is None:
+        raise ApiError(400, "A block's name has 32 hexadecimal digits", param="name")
+    return bytes.fromhex(name)
+
+
+def _busy(more: Mapping[str, str] | None = None) -> ApiError:
+    headers = {"Retry-After": "1", **(more or {})}
+    return ApiError(503, "Too many blocks are asked for or sent at the same time", "busy", headers=headers)
+
+
+def _missing() -> ApiError:
+    return ApiError(404, "There is no such block here", "unknown_block")

@@ -1,0 +1,55 @@
+"""/sessions: a conversation's part of the store, saved and loaded by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from polarlm.server.http.bodies import read_body
+from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.sessions import read_name
+
+
+class Sessions:
+    """Four endpoints, which answer 501 where the server has no folder for sessions."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/sessions", self.all),
+            Route("/sessions/save", self.save, methods=["POST"]),
+            Route("/sessions/load", self.load, methods=["POST"]),
+            Route("/sessions/{name}", self.remove, methods=["DELETE"]),
+        ]
+
+    async def all(self, _request: Request) -> Response:
+        """{"sessions": [{"name", "bytes", "seconds"}]}, seconds since 1970"""
+        return JSONResponse({"sessions": [asdict(saved) for saved in await self._driver.list_sessions()]})
+
+    async def save(self, request: Request) -> Response:
+        """{"name", "messages" or "prompt"} → {"name", "tokens"}: the number of the prompt's tokens in the store.
+
+        The prompt is read as for an answer, with "parse_special" and "cache_salt".
+        """
+        config = self._driver.config
+        body = await read_body(request, config.max_body)
+        name = read_name("name", body.get("name"))
+        options = read_options(body, parse_special=config.parse_special)
+        tokens = await self._driver.save_session(name, read_prompt(body), options)
+        return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
+
+    async def load(self, request: Request) -> Response:
+        """{"name"} → {"name", "tokens"}; with the "cache_salt" that it was saved with, whose prompts alone find it."""
+        body = await read_body(request, self._driver.config.max_body)
+        name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
+        return JSONResponse({"name": name, "tokens": await self._driver.load_session(name, salt)})
+
+    async def remove(self, request: Request) -> Response:
+        await self._driver.remove_session(read_name("name", request.path_params["name"]))
+        return Response(status_code=204)

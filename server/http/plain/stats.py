@@ -1,0 +1,61 @@
+"""/stats: the model, its cache and the current requests, for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from polarlm.engine import Engine
+from polarlm.engine.kv.cache_types import chosen
+from polarlm.engine.kv.plan import CacheShape
+from polarlm.engine.outputs import Status
+from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.counters import Totals
+
+
+def asked_tokens(query: Mapping[str, str]) -> int | None:
+    """`tokens` of a query: the length of a sequence whose memory is asked for. Raises BadRequest."""
+    given = query.get("tokens")
+    if given is None:
+        return None
+    if re.fullmatch("[0-9]{1,12}", given) is None:
+        raise BadRequest("tokens", "tokens must be a whole number of tokens, as in /stats?tokens=500")
+    return int(given)
+
+
+def _window(cache: CacheShape) -> int | None:
+    """The last tokens that any layer can see; None where a layer sees all."""
+    windows = [layer.window for layer in cache.layers]
+    return None if None in windows else max(window for window in windows if window is not None)
+
+
+def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
+    """A JSON object; with `tokens`, also the memory of a sequence of so many, here and if all blocks were halves."""
+    cache = engine.cache_shape
+    (_, type_k), (_, type_v) = chosen(engine.config)
+    found: dict[str, Any] = {
+        "model": engine.model.name,
+        "context": engine.context,
+        "cache_type_k": type_k,
+        "cache_type_v": type_v,
+        "block_size": cache.block_size,
+        "window": _window(cache),
+        "bits_per_value": cache.bits_per_value,
+        "bytes_per_token": cache.bytes_per_token,
+        "f16_bytes_per_token": cache.f16_bytes_per_token,
+        "blocks": now.blocks,
+        "blocks_used": now.blocks_used,
+        "blocks_kept": now.blocks_kept,
+        "blocks_free": now.blocks_free,
+        "running": now.running,
+        "waiting": now.waiting,
+        "drafted_tokens": done.drafted_tokens,
+        "accepted_tokens": done.accepted_tokens,
+        "threads": None if now.threads is None else asdict(now.threads),
+    }
+    if tokens is not None:
+        sizes = {"bytes": cache.sequence_bytes(tokens), "f16_bytes": cache.f16_bytes(tokens)}
+        found["sequence"] = {"tokens": tokens, **sizes}
+    return found

@@ -1,0 +1,115 @@
+"""/tokenize and /detokenize: text to ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from polarlm.engine import EngineError
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.http.bodies import read_body
+from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
+from polarlm.server.reading.values import LARGEST, count, flag, text, wrong
+from polarlm.server.running.driver import Driver
+
+MOST_TOKENS = 1 << 18  # of a text; as JSON, a token takes several times its bytes
+MOST_PIECES = 1 << 15
+
+
+class Tokens:
+    """Two endpoints, whose requests are counted and queued as those for answers are."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._tokenizer = driver.engine.model.tokenizer
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """{"content": text} → {"tokens": [ids]}
+
+        With "add_special", the token that begins every text, where the model wants one; with "parse_special", names of
+        control tokens become these tokens, as in raw prompts; with "with_pieces", {"id", "piece"} in place of ids.
+        """
+        body = await read_body(request, self._driver.config.max_body)
+        if body.get("content") is None and any(body.get(name) is not None for name in ("prompt", "messages")):
+            return await self._tokenize_as_vllm(body)
+        content = text("content", body.get("content"))
+        options = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
+        for name in options:
+            if body.get(name) is not None:
+                options[name] = flag(name, body[name])
+        return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
+
+    async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
+        """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}
+
+        Without "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs".
+        """
+        named, special = (
+            default if body.get(name) is None else flag(name, body[name])
+            for name, default in (("return_token_strs", False), ("add_special_tokens", True))
+        )
+        prompt = read_prompt(body)
+        options = read_options(body, parse_special=self._driver.config.parse_special)
+        options = replace(options, continue_final_message=read_continues(body, prompt))
+
+        def work() -> dict[str, Any]:
+            engine, most = self._driver.engine, MOST_PIECES if named else MOST_TOKENS
+            if isinstance(prompt, str) and not special:
+                ids = engine.tokenize(prompt, control=options.parse_special)
+            else:
+                ids = engine.prompt_ids(prompt, options)
+            if len(ids) > most:
+                raise EngineError(f"the prompt has {len(ids)} tokens, but at most {most} are returned")
+            names = [self._tokenizer.token_name(i) for i in ids] if named else None
+            return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
+
+        return JSONResponse(await self._driver.counted("tokenized", work))
+
+    def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
+        ids = self._tokenizer.tokenize(content, control=parse_special)
+        if add_special and self._tokenizer.bos_id is not None:
+            ids.insert(0, self._tokenizer.bos_id)
+        most = MOST_PIECES if with_pieces else MOST_TOKENS
+        if len(ids) > most:
+            raise EngineError(f"content has {len(ids)} tokens, but at most {most} are returned: send it in parts")
+        return [{"id": i, "piece": _piece(self._tokenizer, i)} for i in ids] if with_pieces else ids
+
+    async def detokenize(self, request: Request) -> Response:
+        """{"tokens": [ids]} → {"content": text}, with the names of control tokens, as llama-server has it."""
+        tokens = (await read_body(request, self._driver.config.max_body)).get("tokens")
+        if not isinstance(tokens, list):
+            raise wrong("tokens", "an array of token ids", tokens)
+        ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
+        return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(ids))})
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens. A token may have many bytes: the text may be no longer than a request's body."""
+        most = room = self._driver.config.max_body
+        names = {token: len(name.encode()) for name, token in self._tokenizer.control_tokens().items()}
+        for token in tokens:
+            if token >= self._tokenizer.vocab_size:
+                break
+            room -= names.get(token) or len(self._tokenizer.token_bytes(token))
+            if room < 0:
+                raise EngineError(f"tokens are the ids of more than {most} bytes of text: send fewer at a time")
+        return self._driver.engine.detokenize(tokens, control=True)
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """A token's text, or a control token's name; its bytes where these are not whole characters."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode() or tokenizer.token_name(token)
+    except UnicodeDecodeError:
+        return list(data)

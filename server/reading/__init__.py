@@ -1,0 +1,1 @@
+"""A request's JSON becomes an engine's prompt, options and sampling parameters."""

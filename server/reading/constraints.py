@@ -1,0 +1,118 @@
+"""Reading what an answer must look like: JSON in, the fields of SamplingParams that constrain it out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from polarlm.engine.sampling.schemas import STRICT
+from polarlm.server.reading.values import BadRequest, flag, text, wrong
+
+MAX_CHOICES = 1024
+
+_JSON_OBJECT = {"type": "object"}
+_FORMATS = "an object whose type is text, json_object or json_schema"
+
+
+def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
+    """{"schema": …}, {"grammar": …}, {"regex": …}, or {} for an answer that nothing constrains. Raises BadRequest."""
+    found: dict[str, dict[str, Any]] = {}
+    for field, read in _FIELDS.items():
+        if body.get(field) is not None and (constraint := read(field, body[field])):
+            found[field] = constraint
+    if len(found) > 1:
+        first, second, *_ = found
+        raise BadRequest(second, f"{first} and {second} both constrain the answer: leave one of them out")
+    return next(iter(found.values()), {})
+
+
+def constraining_field(body: Mapping[str, Any]) -> str | None:
+    """The field that `read_constraint` reads the constraint from."""
+    return next((name for name, read in _FIELDS.items() if body.get(name) is not None and read(name, body[name])), None)
+
+
+def _response_format(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(field, _FORMATS, value)
+    kind = value.get("type")
+    if kind == "text":
+        return {}
+    if kind == "json_object":  # llama-server takes a schema here as well
+        return _schema(f"{field}.schema", value.get("schema", _JSON_OBJECT))
+    if kind != "json_schema":
+        raise wrong(f"{field}.type", "text, json_object or json_schema", kind)
+    inside = f"{field}.json_schema"
+    wrapped = value.get("json_schema")
+    if wrapped is None and value.get("schema") is not None:  # as llama-server's documentation has it
+        return _schema(f"{field}.schema", value["schema"])
+    if not isinstance(wrapped, dict):
+        raise wrong(inside, "an object with a schema", wrapped)
+    found = _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
+    strict = wrapped.get("strict")
+    return _strict(found) if strict is not None and flag(f"{inside}.strict", strict) else found
+
+
+def _strict(constraint: dict[str, Any]) -> dict[str, Any]:
+    """The constraint of a schema whose keywords must all be supported."""
+    schema = constraint["schema"]
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):  # refused with the reason, where it is compiled
+        return constraint
+    return {"schema": {**schema, **STRICT}} if isinstance(schema, dict) else constraint
+
+
+def _schema(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, (dict, str)):
+        raise wrong(field, "a JSON schema, which is an object, or its text", value)
+    return {"schema": value}
+
+
+def _grammar(field: str, value: Any) -> dict[str, Any]:
+    return {"grammar": value} if text(field, value) else {}
+
+
+def _regex(field: str, value: Any) -> dict[str, Any]:
+    return {"regex": value} if text(field, value) else {}
+
+
+def _choice(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, list) or len(value) > MAX_CHOICES:
+        raise wrong(field, f"an array of at most {MAX_CHOICES} strings", value)
+    choices = [re.escape(text(f"{field}[{index}]", choice)) for index, choice in enumerate(value)]
+    return {"regex": "|".join(choices)} if choices else {}
+
+
+def _structured(field: str, value: Any) -> dict[str, Any]:
+    """vLLM's object, whose one field says what the answer must look like."""
+    if not isinstance(value, dict):
+        raise wrong(field, "an object", value)
+    given = {name: part for name, part in value.items() if part is not None and part is not False}
+    if not given:
+        return {}
+    name, *others = given
+    if others or name not in _STRUCTURED:
+        raise wrong(field, f"an object with one of {', '.join(_STRUCTURED)}", value)
+    return _STRUCTURED[name](f"{field}.{name}", given[name])
+
+
+_STRUCTURED: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
+    "json": _schema,
+    "json_object": lambda field, value: {"schema": _JSON_OBJECT},
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+
+_FIELDS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
+    "response_format": _response_format,
+    "json_schema": _schema,
+    "grammar": _grammar,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "structured_outputs": _structured,
+}

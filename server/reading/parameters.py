@@ -1,0 +1,103 @@
+"""Reading requests: JSON in, an engine's prompt, options and sampling parameters out.
+
+`server.reading.fields` lists how every field that other servers define is treated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from polarlm.engine import PromptOptions, SamplingParams
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.reading.constraints import constraining_field
+from polarlm.server.reading.fields import complaint
+from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
+from polarlm.server.reading.sampling import Tokenize, read_sampling
+from polarlm.server.reading.tools import Tools, read_tools
+from polarlm.server.reading.values import BadRequest, count, flag, text, wrong
+
+MAX_ANSWERS = 16  # n
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has been read and validated."""
+
+    prompt: Prompt  # messages have "role" and "content" alone, both text
+    options: PromptOptions
+    params: SamplingParams
+    stream: bool
+    n: int  # answers to each prompt
+    include_usage: bool  # stream_options
+    progress: bool = False  # whether pieces tell how much of the prompt has been computed
+    more_prompts: tuple[Prompt, ...] = ()  # that are answered alike; of APIs that take several in a request
+    tools: Tools | None = None
+    constrained_by: str | None = None  # the field that says what an answer must look like
+    reasoning: Literal["apart", "inline", "dropped"] = "apart"  # from the text; only of answers to messages
+
+    @property
+    def answers(self) -> int:
+        """The number of answers: `n` to the first prompt, then `n` to the next one."""
+        return self.n * (1 + len(self.more_prompts))
+
+    def each(self) -> list[Asked]:
+        """A request for each prompt."""
+        return [replace(self, prompt=prompt, more_prompts=()) for prompt in (self.prompt, *self.more_prompts)]
+
+
+def read(
+    body: Mapping[str, Any],
+    tokenize: Tokenize,
+    takes: Collection[str] = ("messages", "prompt"),
+    *,
+    switched_logprobs: bool = False,
+    parse_special: bool = True,
+) -> Asked:
+    """The request in a JSON object: a prompt under one of the names in `takes`, and parameters.
+
+    tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are
+    asked for as in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
+    parse_special: see `read_options`. null stands for the default everywhere. Unknown fields are ignored.
+    Raises BadRequest.
+    """
+    body = {name: value for name, value in body.items() if value is not None}
+    refused = complaint(body)
+    if refused is not None:
+        raise BadRequest(*refused)
+    streaming = body.get("stream_options", {})
+    if not isinstance(streaming, dict):
+        raise wrong("stream_options", "an object", streaming)
+    usage = streaming.get("include_usage")
+    if "model" in body:
+        text("model", body["model"])  # any name will do
+    answers = "n" if "n" in body else "n_cmpl"
+    tools = read_tools(body)
+    params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
+    if tools is not None and tools.calls != "none" and params.is_constrained:
+        sentence = "tools and response_format, or another form of the answer, exclude each other: leave one of them out"
+        raise BadRequest("tools", sentence)
+    prompt = read_prompt(body, takes)
+    continues = read_continues(body, prompt)
+    options = read_options(body, parse_special=parse_special, tools=tools)
+    return Asked(
+        prompt=prompt,
+        options=replace(options, continue_final_message=continues),
+        params=params,
+        stream=flag("stream", body.get("stream", False)),
+        n=count(answers, body.get(answers, 1), 1, MAX_ANSWERS),
+        include_usage=False if usage is None else flag("stream_options.include_usage", usage),
+        tools=tools,
+        constrained_by=constraining_field(body),
+        reasoning=_reasoning(body),
+    )
+
+
+def _reasoning(body: Mapping[str, Any]) -> Literal["apart", "inline", "dropped"]:
+    if not flag("include_reasoning", body.get("include_reasoning", True)):
+        return "dropped"
+    format = body.get("reasoning_format", "auto")
+    if format not in ("none", "auto", "deepseek"):
+        raise wrong("reasoning_format", "none, auto or deepseek", format)
+    return "inline" if format == "none" else "apart"

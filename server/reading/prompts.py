@@ -1,0 +1,203 @@
+"""Reading the prompt of a request: JSON in, an engine's Prompt and PromptOptions out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from polarlm.engine import PromptOptions
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.reading.tools import Tools, check_depth, read_calls
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, shown, text, wrong
+
+MOST_SALT = 1024  # characters
+MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
+_LONGEST_EFFORT = 32  # characters: a word, such as "high"
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""The roles that clients may use, and their names in templates."""
+
+
+def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt")) -> Prompt:
+    """The prompt under one of the names in `takes`. Raises BadRequest."""
+    given = [name for name in takes if body.get(name) is not None]
+    if len(given) != 1:
+        missing = f"{' or '.join(takes)} is missing"
+        raise BadRequest(next(iter(takes)), "give either messages or prompt, not both" if given else missing)
+    if given == ["messages"]:
+        return _messages(body["messages"])
+    (prompt,) = read_prompts("prompt", body["prompt"], 1)
+    return prompt
+
+
+def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
+    """The options of a prompt; parse_special: the default, whether a raw prompt has control tokens.
+
+    Raises BadRequest.
+    """
+    cache_prompt, salt = body.get("cache_prompt"), body.get("cache_salt")
+    special = body.get("parse_special")
+    return PromptOptions(
+        parse_special=parse_special if special is None else flag("parse_special", special),
+        cache_prompt=True if cache_prompt is None else flag("cache_prompt", cache_prompt),
+        cache_salt=read_salt(salt),
+        tools=() if tools is None else tools.given,
+        template_variables=_template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),
+    )
+
+
+def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
+    """Whether the answer goes on with the last message, which is the assistant's. Raises BadRequest.
+
+    It does so unless the request says otherwise, as at llama-server, or by two fields that vLLM has.
+    """
+    asks = {
+        name: flag(name, body[name]) is wanted
+        for name, wanted in (("continue_final_message", True), ("add_generation_prompt", False))
+        if body.get(name) is not None
+    }
+    if len(set(asks.values())) > 1:
+        sentence = "add_generation_prompt asks for a new turn if it is true, continue_final_message if it is false"
+        raise BadRequest("continue_final_message", f"{sentence}: leave one of them out")
+    last: Any = prompt[-1] if prompt else None
+    begun = isinstance(last, dict) and last["role"] == "assistant" and not last.get("tool_calls")
+    if isinstance(last, dict) and not begun and any(asks.values()):
+        name = next(iter(asks))
+        raise BadRequest(name, f"{name} asks to continue the last message, which is not a text of the assistant's")
+    return begun and len(prompt) > 1 and all(asks.values())
+
+
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+
+
+def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
+    """Variables of the model's template, and those that an effort of reasoning stands for, where they do not say so."""
+    field = "chat_template_kwargs"
+    asked = {} if effort is None else _reasoning(text("reasoning_effort", effort))
+    if value is None:
+        return asked
+    if not isinstance(value, dict):
+        raise wrong(field, 'an object such as {"enable_thinking": false}', value)
+    for name in value:
+        if name in _OWN_VARIABLES:
+            raise BadRequest(f"{field}.{name}", f"{field}.{name} cannot be set: the server gives it its value")
+    check_depth(field, value)
+    written = json.dumps(value, ensure_ascii=False)
+    if len(written) > MOST_VARIABLES:
+        raise BadRequest(field, f"{field} has {len(written):,} characters, but at most {MOST_VARIABLES:,} are taken")
+    return asked | value
+
+
+def _reasoning(effort: str) -> dict[str, Any]:
+    """Whether the model reasons before it answers; how much is up to the model's template."""
+    if len(effort) > _LONGEST_EFFORT:
+        raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def read_salt(value: Any) -> str:
+    """A cache salt; empty for none. Raises BadRequest."""
+    if value is None:
+        return ""
+    if not 1 <= len(text("cache_salt", value)) <= MOST_SALT:
+        raise BadRequest("cache_salt", f"cache_salt must have 1 to {MOST_SALT} characters, not {len(value)}")
+    return str(value)
+
+
+def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
+    """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}.
+
+    An array is one prompt if a token id is in it. Raises BadRequest.
+    """
+    if not isinstance(value, list) or any(_is_id(part) for part in value):
+        return [_raw_prompt(field, value)]
+    if not value:
+        raise wrong(field, "a string, an array of token ids, or an array of several prompts", value)
+    if len(value) > most:
+        raise BadRequest(field, f"{field} has {len(value)} prompts, but at most {most} are taken here")
+    return [_raw_prompt(field if len(value) == 1 else f"{field}[{index}]", one) for index, one in enumerate(value)]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
+    """A string, in an object or by itself, or an array of token ids and strings."""
+    if isinstance(value, dict):
+        if value.get("multimodal_data"):
+            raise BadRequest(f"{field}.multimodal_data", f"{field}.multimodal_data: this server takes text alone")
+        return text(f"{field}.prompt_string", value.get("prompt_string"))
+    if isinstance(value, str):
+        return text(field, value)
+    if not isinstance(value, list) or not value:
+        raise wrong(field, "a string or an array of token ids", value)
+    places = ((f"{field}[{index}]", part) for index, part in enumerate(value))
+    return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise wrong("messages", "an array with at least one message", value)
+    messages: list[dict[str, Any]] = []
+    open_calls: list[dict[str, Any]] = []  # whose results have not come
+    for index, given in enumerate(value):
+        field = f"messages[{index}]"
+        message = _message(field, given)
+        if message["role"] == "tool":
+            called = _called(f"{field}.tool_call_id", message, open_calls)
+            open_calls.remove(called)
+            message |= {"tool_call_id": called["id"], "name": called["function"]["name"]}
+        else:
+            open_calls = list(message.get("tool_calls", ()))
+        messages.append(message)
+    return messages
+
+
+def _called(field: str, message: Mapping[str, Any], calls: Collection[dict[str, Any]]) -> dict[str, Any]:
+    """The call that a message has the result of: the one with its id, or else the next one. Raises BadRequest."""
+    if not calls:
+        raise BadRequest(field, f"{field}: a message of role tool must follow the call that it has the result of")
+    id = message.get("tool_call_id")
+    if id is None:
+        return next(iter(calls))
+    found = next((call for call in calls if call["id"] == id), None)
+    if found is None:
+        raise BadRequest(field, f"{field} is {shown(id)}, which is no call of the message before, or has its result")
+    return found
+
+
+def _message(field: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise wrong(field, "an object with a role and a content", message)
+    for name in ("function_call", "audio"):
+        if message.get(name):
+            raise BadRequest(f"{field}.{name}", f"{name} in a message is not supported")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{field}.role", f"one of {', '.join(ROLES)}", role)
+    read: dict[str, Any] = {"role": ROLES[role]}
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = read_calls(f"{field}.tool_calls", message["tool_calls"])
+        content = "" if content is None else content
+    if role == "assistant" and message.get("reasoning_content") is not None:
+        read["reasoning_content"] = text(f"{field}.reasoning_content", message["reasoning_content"])
+    if role == "tool" and message.get("tool_call_id") is not None:
+        read["tool_call_id"] = text(f"{field}.tool_call_id", message["tool_call_id"])
+    field = f"{field}.content"
+    if isinstance(content, list):
+        content = "".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
+    if not isinstance(content, str):
+        raise wrong(field, "a string or an array of text parts", content)
+    return read | {"content": text(field, content)}
+
+
+def _part(field: str, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise wrong(field, 'an object such as {"type": "text", "text": "…"}', part)
+    kind = part.get("type")
+    if kind != "text":
+        named = f"{shown(kind)} parts are" if isinstance(kind, str) else "a part without a type is"
+        raise BadRequest(f"{field}.type", f"{named} not supported: this server takes text alone")
+    return text(f"{field}.text", part.get("text"))

@@ -1,0 +1,157 @@
+"""Reading sampling parameters: JSON in, SamplingParams out, every field validated."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from polarlm.engine import SamplingParams
+from polarlm.engine.limits import MOST_LOGPROBS, SAMPLING, complaint
+from polarlm.server.reading.constraints import read_constraint
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
+MAX_BIASES = 1024  # tokens
+MAX_BIAS_TEXT = 4096  # characters, of all strings together
+
+Tokenize = Callable[[str], list[int]]
+
+# Where one parameter has several fields, the last one that is given counts.
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+)
+_WHOLE = (
+    "top_k",
+    "n_predict",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "seed",
+    "repeat_last_n",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "speculative.n_max",
+    "speculative.n_min",
+)
+_PARAMETERS = {
+    "repetition_penalty": "repeat_penalty",
+    "n_predict": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "speculative.n_max": "draft_max",
+    "speculative.n_min": "draft_min",
+}  # of fields that are called otherwise
+_TEXTS = ("stop", "dry_sequence_breakers")
+_MEANT: dict[tuple[str, float], float] = {
+    ("top_k", -1): 0,
+    ("top_p", 0): 1e-9,
+}  # off, and the best token alone, as other servers spell them
+
+
+def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logprobs: bool) -> SamplingParams:
+    """Raises BadRequest. See `server.reading.parameters.read`."""
+    chosen: dict[str, Any] = {}
+    for field in (*_NUMBERS, *_WHOLE):
+        if field in body:
+            name, given = _PARAMETERS.get(field, field), body[field]
+            value = number(field, given) if field in _NUMBERS else count(field, given, -LARGEST, LARGEST)
+            chosen[name] = _within_limits(field, name, _MEANT.get((field, value), value))
+    for field in _TEXTS:
+        if field in body:
+            chosen[field] = texts(field, body[field], MAX_STOPS, MAX_STOP_LENGTH)
+    if "logit_bias" in body:
+        biases = _biases(body["logit_bias"], tokenize)
+        chosen["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
+    if "stop_token_ids" in body:
+        chosen["stop_token_ids"] = _ids("stop_token_ids", body["stop_token_ids"])
+    if "speculative.type" in body:
+        kind = text("speculative.type", body["speculative.type"])
+        chosen["spec_type"] = _within_limits("speculative.type", "spec_type", kind)
+    if "ignore_eos" in body:
+        chosen["ignore_eos"] = flag("ignore_eos", body["ignore_eos"])
+    return SamplingParams(**chosen, **read_constraint(body), logprobs=_logprobs(body, switched_logprobs))
+
+
+def _within_limits(field: str, name: str, value: Any) -> Any:
+    """`value` of a field that stands for parameter `name`. Raises BadRequest where it is out of the limits."""
+    if wrong := complaint(SAMPLING, name, value):
+        raise BadRequest(field, f"{field} {wrong}")
+    return value
+
+
+def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
+    """`SamplingParams.logprobs`: a number of most likely tokens; None for no log-probabilities."""
+    given, top = body.get("logprobs"), body.get("top_logprobs")
+    if probabilities := count("n_probs", body.get("n_probs", 0), 0, MOST_LOGPROBS):
+        return probabilities
+    if not switched:
+        if top not in (None, 0):
+            raise BadRequest("top_logprobs", "top_logprobs is not known here: logprobs itself is the number of tokens")
+        return None if given is None or given is False else count("logprobs", given, 0, MOST_LOGPROBS)
+    if flag("logprobs", False if given is None else given):
+        return count("top_logprobs", 0 if top is None else top, 0, MOST_LOGPROBS)
+    if top is not None:
+        raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true beside it")
+    return None
+
+
+def _ids(field: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise wrong(field, "an array of token ids", value)
+    if len(value) > MAX_BIASES:
+        raise BadRequest(field, f"{field} has {len(value)} tokens, but at most {MAX_BIASES} are taken")
+    return tuple(count(f"{field}[{index}]", token, 0, LARGEST) for index, token in enumerate(value))
+
+
+# -- logit_bias ------------------------------------------------------------------------------------------------
+
+
+def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
+    """The biases in an object, or in an array of pairs. A string that is not an id stands for all of its tokens."""
+    if isinstance(value, dict):
+        pairs: Iterable[Any] = ((_id_or_text(token), bias) for token, bias in value.items())
+    elif isinstance(value, list):
+        pairs = (_pair(f"logit_bias[{index}]", pair) for index, pair in enumerate(value))
+    else:
+        raise wrong("logit_bias", "an object of token ids and numbers", value)
+    if len(value) > MAX_BIASES:
+        raise BadRequest("logit_bias", f"logit_bias has {len(value)} entries, but at most {MAX_BIASES} are taken")
+    biases: dict[int, float] = {}
+    characters = 0
+    for token, given in pairs:
+        bias = -math.inf if given is False else number(f"logit_bias.{shown(token)}", given)
+        if isinstance(token, int):
+            biases[token] = bias
+            continue
+        characters += len(text("logit_bias", token))
+        if characters > MAX_BIAS_TEXT:
+            raise BadRequest("logit_bias", f"logit_bias has strings of more than {MAX_BIAS_TEXT} characters")
+        biases |= dict.fromkeys(tokenize(token), bias)
+    if len(biases) > MAX_BIASES:
+        raise BadRequest("logit_bias", f"logit_bias has {len(biases)} tokens, but at most {MAX_BIASES} are taken")
+    return biases
+
+
+def _id_or_text(token: str) -> int | str:
+    """The id that a name in an object spells, else the name: JSON has strings alone there."""
+    if re.fullmatch("-?[0-9]+", token) is None:
+        return token
+    if re.fullmatch("[0-9]{1,18}", token) is None:
+        raise BadRequest("logit_bias", f"logit_bias names {shown(token)}, which is not a token id")
+    return int(token)
+
+
+def _pair(field: str, pair: Any) -> tuple[int | str, Any]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise wrong(field, "a pair of a token and a number", pair)
+    token, bias = pair
+    return (token if isinstance(token, str) else count(f"{field}[0]", token, 0, LARGEST)), bias

@@ -1,0 +1,332 @@
+"""The bridge between the event loop and the engine, which computes in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.async_engine import EngineThread
+from polarlm.engine.outputs import Status, embedding
+from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.requests.request import Ticket
+from polarlm.server.config import ServerConfig
+from polarlm.server.running import journal, refused
+from polarlm.server.running.counters import Totals
+from polarlm.server.running.job import Job
+from polarlm.server.running.refused import Refused, for_clients
+from polarlm.server.running.sessions import Saved, SessionFolder
+from polarlm.server.running.worker import Worker
+
+T = TypeVar("T")
+Submit = Callable[..., Ticket]
+_LOG = logging.getLogger(__name__)
+_TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
+_LAST_SECONDS = 5.0  # for a session that is being saved when the server ends
+
+
+@dataclass
+class _Queue:
+    """Requests under way that count against the same limit."""
+
+    room: int
+    jobs: set[Job] = field(default_factory=set)
+
+
+class Driver:
+    """Lets coroutines of one event loop stream from an engine. All methods belong to that loop.
+
+    The driver owns neither: `stop` leaves the engine open.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig, sessions: SessionFolder | None = None) -> None:
+        self.engine = engine
+        self.config = config
+        self._sessions = sessions
+        self._totals = Totals()
+        self._answers = _Queue(engine.config.parallel + config.max_queue)
+        self._transfers = _Queue(1 + config.max_queue)  # apart: a hanging disk delays only sessions
+        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: they generate nothing
+        self._queues = (self._answers, self._transfers, self._texts)
+        self._closing = False
+        self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
+        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # delays no prompt
+        # Those whose constraint is compiled wait in threads, as do those whose constraint is known: these do not stay.
+        self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
+        self._disk = Worker("sessions")
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = EngineThread(self.engine, self._failed)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, wait for those under way, and end those left after `seconds`."""
+        self._closing = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except asyncio.TimeoutError:
+            self._end_all(refused.closing())
+
+    async def stop(self) -> None:
+        """End all requests; returns when the engine's thread has ended, even if a disk hangs."""
+        self._closing = True
+        self._end_all(refused.closing())
+        await self._loop.run_in_executor(None, self._thread.stop)
+        for pool in (self._pool, self._text_pool, self._grammar_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+        if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
+            _LOG.warning(
+                "a session was being saved or loaded when the server ended, and the disk did not finish in time"
+            )
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused because the server is closing."""
+        return self._closing
+
+    @property
+    def room(self) -> int:
+        """How many answers may be under way at the same time, waiting ones included."""
+        return self._answers.room
+
+    def _failed(self, error: Exception) -> None:
+        """Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._end_all, error)
+
+    def _end_all(self, reason: Exception) -> None:
+        for job in [job for queue in self._queues for job in queue.jobs]:
+            job.end(reason)
+        self._thread.wake()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: PromptOptions | None = None,
+        *,
+        progress: bool = False,
+        submit: Submit | None = None,
+        compiles: bool = False,
+    ) -> AsyncGenerator[Chunk, None]:
+        """The answer to `prompt`, chunk by chunk; the last one has a finish_reason and the usage.
+
+        progress: also yield chunks without text while the prompt is computed. submit: called in a thread in place of
+        `Engine.submit`; compiles: whether it adds a constraint.
+
+        Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
+        `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
+        """
+        with self._job(self._answers) as (entry, job):
+            start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
+            ticket = await self._submitted(entry, job, prompt, start, compiles=compiles or params.is_constrained)
+            last = False
+            try:
+                while not last:
+                    item = await self._next(job)
+                    self._totals.count(item, job)
+                    entry.count(item)
+                    last = item.finish_reason is not None
+                    job.outcome = item.finish_reason or job.outcome
+                    yield item
+            finally:
+                if not last:  # no usage has come
+                    entry.cached_tokens += ticket.cached_tokens()
+
+    async def embed(
+        self, prompts: Sequence[Prompt], options: PromptOptions, write: Callable[[Embedding], T]
+    ) -> list[T]:
+        """`write` of the embedding of each prompt, in a thread; they are computed one after the other.
+
+        Raises Refused or EngineError. Cancelling the task that waits for it cancels the request.
+        """
+        found: list[T] = []
+        with self._job(self._answers) as (entry, job):
+            for prompt in prompts:
+                start = partial(self.engine.submit, prompt, SamplingParams(max_tokens=0), options)
+                await self._submitted(entry, job, prompt, start)
+                chunks: list[Chunk] = []
+                while not chunks or chunks[-1].finish_reason is None:
+                    chunks.append(await self._next(job))
+                    self._totals.count(chunks[-1], job)
+                vector = embedding(chunks)
+                if vector is None:
+                    raise refused.closing()
+                found.append(await self._aside(partial(write, vector), self._pool))
+            job.outcome = "embedded"
+        return found
+
+    async def _next(self, job: Job) -> Any:
+        """The next item that a job's thread has appended. Raises Refused or EngineError in place of one."""
+        try:
+            return await job.next()
+        except Exception as error:
+            raise for_clients(error) from None
+
+    @contextmanager
+    def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
+        """A job in `queue` for as long as --request-seconds allow, and its entry in the log.
+
+        Raises Refused where the queue is full, or the server is about to end.
+        """
+        entry = journal.current() or journal.Entry("", "")
+        job = self._admit(entry, queue)
+        timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
+        try:
+            yield entry, job
+        except (Refused, EngineError) as error:
+            job.outcome = error.code if isinstance(error, Refused) else "error"
+            raise
+        finally:
+            timer.cancel()
+            entry.outcome = job.outcome
+            self._leave(job, queue)
+
+    def _admit(self, entry: journal.Entry, queue: _Queue) -> Job:
+        refusal = None
+        if self._closing:
+            refusal = refused.closing()
+        elif len(queue.jobs) >= queue.room:
+            refusal = refused.busy("The server is busy", self._totals.usual_seconds())
+        if refusal is not None:
+            entry.outcome = refusal.code
+            self._totals.requests[refusal.code] += 1
+            raise refusal
+        job = Job(self._loop)
+        queue.jobs.add(job)
+        self._idle.clear()
+        return job
+
+    def _leave(self, job: Job, queue: _Queue) -> None:
+        job.close()
+        self._thread.wake()  # for the engine to drop it
+        queue.jobs.discard(job)
+        answer = queue is self._answers and job.outcome != "error"  # most errors come before anything is computed
+        self._totals.ended(job.outcome, time.monotonic() - job.started, answer=answer)
+        if not any(queue.jobs for queue in self._queues):
+            self._idle.set()
+
+    def _expire(self, job: Job) -> None:
+        limit = self.config.request_seconds
+        job.end(Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server"))
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        limit = self.config.max_tokens
+        if limit is None or 0 <= params.max_tokens <= limit:
+            return params
+        return replace(params, max_tokens=limit)
+
+    async def _submitted(
+        self, entry: journal.Entry, job: Job, prompt: Prompt, start: Submit, *, compiles: bool = False
+    ) -> Ticket:
+        """Submit a request with `start`, in a thread of a pool: the engine takes it between two units of work."""
+
+        def submit() -> Ticket:
+            ticket = start(into=job, gone=lambda: job.closed)
+            job.queued(ticket)
+            self._thread.wake()
+            return ticket
+
+        entry.prompt = prompt if self.config.log_prompts else None
+        try:
+            ticket = await self._aside(submit, self._grammar_pool if compiles else self._pool)
+        except EngineError:
+            if job.closed:  # while its constraint was compiled: the reason is that of its end
+                await self._next(job)
+            raise
+        self._totals.prompt_tokens += ticket.prompt_tokens
+        entry.prompt_tokens += ticket.prompt_tokens
+        return ticket
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
+        """Save the stored part of `prompt`; returns its number of tokens. Raises Refused or EngineError."""
+        folder = self._folder
+
+        def save() -> int:
+            file, limit = folder.file(name), folder.limit(name)
+            return self.engine.save_session(file, prompt=prompt, options=options, progress=limit)
+
+        return await self._on_disk("saved", save)
+
+    async def load_session(self, name: str, cache_salt: str = "") -> int:
+        """Load a session into the store; returns its number of tokens. Raises Refused or EngineError."""
+        file = self._folder.file(name)
+
+        def load() -> int:
+            if not os.path.lexists(file):
+                raise refused.unknown_session(name)
+            return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
+
+        return await self._on_disk("loaded", load)
+
+    async def list_sessions(self) -> list[Saved]:
+        """All sessions. Raises Refused."""
+        return await self._on_disk("listed", self._folder.all)
+
+    async def remove_session(self, name: str) -> None:
+        """Remove a session. Raises Refused or EngineError."""
+        folder = self._folder
+
+        def remove() -> None:
+            if not folder.remove(name):
+                raise refused.unknown_session(name)
+
+        await self._on_disk("removed", remove)
+
+    async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs in the thread for sessions, one at a time.
+
+        A timeout or a cancellation ends the wait for it, but not the work once it has begun.
+        """
+        return await self._counted(self._transfers, self._disk.submit, outcome, work)
+
+    @property
+    def _folder(self) -> SessionFolder:
+        if self._sessions is None:
+            raise Refused("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
+        return self._sessions
+
+    # -- status and texts ----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Totals:
+        """A copy of the counters."""
+        active = sum(len(queue.jobs) for queue in self._queues)
+        return replace(self._totals, requests=self._totals.requests.copy(), active=active)
+
+    async def status(self) -> Status:
+        """The engine's load; waits for the current unit of work."""
+        return await self._aside(self.engine.status, self._pool)
+
+    async def counted(self, outcome: str, work: Callable[[], T]) -> T:
+        """The result of `work`, run in a thread for texts and counted as `outcome`. Raises its errors and Refused."""
+        return await self._counted(self._texts, self._text_pool.submit, outcome, work)
+
+    async def _counted(self, queue: _Queue, submit: Callable[[Any], Any], outcome: str, work: Callable[[], T]) -> T:
+        with self._job(queue) as (_, job):
+            submit(partial(job.do, work))
+            result: T = await self._next(job)
+            job.outcome = outcome
+            return result
+
+    async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor) -> T:
+        """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
+        try:
+            return await self._loop.run_in_executor(pool, function)
+        except Exception as error:
+            raise for_clients(error) from None

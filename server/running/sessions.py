@@ -1,0 +1,123 @@
+"""Sessions by name: files in one folder that clients may save and load; no name leads to another file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polarlm.engine import EngineError
+from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.storage import checked_file
+from polarlm.engine.storage.sessions import is_session
+from polarlm.server.reading.values import BadRequest
+
+_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A session in the folder."""
+
+    name: str
+    bytes: int
+    seconds: int  # since 1970: when it was saved
+
+
+@dataclass(frozen=True)
+class SessionFile(os.PathLike[str]):
+    """The path of a session's file; sentences for clients show its name alone."""
+
+    folder: Path
+    name: str
+
+    def __fspath__(self) -> str:
+        return str(self.folder / (self.name + _SUFFIX))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class SessionFolder:
+    """The sessions of a server. Its methods block on the disk."""
+
+    def __init__(self, folder: str, most: int) -> None:
+        """Make the folder, for its owner alone, if it does not exist. Raises EngineError if it cannot be made.
+
+        most: limit of the bytes of all sessions together.
+        """
+        self._most = most
+        try:
+            self._folder = Path(folder).expanduser()
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
+            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+            raise EngineError(
+                f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
+            ) from None
+
+        checked_file.remove_unfinished(self._folder)
+
+    def file(self, name: str) -> SessionFile:
+        return SessionFile(self._folder, name)
+
+    def all(self) -> list[Saved]:
+        """All sessions, ordered by name."""
+        found = []
+        for path in sorted(self._folder.glob("*" + _SUFFIX)):
+            name = path.name.removesuffix(_SUFFIX)
+            try:
+                status = path.stat()
+            except OSError:  # removed meanwhile, or a broken link
+                continue
+            if _NAME.fullmatch(name) and is_session(path):
+                found.append(Saved(name, status.st_size, int(status.st_mtime)))
+        return found
+
+    def limit(self, name: str) -> Callable[[int, int], None]:
+        """A `progress` function for saving a session that raises EngineError where the file is too large.
+
+        A session that this one replaces does not count.
+        """
+        others = sum(saved.bytes for saved in self.all() if saved.name != name)
+
+        def check(_done: int, size: int) -> None:
+            if others + size > self._most:
+                raise EngineError(
+                    f"The session {name} needs {format_bytes(size)}, and the others take {format_bytes(others)} of the "
+                    f"{format_bytes(self._most)} that --max-sessions-size allows: remove some",
+                    "storage",
+                )
+
+        return check
+
+    def remove(self, name: str) -> bool:
+        """Remove a session; returns whether it existed. Raises EngineError where it cannot be removed, and for another
+        file of the folder."""
+        file = self.file(name)
+        try:
+            if os.path.lexists(file) and not is_session(file):
+                raise EngineError(
+                    f"The session {name} cannot be removed: its file is none of a session, or damaged; it can be "
+                    "removed from the folder of the sessions",
+                    "storage",
+                )
+            os.unlink(file)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
+        return True
+
+
+def read_name(field: str, value: Any) -> str:
+    """`value` as the name of a session. Raises BadRequest for other values, such as paths."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise BadRequest(
+            field, f"{field} must be 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
+        )
+    return value

@@ -1,0 +1,1 @@
+"""JSON lines over a socket, as docs/socket-protocol.md describes them."""

@@ -1,0 +1,292 @@
+"""One client of the socket: lines of JSON in, several requests at a time, lines of JSON out."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from polarlm.engine import EngineError
+from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
+from polarlm.server.reading.values import BadRequest, read_json
+from polarlm.server.running import journal
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.listening import notice_lost_peers
+from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, Refused, busy
+from polarlm.server.running.sessions import read_name
+from polarlm.server.socket.lines import Lines
+from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
+
+SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
+MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them
+KEY_SECONDS = 10.0  # until a client has to have shown the key
+IDLE_SECONDS = 1800.0  # for which a client may have no request under way
+PROBE_SECONDS = 0.25
+
+_LOG = logging.getLogger(__name__)
+Work = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Connection(asyncio.Protocol):
+    """Reads requests, and runs each as a task that writes its lines as they come.
+
+    The connection closes, and its requests are cancelled, when the client is gone or does not read its answers. A
+    client that has closed its sending side alone still gets its answers. Both look alike from here, so the server sends
+    it white space in the meantime, which JSON ignores: writing fails once the client is gone.
+    """
+
+    def __init__(self, driver: Driver, others: set[Connection]) -> None:
+        self._driver = driver
+        self._config = driver.config
+        self._others = others
+        self._lines = Lines(self._config.max_body)
+        self._requests: dict[Id, asyncio.Task[None]] = {}
+        self._known = self._config.api_key is None
+        self._greeted = False  # a JSON object has come
+        self._ended = False  # the client has closed its sending side
+        self._full = False  # the transport's buffer is
+        self._waiting = bytearray()  # to be written when it has room
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.lost = asyncio.Event()
+
+    # -- called by the event loop ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._loop = transport, asyncio.get_running_loop()
+        name = transport.get_extra_info("peername")
+        self._client = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unix"
+        notice_lost_peers(transport.get_extra_info("socket"))
+        if len(self._others) >= self._config.max_connections:
+            self._complain(None, busy(TOO_MANY_CONNECTIONS, 1))
+            self._close()
+        self._others.add(self)
+        self._await_request()
+        if not self._known:
+            self._after("key", KEY_SECONDS, self._refuse_key)
+
+    def data_received(self, data: bytes) -> None:
+        for line in self._lines.feed(data):
+            if self._transport.is_closing():
+                return
+            self._take(line)
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        if not self._transport.is_closing():
+            self._take(self._lines.rest())
+        if self._requests:
+            self._probe()
+        return bool(self._requests)
+
+    def pause_writing(self) -> None:
+        self._full = True
+        self._after("slow", SLOW_SECONDS, self._transport.abort)
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._timers.pop("slow").cancel()
+        self._flush()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._others.discard(self)
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in self._requests.values():
+            task.cancel()
+        self.lost.set()
+
+    # -- messages in -------------------------------------------------------------------------------------------
+
+    def _take(self, line: bytes | None) -> None:
+        """Start or cancel the request on a line; None stands for a line that is too long."""
+        if line is not None and not line.strip():
+            return
+        request_id: Id | None = None
+        try:
+            message = self._read(line)
+            has_key = self._greet(message)
+            if not self._known or (has_key and len(message) == 1):
+                return
+            request_id = read_id(message)
+            if message.get("cancel") is not None:
+                self._cancel(request_id, message["cancel"])
+            else:
+                self._start(request_id, message)
+        except BadRequest as error:
+            if self._greeted:
+                self._complain(request_id, error)
+            elif not self._known:
+                self._refuse_key()
+            else:
+                self._hang_up(f"{error}; this is no port for HTTP or TLS, and the first line has to be a message")
+
+    def _read(self, line: bytes | None) -> dict[str, Any]:
+        """The message on a line.
+
+        A first line without one ends the connection: a web page can make a browser send lines of the page's choice
+        after lines of the browser's own, in the body of an HTTP request or in a TLS handshake.
+        """
+        if line is None:
+            raise BadRequest(None, f"a line may have {self._config.max_body} bytes at most")
+        message = read_json(line)
+        self._greeted = True
+        return message
+
+    def _greet(self, message: dict[str, Any]) -> bool:
+        """Check a message's key and return whether it has one; a first message without the right key closes."""
+        key, wanted = message.get("api_key"), self._config.api_key
+        if not self._known and wanted is not None:
+            given = key if isinstance(key, str) else ""
+            self._known = hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
+            if self._known:
+                self._timers.pop("key").cancel()
+            else:
+                self._refuse_key()
+        return key is not None
+
+    def _refuse_key(self) -> None:
+        self._hang_up('send {"api_key": …} with the right key as the first message', "unauthorized")
+
+    def _hang_up(self, reason: str, code: str = "invalid_request") -> None:
+        self._complain(None, Refused(code, reason))
+        self._close()
+
+    def _start(self, request_id: Id, message: dict[str, Any]) -> None:
+        if request_id in self._requests:
+            raise BadRequest("id", "id is that of a request under way: choose another")
+        work = self._work(request_id, message)
+        if idle := self._timers.pop("idle", None):
+            idle.cancel()
+        self._requests[request_id] = self._loop.create_task(self._serve(request_id, work))
+
+    def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
+        """The coroutine function of a message's request; its result is the last message to the client."""
+        if message.get("save") is not None and message.get("load") is not None:
+            raise BadRequest("load", "give either save or load, not both")
+        if message.get("save") is not None:
+            saved = read_name("save", message["save"])
+            prompt = read_prompt(message)
+            options = read_options(message, parse_special=self._config.parse_special)
+            counted = not self._config.hide_cached_tokens
+            return lambda: _transferred(self._driver.save_session(saved, prompt, options), counted)
+        if message.get("load") is not None:
+            loaded = read_name("load", message["load"])
+            salt = read_salt(message.get("cache_salt"))
+            return lambda: _transferred(self._driver.load_session(loaded, salt))
+        body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
+        asked = read(body, self._driver.engine.tokenize, parse_special=self._config.parse_special)
+        if asked.tools is not None:
+            raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
+        if asked.n != 1:
+            raise BadRequest("n", "n must be 1 here: send a request for each answer")
+        return lambda: self._answer(request_id, asked)
+
+    def _cancel(self, request_id: Id, value: Any) -> None:
+        """Cancel a request; a request that has ended meanwhile has sent its last message already."""
+        if value is not True:
+            raise BadRequest("cancel", "cancel must be true")
+        if request_id in self._requests:
+            self._requests[request_id].cancel()
+            self._finish(request_id, {"done": True, "finish_reason": "cancelled"})
+
+    # -- messages out ------------------------------------------------------------------------------------------
+
+    async def _serve(self, request_id: Id, work: Work) -> None:
+        """Run a request and send its last message; its task is cancelled with the request or the connection."""
+        try:
+            with journal.entry(self._client, "socket"):
+                last = await work()
+            self._finish(request_id, last)
+        except (Refused, EngineError) as error:
+            self._finish(request_id, error_of(error))
+        except Exception as error:
+            _LOG.exception("a request of the socket ended with an unexpected error")
+            self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
+
+    async def _answer(self, request_id: Id, asked: Asked) -> dict[str, Any]:
+        async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options)) as chunks:
+            text = ""
+            logprobs: list[dict[str, Any]] = []
+            tokenizer = self._driver.engine.model.tokenizer
+            async for chunk in chunks:
+                text += chunk.text
+                logprobs += [likelihood(tokenizer, token) for token in chunk.logprobs]
+                if (text or logprobs) and (asked.stream or chunk.finish_reason):
+                    self._send(request_id, {"delta": text} | ({"logprobs": logprobs} if logprobs else {}))
+                    text, logprobs = "", []
+        return last_of(chunk, self._config.hide_cached_tokens)
+
+    def _finish(self, request_id: Id, message: dict[str, Any]) -> None:
+        """Send the last message of a request; its id is free from then on."""
+        self._send(request_id, message)
+        del self._requests[request_id]
+        if not self._requests:
+            if self._ended:
+                self._close()
+            else:
+                self._await_request()
+
+    def _await_request(self) -> None:
+        reason = f"there was no request under way for {IDLE_SECONDS:.0f} seconds"
+        self._after("idle", IDLE_SECONDS, partial(self._hang_up, reason, "timeout"))
+
+    def _complain(self, request_id: Id | None, error: Exception) -> None:
+        self._send(request_id, error_of(error))
+
+    def _send(self, request_id: Id | None, message: dict[str, Any]) -> None:
+        line = json.dumps({"id": request_id, **message}, ensure_ascii=False)
+        self._write(line.encode("utf-8", "replace") + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        if not self._full:
+            self._transport.write(data)
+        elif len(self._waiting) > MOST_PENDING:
+            self._transport.abort()
+        else:  # not in the transport, whose cost per write grows with the number of writes that wait
+            self._waiting += data
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        if waiting:
+            self._transport.write(waiting)
+
+    def _close(self) -> None:
+        """Close the connection once everything is sent."""
+        self._flush()
+        self._transport.close()
+
+    def _probe(self) -> None:
+        """Send white space to detect a dead peer."""
+        self._write(b" ")
+        self._after("probe", PROBE_SECONDS, self._probe)
+
+    def _after(self, name: str, seconds: float, action: Any) -> None:
+        self._timers[name] = self._loop.call_later(seconds, action)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    async def close(self, seconds: float) -> None:
+        """Wait up to `seconds` for the requests' last messages, then close; returns once the connection is lost."""
+        try:
+            if self._requests:
+                await asyncio.wait(self._requests.values(), timeout=seconds)
+            self._close()
+            await asyncio.wait_for(self.lost.wait(), seconds)
+        except asyncio.TimeoutError:
+            self._transport.abort()
+            await self.lost.wait()
+
+
+async def _transferred(session: Awaitable[int], counted: bool = True) -> dict[str, Any]:
+    """The last message of a request that saves or loads a session; with its number of tokens if `counted`."""
+    tokens = await session
+    return {"done": True} | ({"tokens": tokens} if counted else {})

@@ -1,0 +1,142 @@
+"""Answers in parts: what is text, reasoning and a call does not depend on how the text comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarlm.model_loaders.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.reasoning import Tags
+from polarlm.model_loaders.templates import ChatTemplate
+from polarlm.server.answers.answer_parser import AnswerParser
+from polarlm.server.answers.pieces import Piece
+from tests import call_templates
+
+THINK = Tags("<think>", "</think>")
+NAMES = ("weather", "time")
+FORMS = {
+    name: find_call_format(ChatTemplate(getattr(call_templates, name), origin=name, bos_token="<s>", eos_token="</s>"))
+    for name in ("MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "HERMES", "NO_TOOLS")
+}
+ARGUMENTS = ("{}", '{"city": "Rome"}', '{"a": {"b": ["}", "{\\"", "\\\\"]}, "n": 1.5}')
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """`pieces` with neighbours of one kind in one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else Piece()
+        kinds = [{kind for kind in ("text", "reasoning", "arguments") if getattr(each, kind)} for each in (last, piece)]
+        if piece.call is None and last.call is None and kinds[0] == kinds[1] and found:
+            found[-1] = replace(
+                last,
+                text=last.text + piece.text,
+                reasoning=last.reasoning + piece.reasoning,
+                arguments=last.arguments + piece.arguments,
+            )
+        else:
+            found.append(piece)
+    return found
+
+
+def parsed(parser: AnswerParser, *texts: str) -> list[tuple[str, str]]:
+    """(kind, text) of each part."""
+    pieces = [piece for text in texts for piece in parser.push(text)] + parser.finish()
+    kinds: list[tuple[str, str]] = []
+    for piece in merged(pieces):
+        if piece.call is not None:
+            assert len(piece.call.id) == 9
+            kinds.append(("call", piece.call.name))
+        kinds += [(kind, getattr(piece, kind)) for kind in ("reasoning", "text", "arguments") if getattr(piece, kind)]
+    return kinds
+
+
+def parser(format: CallFormat | None = None, tags: Tags | None = None, *, thinks: bool = False) -> AnswerParser:
+    return AnswerParser(format, NAMES, ("[TOOL_CALLS]", "[ARGS]"), tags, thinks=thinks)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_calls_as_each_family_writes_them(name: str) -> None:
+    format = FORMS[name]
+    calls = [("weather", ARGUMENTS[2], "aaaaaaaa1"), ("time", "{}", "bbbbbbbb2")][: 2 if format.several else 1]
+    written = replace(format, shown_closing=(format.closing,)).shown(calls)
+    expected = [part for function, arguments, _ in calls for part in (("call", function), ("arguments", arguments))]
+    assert parsed(parser(format), written) == expected
+    assert parsed(parser(format), *written) == expected
+    if name != "LLAMA":
+        assert parsed(parser(format), f"I look.\n{written}") == [("text", "I look."), *expected]
+    assert parsed(parser(format, THINK), f"<think>\nso\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
+    assert parsed(parser(format, THINK, thinks=True), f"so\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
+
+
+def test_text_around_calls_is_kept() -> None:
+    text = 'Wait.\n\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n Done. \n'
+    expected = [("text", "Wait."), ("call", "time"), ("arguments", "{}"), ("text", "Done. \n")]
+    assert parsed(parser(FORMS["HERMES"]), text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "  \n ",
+        " plain text\n",
+        "a <tool_call",
+        "<tool_call> is a tag",
+        '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "time", "arguments": 5}',
+        "<think",
+        "and <think>later</think>",
+    ],
+)
+def test_what_is_no_call_and_no_reasoning_is_text(text: str) -> None:
+    expected = [("text", text)] if text else []
+    for pieces in ([text], list(text)):
+        assert parsed(parser(FORMS["HERMES"], THINK), *pieces) == expected
+
+
+def test_an_answer_may_end_anywhere() -> None:
+    """As it does at the most tokens that it may have."""
+    text = '<think>a b</think>Hi <tool_call>\n{"name": "time", "arguments": {"a": 1}}\n</tool_call>'
+    for end in range(len(text)):
+        parts = dict(parsed(parser(FORMS["HERMES"], THINK), text[:end]))
+        assert "a b</think>".startswith(parts.get("reasoning", ""))
+        assert '{"a": 1}'.startswith(parts.get("arguments", ""))
+
+
+def test_ids_that_the_model_writes_are_those_of_the_calls() -> None:
+    (start, *_) = AnswerParser(FORMS["MISTRAL_IDS"], NAMES).push("[TOOL_CALLS]time[CALL_ID]abcdefgh9[ARGS]{}")
+    assert start.call is not None
+    assert (start.call.id, start.call.name) == ("abcdefgh9", "time")
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *("<think>", "</think>", "<tool_call>", '{"name": "', "weather", "tim", "e", '", "arguments": ', "{}", '{"a"'),
+        *("}", "}\n</tool_call>", "[TOOL_CALLS]", " [", "]", ", ", "[ARGS]", "x", " ", "\n", '"', "\\", ": 1"),
+        *('", "parameters": ', FORMS["HERMES"].shown([("time", "{}", "")])),
+        '[TOOL_CALLS] [{"name": "time", "arguments": {}}]',
+    ]
+)
+
+
+@given(
+    st.lists(FRAGMENTS, max_size=12).map("".join),
+    st.sampled_from([*FORMS]),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(0, 200), max_size=8),
+)
+def test_the_parts_do_not_depend_on_how_the_text_comes(
+    text: str, name: str, tagged: bool, thinks: bool, cuts: list[int]
+) -> None:
+    tags = THINK if tagged else None
+    places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+    pieces = [text[a:b] for a, b in pairwise(places)]
+    whole = parsed(parser(FORMS[name], tags, thinks=tagged and thinks), text)
+    assert parsed(parser(FORMS[name], tags, thinks=tagged and thinks), *pieces) == whole
+    assert parsed(parser(FORMS[name], tags, thinks=tagged and thinks), *text) == whole

@@ -1,0 +1,91 @@
+"""A long conversation with tools: every turn finds what the turns before have left in the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import call_templates
+from tests.server.http_server import Serving, serving
+from tests.tool_model import tool_engine
+
+QWEN3 = (Path(__file__).resolve().parents[2] / "fixtures" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+TURNS = 20
+MESSAGES = [{"role": "user", "content": "How is the weather?"}]
+DAYS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
+CITY = {"enum": ["Rome", "Oslo"]}
+PARAMETERS = {"type": "object", "properties": {"days": DAYS, "city": CITY}, "required": ["city", "days"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+FAMILIES = {
+    "qwen3": QWEN3,
+    **{name: getattr(call_templates, name) for name in ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS")},
+    "NO_TOOLS": call_templates.NO_TOOLS,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serving]:
+    with tool_engine(tmp_path, FAMILIES[request.param], block_size=16) as engine, serving(engine) as running:
+        yield running
+
+
+def respelled(message: dict[str, Any]) -> dict[str, Any]:
+    """An answer as many clients send it back: without its reasoning, its arguments read and written anew."""
+    calls = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(json.loads(call["function"]["arguments"]), indent=1, sort_keys=True),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {"role": "assistant", "content": message["content"], "tool_calls": calls}
+
+
+def hit_rate(server: Serving, more: dict[str, Any]) -> tuple[float, int]:
+    """Over a conversation, the share of the stored tokens that the next turn finds, and the answers with reasoning."""
+    messages: list[Any] = [*MESSAGES]
+    stored = found = reasoned = 0
+    for turn in range(TURNS):
+        body = {"messages": messages, "tools": TOOLS, "temperature": 1, "seed": turn, "max_tokens": 300, **more}
+        answer = server.post("/v1/chat/completions", body).json()
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "tool_calls", choice
+        usage = answer["usage"]
+        reasoned += "reasoning_content" in choice["message"]
+        if turn:
+            found += usage["prompt_tokens_details"]["cached_tokens"]
+        before = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last token's K/V were not needed
+        stored += before if turn < TURNS - 1 else 0
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": f"rain {turn}"}
+            for call in choice["message"]["tool_calls"]
+        ]
+        messages += [respelled(choice["message"]), *results]
+    return found / stored, reasoned
+
+
+@pytest.mark.slow
+def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> None:
+    more = {"tool_choice": "required", "parallel_tool_calls": False}
+    rate, reasoned = hit_rate(server, {**more, "chat_template_kwargs": {"enable_thinking": False}})
+    assert rate >= 0.98
+    assert not reasoned
+
+
+@pytest.mark.slow
+def test_reasoning_between_calls_is_found_as_well(tmp_path: Path) -> None:
+    """Clients leave it out, and the template shows it behind the last question."""
+    more = {"tool_choice": "required", "parallel_tool_calls": False}
+    bias = {"<think>": 50, "th": 100, "</think>": 100}
+    with tool_engine(tmp_path, QWEN3, block_size=16) as engine, serving(engine) as running:
+        rate, reasoned = hit_rate(running, {**more, "logit_bias": bias})
+    assert rate >= 0.98
+    assert 3 < reasoned < TURNS

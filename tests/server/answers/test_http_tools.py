@@ -1,0 +1,366 @@
+"""Tools with OpenAI's own client: calls that parse, as the templates of several families have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from polarlm.engine import Engine
+from polarlm.engine.requests import answers
+from tests import call_templates
+from tests.server.http_server import Serving, serving
+from tests.tool_model import tool_engine
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
+QWEN3 = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8")
+FAMILIES = {
+    "qwen3": QWEN3,
+    **{name: getattr(call_templates, name) for name in ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS")},
+    "NO_TOOLS": call_templates.NO_TOOLS,
+}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Oslo", "Bern"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time"}},
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "How is it?"}]
+AT_ONCE: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with (
+        tool_engine(tmp_path_factory.mktemp("model"), FAMILIES[request.param]) as engine,
+        serving(engine) as server,
+    ):
+        yield server
+
+
+def ask(server: Serving, **more: Any) -> Any:
+    given = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 200, **more}
+    return server.openai.chat.completions.create(**given)
+
+
+def assert_valid(call: Any) -> None:
+    assert call.type == "function"
+    if call.function.name == "time":
+        assert call.function.arguments == "{}"
+    else:
+        assert call.function.name == "weather"
+        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls_parse(family: Serving, stream: bool) -> None:
+    for seed in range(3):
+        more: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+        more["extra_body"] = AT_ONCE
+        if stream:
+            with family.openai.chat.completions.stream(
+                model="any", messages=MESSAGES, tools=TOOLS, temperature=1, max_tokens=200, **more
+            ) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = ask(family, **more)
+        (choice,) = answer.choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        assert len(call.id) == 9
+        assert_valid(call)
+
+
+def test_a_named_function_is_called(family: Serving) -> None:
+    for name in ("weather", "time"):
+        answer = ask(family, tool_choice={"type": "function", "function": {"name": name}}, seed=5, extra_body=AT_ONCE)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == name
+        assert_valid(call)
+
+
+@pytest.mark.slow
+def test_some_of_the_tools_may_be_allowed_alone(hermes: Serving) -> None:
+    for name in ("weather", "time"):
+        tools = [{"type": "function", "function": {"name": name}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
+        for seed in range(2):
+            answer = ask(hermes, tool_choice=choice, seed=seed, parallel_tool_calls=False)
+            (call,) = answer.choices[0].message.tool_calls
+            assert call.function.name == name
+            assert_valid(call)
+
+
+def test_results_of_calls_are_read(family: Serving) -> None:
+    """Through every template, and with calls and ids of another server's."""
+    call = {
+        "id": "call_of_another",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city":"Rome"}'},
+    }
+    turn = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = [{"role": "tool", "tool_call_id": "call_of_another", "content": "rain"}]
+    answer = ask(family, messages=[*MESSAGES, *turn, *result], tool_choice="none", max_tokens=8)
+    assert answer.usage.completion_tokens <= 8
+    assert answer.choices[0].message.tool_calls is None
+    longer = ask(family, messages=[*MESSAGES, *turn, *result, *turn, *result], tool_choice="none", max_tokens=8)
+    assert longer.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+def test_a_model_that_wants_to_may_call(hermes: Serving) -> None:
+    """Text before the calls is kept; there may be several."""
+    seen = 0
+    for seed in range(6):
+        (choice,) = ask(hermes, seed=seed, logit_bias={"<tool_call>": 12, "<|im_end|>": 4}, max_tokens=400).choices
+        if choice.finish_reason == "tool_calls":
+            seen += len(choice.message.tool_calls)
+            assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls)
+            for call in choice.message.tool_calls:
+                assert_valid(call)
+        else:
+            assert choice.finish_reason == "length" or choice.message.tool_calls is None
+    assert seen > 1
+
+
+def test_no_call_where_none_is_wanted(hermes: Serving) -> None:
+    for seed in range(3):
+        (choice,) = ask(hermes, seed=seed, tool_choice="none", max_tokens=20, logit_bias={"<tool_call>": 100}).choices
+        assert choice.message.tool_calls is None
+        assert "<tool_call>" not in choice.message.content
+
+
+def test_a_stream_has_names_once_and_arguments_as_text(hermes: Serving) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    parts = list(ask(hermes, stream=True, tool_choice=choice, seed=1))
+    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+    assert [call.function.name for call in calls if call.function.name] == ["weather"]
+    assert [call.id is not None for call in calls] == [True, *[False] * (len(calls) - 1)]
+    assert len(calls) > 3
+    jsonschema.validate(json.loads("".join(call.function.arguments for call in calls)), WEATHER)
+    assert parts[-1].choices[0].finish_reason == "tool_calls"
+
+
+# -- reasoning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with tool_engine(tmp_path_factory.mktemp("model"), QWEN3) as engine, serving(engine) as server:
+        yield server
+
+
+def thoughts(engine: Engine, text: str) -> dict[str, Any]:
+    """Fields that make the model write this text: a grammar."""
+    return {"extra_body": {"grammar": f"%llguidance {{}}\nstart: {json.dumps(text)}"}, "tools": openai.NOT_GIVEN}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_apart(thinking: Serving, stream: bool) -> None:
+    forced = thoughts(thinking.engine, "<think>\nso <tool_call>\n</think>\n\nHello there.")
+    answer = ask(thinking, stream=stream, **forced)
+    if stream:
+        deltas = [part.choices[0].delta for part in answer]
+        reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        content = "".join(delta.content or "" for delta in deltas)
+    else:
+        message = answer.choices[0].message
+        reasoning, content = message.reasoning_content, message.content
+    assert (reasoning, content) == ("so <tool_call>", "Hello there.")
+
+
+@pytest.mark.parametrize("tools", [TOOLS, openai.NOT_GIVEN])
+def test_a_chat_is_planned_and_queued_in_one_visit_of_a_thread(
+    tools: Any, thinking: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits, run = [], thinking.loop.run_in_executor
+
+    def counted(pool: Any, *work: Any) -> Any:
+        visits.append(pool)
+        return run(pool, *work)
+
+    monkeypatch.setattr(thinking.loop, "run_in_executor", counted)
+    parts = ask(thinking, stream=True, max_tokens=4, tools=tools)
+    next(parts)
+    assert visits == [thinking.driver._pool if tools is openai.NOT_GIVEN else thinking.driver._grammar_pool]
+    parts.close()
+
+
+def test_each_message_of_a_chat_is_hashed_once(thinking: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer as it was generated, and as clients send it back."""
+    hashed: list[Any] = []
+    key = answers._key
+    monkeypatch.setattr(answers, "_key", lambda before, message: hashed.append(message) or key(before, message))
+    messages = [*MESSAGES, {"role": "assistant", "content": "Fine."}, *MESSAGES]
+    text = "<think>\nso\n</think>\n\nHello."
+    ask(thinking, messages=messages, **thoughts(thinking.engine, text))
+    assert hashed[:3] == messages
+    assert [message["content"] for message in hashed[3:]] == [text, "Hello."]
+
+
+def test_reasoning_may_stay_in_the_text_or_be_left_out(thinking: Serving) -> None:
+    text = "<think>\nso\n</think>\n\nHello."
+    forced = thoughts(thinking.engine, text)
+    forced["extra_body"]["reasoning_format"] = "none"
+    assert ask(thinking, **forced).choices[0].message.content == text
+    del forced["extra_body"]["reasoning_format"]
+    forced["extra_body"]["include_reasoning"] = False
+    message = ask(thinking, **forced).choices[0].message
+    assert message.content == "Hello."
+    assert not hasattr(message, "reasoning_content")
+
+
+def test_variables_of_the_template_are_honoured(thinking: Serving) -> None:
+    long, short = (
+        ask(thinking, max_tokens=1, extra_body={"chat_template_kwargs": kwargs}).usage.prompt_tokens
+        for kwargs in ({"enable_thinking": False}, {"enable_thinking": True})
+    )
+    assert long - short == len(thinking.engine.tokenize("<think>\n\n</think>\n\n"))
+
+
+def test_an_effort_of_reasoning_goes_to_the_template(thinking: Serving) -> None:
+    """As in the other APIs; variables that are given by themselves come first."""
+
+    def tokens(**more: Any) -> int:
+        return ask(thinking, max_tokens=1, **more).usage.prompt_tokens
+
+    pair = len(thinking.engine.tokenize("<think>\n\n</think>\n\n"))
+    reasons = tokens(reasoning_effort="high")
+    assert tokens(reasoning_effort="none") - reasons == pair
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert tokens(reasoning_effort="none", extra_body=kwargs) == reasons
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort must be a string") as caught:
+        tokens(reasoning_effort=5)
+    assert caught.value.param == "reasoning_effort"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def schema(parameters: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": deep(levels - 1)} if levels else {}}
+
+
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else []
+
+
+def calls(arguments: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+NAMED_G = {"type": "function", "function": {"name": "g"}}
+
+
+def allowed(what: Any) -> dict[str, Any]:
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": what}}
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("given", "field", "sentence"),
+    [
+        ({"tools": {}}, "tools", "tools must be an array of functions"),
+        ({"tools": [TOOLS[0]] * 129}, "tools", "has 129 functions, but at most 128 are taken"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "names a function twice"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "must be function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object with a name"),
+        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name", "letters, digits"),
+        (schema([]), "tools[0].function.parameters", "must be a JSON schema"),
+        (schema({"type": "string"}), "tools[0].function.parameters.type", "arguments have names"),
+        (schema(deep(60)), "tools[0].function", "nested more than 64 levels deep"),
+        (schema({"description": "a" * 140_000}), "tools", "at most 131,072 are taken"),
+        (schema({"properties": {"a": {"$ref": "#/nowhere"}}}), "tools", "tools: .*nowhere"),
+        (
+            schema({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+            "tools",
+            "the function f .*nothing fulfils it",
+        ),
+        (
+            schema({"properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}, "required": ["a"]}),
+            "tools",
+            "tools: .*unsatisfiable",
+        ),
+        ({"tool_choice": "sometimes"}, "tool_choice", "must be auto, none, required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not one"),
+        ({"tool_choice": 5}, "tool_choice", "must be auto, none, required, or an object such as .*, not 5"),
+        ({"tool_choice": {"name": "f"}}, "tool_choice.type", "must be function or allowed_tools, as in .*, not null"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "must be an object with a name.*, not null"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "must be function or allowed_tools.*'custom'"),
+        (allowed(None), "tool_choice.allowed_tools", "an object with a mode and tools, not null"),
+        (allowed({"tools": []}), "tool_choice.allowed_tools.mode", "must be auto or required"),
+        (allowed({"mode": "auto", "tools": []}), "tool_choice.allowed_tools.tools", "an array of objects"),
+        (allowed({"mode": "auto", "tools": ["f"]}), "tool_choice.allowed_tools.tools[0]", "an object such as"),
+        (allowed({"mode": "auto", "tools": [NAMED_G]}), "tool_choice.allowed_tools.tools[0]", "'g', which is not one"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"parallel_tool_calls": 5}, "parallel_tool_calls", "must be true or false"),
+        ({"response_format": {"type": "json_object"}}, "tools", "exclude each other"),
+        (
+            {"messages": [*MESSAGES, {"role": "tool", "content": "so"}]},
+            "messages[1].tool_call_id",
+            "must follow the call",
+        ),
+        (
+            {"messages": [*calls("{}")["messages"], {"role": "tool", "tool_call_id": "b", "content": "so"}]},
+            "messages[2].tool_call_id",
+            "'b', which is no call",
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"messages": 1}}}, "chat_template_kwargs.messages", "cannot be set"),
+        ({"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs", "must be an object"),
+        ({"extra_body": {"chat_template_kwargs": {"a": nested(65)}}}, "chat_template_kwargs", "nested more than 64"),
+        ({"extra_body": {"chat_template_kwargs": {"a": "b" * 5000}}}, "chat_template_kwargs", "at most 4,096"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_a_sentence(
+    hermes: Serving, given: dict[str, Any], field: str | None, sentence: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=sentence) as caught:
+        ask(hermes, max_tokens=1, **given)
+    assert caught.value.param == field
+
+
+def test_recursive_schemas_end(hermes: Serving) -> None:
+    """Their calls are limited by the tokens of the answer alone."""
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
+    answer = ask(hermes, **schema(tree), tool_choice="required", max_tokens=60, seed=3)
+    assert answer.choices[0].finish_reason in ("length", "tool_calls")
+
+
+def answers_with(server: Serving, **wrapped: Any) -> Any:
+    format = {"type": "json_schema", "json_schema": wrapped}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": format, "max_tokens": 60, "n": 3}
+    return server.post("/v1/chat/completions", {**body, "temperature": 1, "seed": 5})
+
+
+def test_objects_of_a_schema_have_no_other_properties(hermes: Serving) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    for choice in answers_with(hermes, schema=schema).json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert list(json.loads(choice["message"]["content"])) == ["a"]
+
+
+def test_keywords_that_are_not_supported_are_refused_where_a_schema_is_strict(hermes: Serving) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
+    for choice in answers_with(hermes, schema=schema, strict=False).json()["choices"]:
+        assert len(json.loads(choice["message"]["content"])) <= 2
+    for given in (schema, json.dumps(schema)):
+        refused = answers_with(hermes, schema=given, strict=True)
+        assert refused.status_code == 400
+        assert "uniqueItems" in refused.json()["error"]["message"]

@@ -1,0 +1,168 @@
+"""/blocks: engines on other machines read and write blocks that this server keeps, and nothing else is let in."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.storage.tiers.objects import Payloads, pack_ids
+from polarlm.server.config import read_command_line
+from polarlm.server.http.plain import blocks
+from tests.server.http_server import Serving, serving
+from tests.server.lines import PATIENCE, eventually
+from tests.server.process import Process
+from tests.server.running.test_tiers import AGAIN, PRELUDE, USER, chat, said
+from tests.tiny import PLAIN, load_tiny
+
+NAME = bytes(range(16))
+PATH = f"/blocks/{NAME.hex()}"
+OBJECT = b"".join(pack_ids(NAME, [5, 6, 7]))
+
+
+@contextmanager
+def sharing(model: Path, folder: Path) -> Iterator[Serving]:
+    kept = {"cache_disk": "1M", "cache_disk_folder": str(folder)}
+    with load_tiny(model, **PLAIN, **kept) as engine, serving(engine, share_blocks=True, api_key="secret") as found:
+        yield found
+
+
+@pytest.fixture
+def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
+    with sharing(tiny_path, tmp_path) as found:
+        yield found
+
+
+def ask(
+    server: Serving, method: str, path: str, body: bytes | Iterable[bytes] | None = None, **headers: str
+) -> tuple[int, Any, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    with suppress(BrokenPipeError):  # refused before it was sent
+        connection.request(method, path, body, {"Authorization": "Bearer secret", **headers})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, response.headers, content
+
+
+def test_a_block_is_put_once_or_twice_and_read_whole_or_in_part(server: Serving) -> None:
+    assert ask(server, "HEAD", PATH)[0] == ask(server, "GET", PATH)[0] == 404
+    assert [ask(server, "PUT", PATH, OBJECT)[0] for _ in range(2)] == [204, 204]
+    assert ask(server, "HEAD", PATH)[0] == 200
+    assert ask(server, "GET", PATH)[::2] == (200, OBJECT)
+    status, headers, rest = ask(server, "GET", PATH, Range="bytes=10-")
+    assert (status, rest) == (206, OBJECT[10:])
+    assert headers["Content-Range"] == f"bytes 10-{len(OBJECT) - 1}/{len(OBJECT)}"
+    assert ask(server, "GET", PATH, Range="bytes=3-5")[::2] == (206, OBJECT[3:6])
+    assert ask(server, "GET", PATH, Range="bytes=9999-")[0] == 416
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, OBJECT[:-1]),
+        (PATH, OBJECT[:60] + b"!" + OBJECT[61:]),
+        (PATH, b""),
+        (f"/blocks/{bytes(16).hex()}", OBJECT),  # of another name
+        ("/blocks/letter.txt", OBJECT),
+        ("/blocks/" + "A" * 32, OBJECT),
+        ("/blocks/%2e%2e%2f" + "a" * 23, OBJECT),
+    ],
+)
+def test_only_right_blocks_are_kept(server: Serving, tmp_path: Path, path: str, body: bytes) -> None:
+    assert ask(server, "PUT", path, body)[0] in (400, 404)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_block_that_is_larger_than_any_of_the_model_is_refused(server: Serving) -> None:
+    """Before its body comes, if it is announced."""
+    most = most_bytes(server)
+    assert len(OBJECT) < most < 4 << 20
+    with begun(server, most + 1) as connection:
+        assert answered(connection).startswith("http/1.1 413 ")
+    assert ask(server, "PUT", PATH, bytes(most))[0] == 400  # it may come, and is no block
+    assert ask(server, "PUT", PATH, (bytes(1 << 16) for _ in range(most // (1 << 16) + 2)))[0] == 413
+
+
+def most_bytes(server: Serving) -> int:
+    return Payloads(server.engine.cache_shape).most_bytes()
+
+
+@contextmanager
+def begun(server: Serving, length: int | None) -> Iterator[socket.socket]:
+    """A connection that has sent the head of a PUT, and a byte of its body; None: in pieces of unknown length."""
+    framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+        head = f"PUT {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n{framing}\r\n\r\n"
+        connection.sendall(head.encode() + (b"1\r\nx\r\n" if length is None else b"x"))
+        yield connection
+
+
+def answered(connection: socket.socket) -> str:
+    """The answer, in lower case; the server hangs up after it."""
+    content = b""
+    while piece := connection.recv(4096):
+        content += piece
+    return content.decode().lower()
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_blocks_that_are_being_sent_take_a_bounded_part_of_the_memory(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: bool
+) -> None:
+    """Those beyond it are refused before they are read, and told when to come again."""
+    monkeypatch.setattr(blocks, "_READING_BYTES", 5 << 20)
+    with sharing(tiny_path, tmp_path) as server, ExitStack() as connections:
+        most = most_bytes(server)
+        count = (5 << 20) // most
+        assert 1 < count < 9
+        held = [connections.enter_context(begun(server, most if announced else None)) for _ in range(count)]
+        eventually(lambda: ask(server, "PUT", "/blocks/" + "0" * 32, iter([OBJECT]))[0] == 503)
+        with begun(server, most) as connection:
+            told = answered(connection)
+        assert told.startswith("http/1.1 503 ")
+        assert "retry-after: 1\r\n" in told
+        assert ask(server, "GET", PATH)[0] == 404  # reading blocks is not in the way
+        held[0].close()
+        eventually(lambda: ask(server, "PUT", PATH, iter([OBJECT]))[0] == 204)
+
+
+def test_the_key_is_needed(server: Serving) -> None:
+    for method in ("GET", "HEAD", "PUT"):
+        assert ask(server, method, PATH, OBJECT if method == "PUT" else None, Authorization="Bearer other")[0] == 401
+
+
+def test_nothing_is_shared_unless_a_flag_says_so(tiny_path: Path, tmp_path: Path) -> None:
+    kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path)}
+    with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as server:
+        assert ask(server, "GET", PATH)[0] == ask(server, "PUT", PATH, OBJECT)[0] == 404
+    with pytest.raises(FlagError, match="--cache-disk"):
+        read_command_line(["--share-blocks"], {})
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_on_another_machine(tiny_path: Path, tmp_path: Path) -> None:
+    """Two servers: the second has nothing of its own."""
+    for folder in ("plain", "one", "two"):
+        (tmp_path / folder).mkdir()
+    with Process(tiny_path, tmp_path / "plain", prelude=PRELUDE) as server:
+        first = chat(server.url, USER)
+        expected = chat(server.url, USER, said(first), AGAIN)
+    kept = ["--cache-disk", "10M", "--cache-disk-folder", str(tmp_path / "blocks"), "--share-blocks"]
+    with Process(tiny_path, tmp_path / "one", *kept, prelude=PRELUDE) as one:
+        with Process(tiny_path, tmp_path / "two", "--cache-remote", one.url, prelude=PRELUDE) as two:
+            assert said(chat(two.url, USER)) == said(first)
+            two.process.terminate()
+            two.process.wait(PATIENCE)
+        with Process(tiny_path, tmp_path / "two", "--cache-remote", one.url, prelude=PRELUDE) as two:
+            second = chat(two.url, USER, said(first), AGAIN)
+    assert said(second) == said(expected)
+    cached = expected["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": cached, "cached_from": {"remote": cached}}

@@ -1,0 +1,237 @@
+"""The chat page as a file and as a response, and the numbers that it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from polarlm.engine import Engine
+from polarlm.server.http.page import _whole
+from polarlm.server.running import journal
+from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.tiny import forget
+
+PAGE = _whole()
+BLOCK = 8  # of the tiny model's engine
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny) as running:
+        yield running
+
+
+def policy(response: httpx.Response) -> dict[str, str]:
+    """The directives of a Content-Security-Policy."""
+    directives = [directive.partition(" ") for directive in response.headers["content-security-policy"].split("; ")]
+    return {name: value for name, _, value in directives}
+
+
+# -- the file --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    text = PAGE.replace("http://www.w3.org/2000/svg", "")  # the name of a format, which nobody fetches
+    assert re.findall(r"(?i)(?:https?:|wss?:|[\"'(=])//\S*", text) == []
+    assert re.findall(r"(?i)<link (?!rel=\"icon\" href=\"data:)|\ssrc=|@import|\bimport\s*[({*]", PAGE) == []
+    assert "url(" not in PAGE
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "srcdoc", "eval(", "Function("],
+)
+def test_no_text_ever_becomes_html(way: str) -> None:
+    assert way not in PAGE
+
+
+def test_every_script_and_style_is_where_the_policy_sees_it() -> None:
+    assert (len(re.findall("<script>", PAGE)), len(re.findall("<style>", PAGE))) == (15, 1)
+    assert len(re.findall("<script|<style", PAGE)) == 16
+    assert re.findall(r"<[^>]*\s(?:on[a-z]+|style)=", PAGE) == []
+
+
+def test_every_field_has_a_label() -> None:
+    fields = re.findall(r'<(?:input|textarea|select)[^>]*\bid="(\w+)"', PAGE)
+    assert len(fields) >= 10
+    assert set(fields) == set(re.findall(r'<label for="(\w+)"', PAGE))
+
+
+# -- the response ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_comes_with_a_strict_policy(server: Serving) -> None:
+    response = server.http.get("/")
+    assert (response.status_code, response.text) == (200, PAGE)
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    found = policy(response)
+    for name, scripts in (("script-src", 15), ("style-src", 1)):
+        hashes = found.pop(name).split(" ")
+        assert len(hashes) == scripts
+        assert all(re.fullmatch("'sha256-[A-Za-z0-9+/]{43}='", each) for each in hashes)
+    assert found == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+
+
+def test_head_says_what_get_would(server: Serving) -> None:
+    got, head = server.http.get("/"), server.http.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert {**head.headers, "date": ""} == {**got.headers, "date": ""}
+
+
+def test_nothing_can_be_sent_to_the_page(server: Serving) -> None:
+    response = server.post("/", {})
+    assert response.status_code == 405
+    assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("path", ["/", "/stats"])
+def test_the_page_is_refused_for_another_host_name(server: Serving, path: str) -> None:
+    response = server.http.get(path, headers={"Host": "evil.example"})
+    assert response.status_code == 421
+    assert "<html" not in response.text
+
+
+def test_the_page_needs_no_key_as_it_asks_for_it_and_its_numbers_do(tiny: Engine) -> None:
+    with serving(tiny, api_key=KEY) as server:
+        bare = httpx.Client(base_url=server.http.base_url)
+        assert bare.get("/").text == PAGE
+        refused = bare.get("/stats")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert server.http.get("/stats").status_code == 200
+
+
+# -- the numbers -----------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_an_idle_server(server: Serving) -> None:
+    stats, status = server.http.get("/stats").json(), server.engine.status()
+    values = 2 * 2 * 2 * 8  # of a token: keys and values, layers, heads, channels
+    assert stats["f16_bytes_per_token"] == 2 * values
+    assert stats["bytes_per_token"] == stats["bits_per_value"] * values / 8
+    assert stats == {
+        "model": server.engine.model.name,
+        "context": server.engine.context,
+        "cache_type_k": "polarquant",
+        "cache_type_v": "polarquant",
+        "block_size": BLOCK,
+        "window": None,
+        "bits_per_value": server.engine.cache_stats().bits_per_value,
+        "bytes_per_token": stats["bytes_per_token"],
+        "f16_bytes_per_token": stats["f16_bytes_per_token"],
+        "blocks": status.blocks,
+        "blocks_used": 0,
+        "blocks_kept": 0,
+        "blocks_free": status.blocks,
+        "running": 0,
+        "waiting": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+        "threads": {
+            "number": status.threads.number,
+            "why": status.threads.why,
+            "kernels": list(status.threads.kernels),
+        },
+    }
+
+
+def test_a_preset_is_named_by_its_types(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", calibration=False) as engine, serving(engine) as server:
+        stats = server.http.get("/stats").json()
+        assert (stats["cache_type_k"], stats["cache_type_v"]) == ("ring4", "ring3.5")
+
+
+def test_the_memory_of_a_sequence_is_what_the_engine_holds_for_it(server: Serving) -> None:
+    body = {"prompt": "the rain then ran on and on", "temperature": 0, "ignore_eos": True, "max_tokens": 3 * BLOCK}
+    server.post("/v1/completions", body)
+    held = server.engine.cache_stats()
+    sequence = server.http.get(f"/stats?tokens={held.tokens}").json()["sequence"]
+    assert sequence == {"tokens": held.tokens, "bytes": held.bytes, "f16_bytes": held.f16_bytes}
+    nothing = server.http.get("/stats?tokens=0").json()["sequence"]
+    assert nothing == {"tokens": 0, "bytes": 0, "f16_bytes": 0}
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("tokens", ["", "-1", "1.5", "many", "9" * 13, "٣"])
+def test_an_invalid_number_of_tokens_is_a_bad_request(server: Serving, tokens: str) -> None:
+    response = server.http.get("/stats", params={"tokens": tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+def test_the_numbers_of_a_busy_server(server: Serving) -> None:
+    server.gate.close()
+    body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
+    with server.send("/v1/completions", body), server.send("/v1/completions", body):
+        eventually(lambda: server.engine.status().waiting == 2)
+        stats = server.http.get("/stats").json()
+        assert (stats["running"], stats["waiting"]) == (0, 2)
+        server.gate.open()
+        eventually(lambda: server.http.get("/stats").json()["running"] == 2)
+        eventually(lambda: server.http.get("/stats").json()["blocks_used"] > 0)
+    eventually(lambda: not server.busy)
+
+
+def test_every_block_is_used_or_kept_or_free(server: Serving) -> None:
+    def blocks() -> tuple[int, int]:
+        stats = server.http.get("/stats").json()
+        assert stats["blocks_used"] + stats["blocks_kept"] + stats["blocks_free"] == stats["blocks"]
+        return stats["blocks_used"], stats["blocks_kept"]
+
+    body = {"prompt": "the rain then ran on and on", "ignore_eos": True, "max_tokens": 3 * BLOCK, "stream": True}
+    server.post("/v1/completions", body)
+    eventually(lambda: blocks()[0] == 0)
+    _, kept = blocks()
+    assert kept >= 2
+    server.gate.close()
+    with server.send("/v1/completions", body):
+        eventually(lambda: server.engine.status().waiting == 1)
+        server.gate.let(30)
+        eventually(lambda: blocks()[0] > 0)
+        assert blocks()[1] < kept
+        server.gate.open()
+        eventually(lambda: not server.busy)
+    forget(server.engine)
+    assert blocks() == (0, 0)
+
+
+# -- the log ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "lines"),
+    [
+        *(("/stats", 200, 0), ("/stats", 401, 1), ("/stats", 400, 1), ("/", 200, 1)),
+        *(("/health", 200, 0), ("/v1/health", 200, 0), ("/ping", 200, 0), ("/health", 503, 1)),
+    ],
+)
+def test_what_is_asked_all_the_time_has_no_line_in_the_log(
+    caplog: pytest.LogCaptureFixture, path: str, status: int, lines: int
+) -> None:
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status})
+
+    async def send(_message: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "GET", "path": path}
+    with caplog.at_level(logging.INFO, logger="server.requests"):
+        asyncio.run(journal.Journaled(app)(scope, None, send))
+    written = [record.line for record in caplog.records]  # type: ignore[attr-defined]
+    assert [(line["route"], line["status"]) for line in written] == [(f"GET {path}", status)] * lines

@@ -1,0 +1,385 @@
+"""The endpoints that OpenAI's API does not have: tokens, health, metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from polarlm.engine import Engine
+from polarlm.server.http.plain import tokens as tokens_of_texts
+from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.tiny import CHARACTERS, VOCABULARY
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Any) -> Iterator[Serving]:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny) as running:
+        yield running
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@given(text=st.text(CHARACTERS))
+def test_tokens_of_a_text_are_that_text(shared: Serving, text: str) -> None:
+    tokens = shared.post("/tokenize", {"content": text}).json()["tokens"]
+    assert tokens == shared.engine.tokenize(text, control=True)
+    assert shared.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
+
+
+@given(tokens=st.lists(st.integers(0, VOCABULARY - 1)))
+def test_any_tokens_have_a_text(shared: Serving, tokens: list[int]) -> None:
+    text = shared.post("/detokenize", {"tokens": tokens}).json()["content"]
+    assert text == shared.engine.detokenize(tokens, control=True)
+
+
+@given(parts=st.lists(st.one_of(st.sampled_from(["<|im_end|>", "<|im_start|>", " "]), st.text(CHARACTERS))))
+def test_control_tokens_come_back(shared: Serving, parts: list[str]) -> None:
+    body = {"content": "".join(parts), "parse_special": True}
+    tokens = shared.post("/tokenize", body).json()["tokens"]
+    assert shared.post("/detokenize", {"tokens": tokens}).json() == {"content": body["content"]}
+
+
+def test_control_strings_are_tokens_where_they_are_in_prompts(shared: Serving) -> None:
+    def tokens(**more: Any) -> list[int]:
+        return shared.post("/tokenize", {"content": "the<|im_end|>", **more}).json()["tokens"]
+
+    assert tokens() == tokens(parse_special=True) == [*shared.engine.tokenize("the"), 2]
+    assert 2 not in tokens(parse_special=False)
+
+
+def test_the_token_that_begins_every_text_is_added(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens(**more: Any) -> list[int]:
+        return shared.post("/tokenize", {"content": "the", **more}).json()["tokens"]
+
+    plain = tokens()
+    assert tokens(add_special=True) == plain  # this model wants none
+    monkeypatch.setattr(shared.engine.model.tokenizer, "bos_id", 1)
+    assert tokens(add_special=True) == [1, *plain]
+    assert tokens(add_special=False) == tokens(add_special=None) == plain
+
+
+def test_tokens_are_returned_with_their_pieces(shared: Serving) -> None:
+    euro = "€".encode()
+    tokens = shared.post("/tokenize", {"content": "the<|im_end|>€", "with_pieces": True}).json()["tokens"]
+    assert [token["id"] for token in tokens] == shared.engine.tokenize("the<|im_end|>€", control=True)
+    assert tokens[-4]["piece"] == "<|im_end|>"
+    assert "".join(token["piece"] for token in tokens[:-4]) == "the"
+    assert [token["piece"] for token in tokens[-3:]] == [[byte] for byte in euro]
+
+
+@pytest.mark.parametrize("name", ["add_special", "parse_special", "with_pieces"])
+def test_an_option_that_is_not_a_boolean_is_named(shared: Serving, name: str) -> None:
+    response = shared.post("/tokenize", {"content": "the", name: 1})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_the_number_of_returned_tokens_is_bounded(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_of_texts, "MOST_TOKENS", 9)
+    monkeypatch.setattr(tokens_of_texts, "MOST_PIECES", 3)
+    assert len(shared.post("/tokenize", {"content": "1" * 9}).json()["tokens"]) == 9
+    assert shared.post("/tokenize", {"content": "1" * 10}).status_code == 400
+    assert len(shared.post("/tokenize", {"content": "1" * 3, "with_pieces": True}).json()["tokens"]) == 3
+    assert shared.post("/tokenize", {"content": "1" * 4, "with_pieces": True}).status_code == 400
+
+
+def test_the_text_of_tokens_is_bounded(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (the,) = tiny.tokenize("th")
+    with serving(tiny, max_body=1000) as server:
+        assert server.post("/detokenize", {"tokens": [the] * 200}).json()["content"] == "th" * 200
+        monkeypatch.setattr(server.engine.model.tokenizer, "token_bytes", lambda token: b"x" * 10)
+        assert server.post("/detokenize", {"tokens": [the] * 100}).status_code == 200
+        response = server.post("/detokenize", {"tokens": [the] * 101})
+        assert response.status_code == 400
+        assert "1000 bytes" in response.json()["error"]["message"]
+
+
+def test_texts_wait_in_a_queue_of_their_own_that_is_bounded(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+    tokenize = tiny.model.tokenizer.tokenize
+
+    def slow(*arguments: Any, **more: Any) -> list[int]:
+        begun.release()
+        assert go_on.wait(60)
+        return tokenize(*arguments, **more)
+
+    with serving(tiny, max_queue=1) as server:
+        monkeypatch.setattr(tiny.model.tokenizer, "tokenize", slow)
+        with ExitStack() as connections:
+            for _ in range(5):  # four threads, and one that waits
+                connections.enter_context(server.send("/tokenize", {"content": "the"}))
+            eventually(lambda: server.driver.snapshot().active == 5)
+            for _ in range(4):
+                assert begun.acquire(timeout=60)
+            response = server.post("/detokenize", {"tokens": [5]})
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "busy")
+            go_on.set()
+            eventually(lambda: server.driver.snapshot().active == 0)
+        assert server.outcomes() == {"busy": 1, "tokenized": 5}
+        assert server.post("/detokenize", {"tokens": [5.0]}).status_code == 200
+        assert server.outcomes()["detokenized"] == 1
+
+
+def test_texts_that_take_long_hold_up_no_answer(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def slow(*arguments: Any, **more: Any) -> list[int]:
+        assert go_on.wait(60)
+        return []
+
+    with serving(tiny) as server, ExitStack() as connections:
+        connections.callback(go_on.set)
+        monkeypatch.setattr(tiny.model.tokenizer, "tokenize", slow)
+        for _ in range(8):
+            connections.enter_context(server.send("/tokenize", {"content": "the"}))
+        eventually(lambda: server.driver.snapshot().active == 8)
+        body = {"prompt": [5, 6], "max_tokens": 1}
+        assert server.http.post("/v1/completions", json=body, timeout=20).status_code == 200
+        assert server.http.get("/stats", timeout=20).status_code == 200
+
+
+@pytest.mark.parametrize("content", [None, 5, ["the"], {"text": "the"}, True])
+def test_content_that_is_not_a_string_is_a_bad_request(shared: Serving, content: Any) -> None:
+    response = shared.post("/tokenize", {"content": content})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "content"
+
+
+def test_half_of_a_surrogate_pair_is_not_text(shared: Serving) -> None:
+    json = {"Content-Type": "application/json"}
+    response = shared.http.post("/tokenize", content=rb'{"content": "\ud800"}', headers=json)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "content"
+
+
+@pytest.mark.parametrize("tokens", [None, 5, "the", {"0": 1}])
+def test_tokens_that_are_not_an_array_are_a_bad_request(shared: Serving, tokens: Any) -> None:
+    response = shared.post("/detokenize", {"tokens": tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31, 2**64, 10**300, 1.5, True, None, "5", [5]])
+def test_an_invalid_token_id_is_a_bad_request(shared: Serving, token: Any) -> None:
+    response = shared.post("/detokenize", {"tokens": [5, token]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+# -- health ----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_healthy_until_it_is_about_to_end(server: Serving) -> None:
+    response = server.http.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    server.run(server.driver.drain(60))
+    response = server.http.get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "closing"})
+
+
+def test_a_server_is_healthy_while_its_engine_is_busy(server: Serving) -> None:
+    server.gate.close()
+    with server.send("/v1/completions", {"prompt": "the"}):
+        eventually(lambda: server.busy)
+        assert server.http.get("/health").status_code == 200
+
+
+def test_an_unexpected_error_is_generic_for_clients(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise RuntimeError("a secret of the server's")
+
+    monkeypatch.setattr(server.driver, "snapshot", failing)
+    response = server.http.get("/metrics")
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "secret" not in response.text
+    assert server.http.get("/health").status_code == 200
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------
+
+
+def metrics(server: Serving) -> dict[str, float]:
+    """Every sample, as "name" or "name{outcome}"."""
+    response = server.http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        assert family.documentation
+        for sample in family.samples:
+            outcome = sample.labels.get("outcome")
+            found[sample.name if outcome is None else f"{sample.name}{{{outcome}}}"] = sample.value
+    return found
+
+
+def test_metrics_count_what_was_served(server: Serving) -> None:
+    before = metrics(server)
+    assert {name for name in before if name.endswith("_total") and before[name]} == set()
+    body = {"prompt": "the rain then ran on and on", "temperature": 0, "ignore_eos": True, "max_tokens": 9}
+    usages = [server.post("/v1/completions", body).json()["usage"] for _ in range(2)]
+    after = metrics(server)
+    assert after["polarlm_requests_total{length}"] == 2
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert after[f"polarlm_{name}_total"] == sum(usage[name] for usage in usages)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert after["polarlm_cached_tokens_total"] == cached > 0
+    for name in ("prefill_seconds", "generation_seconds", "request_seconds"):
+        assert after[f"polarlm_{name}_total"] > 0
+    assert after["polarlm_requests_active"] == 0
+
+
+def test_drafted_tokens_are_counted(server: Serving) -> None:
+    """Only where there are any: in the usage, in llama-server's timings, and in the metrics."""
+    body = {"prompt": "the rain then ran on " * 3, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
+    body["cache_prompt"] = False
+    plain = server.post("/v1/completions", body).json()
+    assert "completion_tokens_details" not in plain["usage"]
+    drafted = server.post("/v1/completions", body | {"speculative.type": "ngram-simple"}).json()
+    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+    details = drafted["usage"]["completion_tokens_details"]
+    right, wrong = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert min(right, wrong) >= 0 < right + wrong
+    after = metrics(server)
+    assert after["polarlm_drafted_tokens_total"] == right + wrong
+    assert after["polarlm_accepted_tokens_total"] == right
+    now = server.http.get("/stats").json()
+    assert (now["drafted_tokens"], now["accepted_tokens"]) == (right + wrong, right)
+    timings = server.post("/completion", body | {"speculative.type": "ngram-simple"}).json()["timings"]
+    assert timings["draft_n"] >= timings["draft_n_accepted"] >= 0
+    assert "draft_n" not in server.post("/completion", body | {"speculative.n_max": 0}).json()["timings"]
+
+
+def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
+    idle = metrics(server)
+    assert idle["polarlm_kv_blocks"] == idle["polarlm_kv_blocks_free"] > 0
+    server.gate.close()
+    body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
+    with server.send("/v1/completions", body) as first, server.send("/v1/completions", body):
+        eventually(lambda: server.engine.status().waiting == 2)
+        waiting = metrics(server)
+        assert (waiting["polarlm_requests_active"], waiting["polarlm_requests_running"]) == (2, 0)
+        assert waiting["polarlm_requests_waiting"] == 2
+        server.gate.let(30)
+        while b"data: " not in first.recv(4096):
+            pass
+        running = metrics(server)
+        assert running["polarlm_requests_running"] >= 1
+        assert running["polarlm_kv_blocks_used"] > 0
+        parts = sum(running[f"polarlm_kv_blocks_{part}"] for part in ("used", "kept", "free"))
+        assert parts == running["polarlm_kv_blocks"]
+    eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
+
+
+def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None:
+    idle = metrics(server)
+    names = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+    assert [idle[name] for name in names] == [0, 0, 0]
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    (blocks,) = [sample for family in families for sample in family.samples if "cache_config" in sample.name]
+    assert (blocks.name, blocks.value) == ("vllm:cache_config_info", 1)
+    assert blocks.labels == {"block_size": "8", "num_gpu_blocks": str(int(idle["polarlm_kv_blocks"]))}
+    server.gate.close()
+    body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
+    with ExitStack() as requests:
+        sent = [requests.enter_context(server.send("/v1/completions", body)) for _ in range(3)]
+        eventually(lambda: server.engine.status().waiting == len(sent))
+        assert [metrics(server)[name] for name in names] == [3, 0, 0]
+        server.gate.let(1)
+        eventually(lambda: metrics(server)["polarlm_kv_blocks_used"])
+        loaded = metrics(server)
+        assert [loaded[name] for name in names[:2]] == [2, 1]  # one in prefill, or in steps
+        assert loaded[names[2]] == loaded["polarlm_kv_blocks_used"] / loaded["polarlm_kv_blocks"] > 0
+
+        def all_are_computed() -> bool:
+            server.gate.let(1)
+            return [metrics(server)[name] for name in names[:2]] == [0, 3]
+
+        eventually(all_are_computed)
+    eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
+
+
+# -- tokens, as vLLM has them ------------------------------------------------------------------------------------
+
+
+def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared.engine.model.tokenizer, "bos_id", 1)
+    ids = shared.engine.tokenize("the rain")
+    found = shared.post("/tokenize", {"prompt": "the rain", "return_token_strs": True, "model": "any"}).json()
+    assert (found["tokens"], found["count"], found["max_model_len"]) == ([1, *ids], len(ids) + 1, 256)
+    assert found["token_strs"][0] == "<s>"
+    bare = shared.post("/tokenize", {"prompt": "the rain", "add_special_tokens": False}).json()
+    assert (bare["tokens"], bare["token_strs"]) == (ids, None)
+
+
+def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:
+    messages = [{"role": "user", "content": "he ran"}]
+    used = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    found = shared.post("/tokenize", {"messages": messages}).json()
+    assert found["count"] == len(found["tokens"]) == used
+    begun = [*messages, {"role": "assistant", "content": "the"}]
+    assert shared.post("/tokenize", {"messages": begun}).json()["tokens"][: found["count"]] == found["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": 3}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
+    ],
+)
+def test_a_wrong_value_of_vllms_is_named(shared: Serving, body: Any, param: str) -> None:
+    response = shared.post("/tokenize", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in (param, "messages")
+
+
+# -- paths -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/models", "/health"])
+def test_paths_without_v1_are_those_with_it(shared: Serving, path: str) -> None:
+    with_v1, without = shared.http.get(f"/v1{path}"), shared.http.get(path)
+    assert with_v1.status_code == without.status_code == 200
+    assert with_v1.json() == without.json()
+
+
+def test_a_client_may_leave_v1_out_of_its_base_url(shared: Serving) -> None:
+    client = shared.openai.with_options(base_url=str(shared.http.base_url))
+    given: Any = {"model": "any", "temperature": 0, "max_tokens": 8}
+    for one in (client, shared.openai):
+        assert one.models.retrieve(shared.engine.model.name).id == one.models.list().data[0].id
+    messages: Any = [{"role": "user", "content": "then he ran on"}]
+    chats = [one.chat.completions.create(messages=messages, **given) for one in (client, shared.openai)]
+    assert chats[0].choices[0].message == chats[1].choices[0].message
+    texts = [one.completions.create(prompt="the rain", **given) for one in (client, shared.openai)]
+    assert texts[0].choices[0].text == texts[1].choices[0].text
+
+
+def test_health_needs_no_key_with_v1_either(tiny: Engine) -> None:
+    with serving(tiny, api_key=KEY) as server:
+        bare = httpx.Client(base_url=server.http.base_url)
+        assert [bare.get(path).status_code for path in ("/health", "/v1/health", "/models")] == [200, 200, 401]
+
+
+def test_probes_of_vllm_are_answered(shared: Serving) -> None:
+    assert shared.http.get("/ping").status_code == 200
+    assert shared.http.get("/version").json()["version"]

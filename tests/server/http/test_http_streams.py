@@ -1,0 +1,347 @@
+"""Server-sent events, and clients that stop listening."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from polarlm.engine import Engine
+from polarlm.server.answers.pieces import Piece
+from polarlm.server.http import bodies, streams
+from tests.server.http_server import Serving, eventually, serving
+from tests.tiny import held
+
+ENDLESS = {"prompt": "the rain", "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny) as running:
+        yield running
+
+
+# -- framing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_each_event_is_a_line_of_data_and_the_last_says_done(server: Serving, usage: bool) -> None:
+    body = {**ENDLESS, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": usage}}
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-store"
+    assert response.content.isascii()  # so that no line separator of Unicode's cuts an event in two
+    *events, done, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert done == "data: [DONE]"
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [part["choices"] == [] for part in parts] == [False] * (len(parts) - usage) + [True] * usage
+    assert all(("usage" in part) == usage for part in parts)
+
+
+def test_text_that_is_not_ascii_arrives_whole(server: Serving) -> None:
+    euro = server.engine.tokenize("€")
+    body = {"prompt": "the", "temperature": 0, "max_tokens": 5 * len(euro), "ignore_eos": True, "stream": True}
+    banned = {str(i): -1e6 for i in range(96) if i not in euro}
+    pieces = "".join(
+        choice["text"]
+        for event in server.post("/v1/completions", {**body, "logit_bias": banned}).text.split("\n\n")[:-2]
+        for choice in json.loads(event.removeprefix("data: "))["choices"]
+    )
+    whole = server.post("/v1/completions", {**body, "logit_bias": banned, "stream": False}).json()
+    assert pieces == whole["choices"][0]["text"] != ""
+    assert not pieces.isascii()
+
+
+def test_an_event_is_sent_as_soon_as_there_is_text(server: Serving) -> None:
+    """The engine computes no more before the reader has seen what there is."""
+    server.gate.close()
+    server.gate.let(12)
+    with server.http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as response:
+        lines = response.iter_lines()
+        for _ in range(5):
+            server.gate.let(4)  # for a character of up to four bytes
+            assert next(line for line in lines if line).startswith("data: {")
+    assert_all_free(server, 1)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_tells_how_far_its_prompt_is(server: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": "the rain " * 20}], "max_tokens": 3, "stream": True}
+
+    def events(**more: Any) -> list[dict[str, Any]]:
+        lines = server.post("/v1/chat/completions", {**body, **more}).text.split("\n\n")
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+    def progress(**more: Any) -> list[dict[str, int]]:
+        return [event["prompt_progress"] for event in events(**more) if "prompt_progress" in event]
+
+    assert progress() == progress(return_progress=None) == []
+    usage = events(stream_options={"include_usage": True})[-1]["usage"]
+    first, second = progress(return_progress=True, cache_salt="x"), progress(return_progress=True, cache_salt="x")
+    for steps, cached in ((first, 0), (second, usage["prompt_tokens_details"]["cached_tokens"])):
+        assert [step["cache"] for step in steps] == [cached] * len(steps)
+        assert [step["total"] for step in steps] == [usage["prompt_tokens"]] * len(steps)
+        done = [step["processed"] for step in steps]
+        assert cached < done[0] <= done[-1] == usage["prompt_tokens"]
+        assert done == sorted(done)
+        assert all(step["time_ms"] >= 0 for step in steps)
+    texts = [
+        "".join(event["choices"][0]["delta"].get("content", "") for event in some)
+        for some in (events(temperature=0), events(temperature=0, return_progress=True))
+    ]
+    assert texts[0] == texts[1]
+    assert (
+        "prompt_progress"
+        not in server.post("/v1/chat/completions", body | {"stream": False, "return_progress": True}).text
+    )
+    refused = server.post("/v1/chat/completions", body | {"return_progress": 5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_progress")
+
+
+def test_a_server_that_hides_what_is_cached_tells_no_progress(tiny: Engine) -> None:
+    with serving(tiny, hide_cached_tokens=True) as server:
+        body = {"messages": [{"role": "user", "content": "the rain"}], "max_tokens": 3, "stream": True}
+        response = server.post("/v1/chat/completions", body | {"return_progress": True})
+        assert response.status_code == 200
+        assert "prompt_progress" not in response.text
+
+
+def breaking(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """After so many steps, every step fails."""
+    step, done = engine._model.step, 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done > steps:
+            raise RuntimeError("a secret of the engine's")
+        return step(*arguments)
+
+    monkeypatch.setattr(engine._model, "step", failing)
+
+
+def test_an_error_in_the_middle_is_the_last_event(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        breaking(server.engine, patch, steps=6)
+        text = server.post("/v1/completions", {**ENDLESS, "stream": True}).text
+    *_, last, rest = text.split("\n\n")
+    assert rest == ""
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal"
+    assert "[DONE]" not in text
+    assert "secret" not in text
+    assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
+
+
+def test_openais_client_raises_it(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking(server.engine, monkeypatch, steps=6)
+    answer = server.openai.completions.create(
+        model="any", prompt="the rain", temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    assert next(answer).choices
+    with pytest.raises(openai.APIError):
+        list(answer)
+
+
+def test_without_a_stream_it_is_the_status(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking(server.engine, monkeypatch, steps=6)
+    response = server.post("/v1/completions", ENDLESS)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal"
+    assert "secret" not in response.text
+
+
+# -- clients that go away --------------------------------------------------------------------------------------
+
+
+def assert_all_free(server: Serving, cancelled: int) -> None:
+    """Everything of clients that have gone is given back, though the engine does nothing more."""
+    eventually(lambda: server.outcomes() == {"cancelled": cancelled})
+    eventually(lambda: not server.busy)
+    with server.engine._exclusive():
+        assert not any(map(any, held(server.engine)))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_in_mid_stream_cancels_its_answers(server: Serving, n: int) -> None:
+    server.gate.close()
+    server.gate.let(40)
+    with server.send("/v1/completions", {**ENDLESS, "stream": True, "n": n}) as connection:
+        received = b""
+        while received.count(b"data: ") < 3:
+            received += connection.recv(4096)
+    assert_all_free(server, n)
+
+
+IN_DIALECTS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"messages": [{"role": "user", "content": "the rain"}], "stream": True, "ignore_eos": True},
+    "/v1/responses": {"input": "the rain", "stream": True, "ignore_eos": True},
+    "/api/chat": {"messages": [{"role": "user", "content": "the rain"}], "options": {"ignore_eos": True}},
+}
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("path", IN_DIALECTS)
+def test_a_client_of_any_dialect_that_leaves_cancels_its_answer(server: Serving, path: str) -> None:
+    server.gate.close()
+    server.gate.let(40)
+    with server.send(path, IN_DIALECTS[path]) as connection:
+        received = b""
+        while received.count(b"\n") < 6:
+            received += connection.recv(4096)
+    assert_all_free(server, 1)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("units", [0, 1, 12])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_its_answer_does_so_too(server: Serving, stream: bool, units: int) -> None:
+    server.gate.close()
+    with server.send("/v1/completions", {**ENDLESS, "stream": stream}):
+        eventually(lambda: server.busy)
+        if units:
+            server.gate.let(units)
+    assert_all_free(server, 1)
+
+
+def test_a_connection_that_breaks_is_noticed(server: Serving) -> None:
+    server.gate.close()
+    connection = server.send("/v1/completions", {**ENDLESS, "stream": True})
+    eventually(lambda: server.busy)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # ends without good-bye
+    connection.close()
+    assert_all_free(server, 1)
+
+
+def test_a_client_that_leaves_before_its_request_is_whole_harms_nobody(server: Serving) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt"')
+    assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
+    assert server.outcomes() == {"length": 1}
+
+
+def test_a_request_that_never_becomes_whole_is_given_up(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt"')
+        received = b""
+        while data := connection.recv(4096):  # to the end of the connection
+            received += data
+    assert received.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_does_not_read_is_cut_off(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are more than all buffers on the way take; the engine ends none of them before it is noticed."""
+    monkeypatch.setattr(streams, "SLOW_READER_SECONDS", 0.5)
+    with serving(tiny, send_buffer=4096) as server:
+        server.gate.close()
+        server.gate.let(700)
+        with server.send("/v1/completions", {**ENDLESS, "stream": True, "n": 8}, receive_buffer=4096):
+            eventually(lambda: sum(server.outcomes().values()) == 8)
+            assert server.outcomes()["cancelled"] > 0
+            assert not server.busy
+            server.gate.open()
+            assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
+
+
+def test_events_are_closed_when_sending_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "SLOW_READER_SECONDS", 0.05)
+    closed = []
+
+    async def events() -> AsyncGenerator[streams.Event, None]:
+        try:
+            for number in range(10):
+                yield {"number": number}
+        finally:
+            closed.append(True)
+
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) > 3:
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        each = events()
+        await streams.EventStream(await anext(each), each, streams.DATA)({"type": "http"}, receive, send)
+
+    asyncio.run(main())
+    assert closed == [True]
+    assert sent[1] == b'data: {"number":0}\n\n'
+    assert len(sent) == 4
+
+
+def test_one_answer_takes_no_task_of_its_own_for_a_piece() -> None:
+    async def answer() -> AsyncGenerator[Piece, None]:
+        for _ in range(10):
+            yield Piece("a")
+
+    async def tasks_of(answers: int) -> int:
+        made = 0
+
+        def counting(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+            nonlocal made
+            made += 1
+            return asyncio.Task(coroutine, loop=loop, **more)
+
+        async def events() -> AsyncGenerator[streams.Event, None]:
+            async for index, piece in streams.merged([answer() for _ in range(answers)]):
+                yield {"index": index, "text": piece.text}
+
+        async def send(message: Any) -> None:
+            pass
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        asyncio.get_running_loop().set_task_factory(counting)
+        each = events()
+        await streams.EventStream(await anext(each), each, streams.DATA)({"type": "http"}, receive, send)
+        return made
+
+    sending_and_watching = 2
+    assert asyncio.run(tasks_of(1)) == sending_and_watching
+    assert asyncio.run(tasks_of(3)) == sending_and_watching + 3
+
+
+def test_a_client_may_leave_at_the_very_moment_something_is_sent() -> None:
+    async def main() -> None:
+        now, closed = asyncio.Event(), asyncio.Event()
+
+        async def events() -> AsyncGenerator[streams.Event, None]:
+            try:
+                yield {"number": 0}
+                await asyncio.Event().wait()
+            finally:
+                closed.set()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await now.wait()
+
+        async def receive() -> Any:
+            await now.wait()
+            return {"type": "http.disconnect"}
+
+        each = events()
+        stream = streams.EventStream(await anext(each), each, streams.DATA)
+        asyncio.get_running_loop().call_later(0.05, now.set)
+        await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
+        assert closed.is_set()
+
+    asyncio.run(main())

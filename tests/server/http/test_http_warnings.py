@@ -1,0 +1,133 @@
+"""Fields that nobody knows are ignored, with a warning that names the field that was probably meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import anthropic.types.beta.message_create_params
+import anthropic.types.message_create_params
+import ollama
+import openai.types.chat.completion_create_params
+import openai.types.completion_create_params
+import openai.types.responses.response_create_params
+import pytest
+from starlette.responses import Response
+
+from polarlm.engine import Engine
+from polarlm.server.http.warnings import HEADER, warn
+from polarlm.server.running import journal
+from tests.server.http_server import Serving, serving
+
+QUESTION = {"role": "user", "content": "then he ran on"}
+APIS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [QUESTION], "max_tokens": 2},
+    "/v1/completions": {"prompt": "then", "max_tokens": 2},
+    "/completion": {"prompt": "then", "n_predict": 2},
+    "/v1/responses": {"input": "then", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [QUESTION], "max_tokens": 2},
+    "/api/chat": {"messages": [QUESTION], "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "then", "options": {"num_predict": 2}},
+}
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny, cors_origin=("http://page.example",)) as running:
+        yield running
+
+
+def warning(server: Serving, path: str, **more: Any) -> str | None:
+    response = server.post(path, {**APIS[path], **more})
+    assert response.status_code == 200, response.text
+    return response.headers.get(HEADER)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", APIS)
+def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: str, stream: bool) -> None:
+    assert warning(server, path, stream=stream) is None
+    if path.startswith("/api/"):
+        more: dict[str, Any] = {"options": {"num_predict": 2, "temprature": 0, "num_ctx": 5}}
+        expected = "options.temprature is unknown and ignored: did you mean options.temperature?"
+    else:
+        more, expected = {"temprature": 0}, "temprature is unknown and ignored: did you mean temperature?"
+    assert warning(server, path, stream=stream, **more) == expected
+    assert warning(server, path, stream=stream, nothing_like_it=1) == "nothing_like_it is unknown and ignored"
+    assert warning(server, path, stream=stream, nothing_like_it=None) is None
+
+
+def test_several_are_told_in_a_header_of_bounded_length(server: Serving) -> None:
+    path = "/v1/completions"
+    told = warning(server, path, **{f"x{number}" + "y" * 500: 1 for number in range(1000)})
+    assert told is not None
+    assert told.count("is unknown") == 5
+    assert told.endswith("; 995 more fields are unknown")
+    assert len(told) < 500
+    assert "\n" not in told
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", ["a\r\nSet-Cookie: x=1", "é\x00\x7f", "\N{SNOWMAN}", "", "\ud800"])
+def test_no_name_leaves_the_header(server: Serving, name: str) -> None:
+    data = json.dumps({**APIS["/v1/completions"], name: 1}).encode()
+    response = server.http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
+    assert response.status_code == 200
+    assert "set-cookie" not in response.headers
+    assert all(" " <= character <= "~" for character in response.headers[HEADER])
+
+
+def test_pages_may_read_the_header(server: Serving) -> None:
+    response = server.http.post(
+        "/v1/completions", json=APIS["/v1/completions"], headers={"Origin": "http://page.example"}
+    )
+    assert HEADER in response.headers["access-control-expose-headers"]
+
+
+def test_the_log_has_the_warning_in_the_line_of_the_request() -> None:
+    with journal.entry("127.0.0.1:4000", "POST /v1/completions") as entry:
+        warn(Response(), ["temprature is unknown and ignored"])
+        warn(Response(), [])
+    assert entry.line()["warning"] == "temprature is unknown and ignored"
+    assert "warning: temprature is unknown" in journal._in_words(entry.line() | {"prompt_tokens": 0})
+
+
+def fields(*given: Any) -> set[str]:
+    return {name for one in given for name in get_type_hints(one)}
+
+
+def models(*given: Any) -> set[str]:
+    return {name for one in given for name in one.model_fields}
+
+
+CHAT, TEXT = openai.types.chat.completion_create_params, openai.types.completion_create_params
+BETA = anthropic.types.beta.message_create_params
+CLIENTS: dict[str, set[str]] = {
+    "/v1/chat/completions": fields(CHAT.CompletionCreateParamsBase),
+    "/v1/completions": fields(TEXT.CompletionCreateParamsBase),
+    "/v1/responses": fields(openai.types.responses.response_create_params.ResponseCreateParamsBase)
+    | {"client_metadata"},  # Codex sends it
+    "/v1/messages": fields(BETA.MessageCreateParamsBase, anthropic.types.message_create_params.MessageCreateParamsBase),
+    "/api/chat": models(ollama._types.ChatRequest),
+    "/api/generate": models(ollama._types.GenerateRequest),
+}
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("path", CLIENTS)
+def test_what_the_makers_own_clients_send_is_known(server: Serving, path: str) -> None:
+    """A field without an effect here is no slip of the pen."""
+    app_routes = {route.path: route.endpoint for route in _routes(server)}
+    serve = app_routes[path].__self__
+    endpoint = getattr(serve, "_endpoint", None) or serve.endpoint
+    assert endpoint.warnings(dict.fromkeys(CLIENTS[path] - {"tools", "options"}, 1)) == []
+    options = dict.fromkeys(ollama.Options.model_fields, 1)
+    assert endpoint.warnings({"options": options} if path.startswith("/api/") else {}) == []
+
+
+def _routes(server: Serving) -> list[Any]:
+    from polarlm.server.http.app import create_app
+
+    return [route for route in create_app(server.driver, server.driver.config).routes if hasattr(route, "endpoint")]

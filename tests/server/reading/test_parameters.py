@@ -1,0 +1,446 @@
+"""What a request may ask for: every field is looked at, and an error names the one that is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarlm.engine import PromptOptions, SamplingParams, limits
+from polarlm.engine.sampling.sample import resolve
+from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.server.reading import parameters
+from polarlm.server.reading.constraints import MAX_CHOICES
+from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.prompts import MOST_SALT
+from polarlm.server.reading.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
+from polarlm.server.reading.values import BadRequest, read_json
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def read(body: dict[str, Any], **how: Any) -> parameters.Asked:
+    """A letter is a token."""
+    return parameters.read(body, lambda text: [ord(letter) for letter in text], **how)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return read({"prompt": "a", **fields}).params
+
+
+def complaint(body: dict[str, Any]) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        read(body)
+    return caught.value
+
+
+# -- what is taken ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0),
+        ("temperature", 1.5),
+        ("top_p", 1),
+        ("top_k", 0),
+        ("min_p", 0.5),
+        ("repeat_penalty", 1.1),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2),
+        ("dry_multiplier", 0.8),
+        ("dry_base", 2),
+        ("dry_allowed_length", 3),
+        ("dry_penalty_last_n", -2),
+        ("seed", 0),
+        ("seed", 2**63 - 1),
+        ("seed", -1),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("ignore_eos", True),
+    ],
+)
+def test_a_parameter_goes_to_the_engine_as_it_is(name: str, value: Any) -> None:
+    assert params(**{name: value}) == SamplingParams(**{name: value})
+
+
+def test_parameters_that_json_spells_differently() -> None:
+    assert params(stop="END") == SamplingParams(stop=("END",))
+    assert params(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
+    assert params(dry_sequence_breakers=["\n", "!"]) == SamplingParams(dry_sequence_breakers=("\n", "!"))
+    assert params(dry_sequence_breakers=[]) == SamplingParams(dry_sequence_breakers=())
+    assert params(logit_bias={"42": -100}) == SamplingParams(logit_bias={42: -100})
+    assert params(max_tokens=5, max_completion_tokens=7, n_predict=9).max_tokens == 7
+    assert params(max_tokens=5, n_predict=9).max_tokens == 5
+    assert params(n_predict=9).max_tokens == 9
+    assert params(repetition_penalty=1.5) == params(repeat_penalty=1.5, repetition_penalty=1.1)
+    assert params(stop_token_ids=[5, 7]) == SamplingParams(stop_token_ids=(5, 7))
+    assert params(n_probs=3) == params(logprobs=3)
+    assert params(n_probs=0) == SamplingParams()
+    assert read({"prompt": "a", "n_probs": 3}, switched_logprobs=True).params == SamplingParams(logprobs=3)
+    assert read({"prompt": "a", "n_cmpl": 3}).n == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("top_k", -1, 0),
+        ("top_p", 0, 1e-9),
+        ("max_tokens", 5.0, 5),
+        ("n_predict", -1.0, -1),
+        ("seed", 7.0, 7),
+        ("top_k", 40.0, 40),
+        ("n", 2.0, 2),
+        ("logprobs", 5.0, 5),
+        ("n_probs", 5.0, 5),
+        ("stop_token_ids", [7.0], [7]),
+    ],
+)
+def test_values_of_other_servers_are_accepted(name: str, value: Any, meant: Any) -> None:
+    assert params(**{name: value}) == params(**{name: meant})
+    assert isinstance(params(max_tokens=5.0).max_tokens, int)
+
+
+@pytest.mark.parametrize(
+    ("bias", "meant"),
+    [
+        ([[42, 1.5], [43, False]], {42: 1.5, 43: -math.inf}),
+        ({"42": False}, {42: -math.inf}),
+        ({"ab": -2}, {ord("a"): -2, ord("b"): -2}),
+        ([["ab", False], [ord("a"), 1]], {ord("a"): 1, ord("b"): -math.inf}),
+        ([["42", 1]], {ord("4"): 1, ord("2"): 1}),
+        ([], {}),
+        ({"": 1}, {}),
+    ],
+)
+def test_a_bias_is_for_ids_or_strings(bias: Any, meant: dict[int, float]) -> None:
+    assert params(logit_bias=bias) == SamplingParams(logit_bias=meant)
+
+
+def test_how_a_prompt_is_read() -> None:
+    assert read({"prompt": "a"}).options == PromptOptions(parse_special=True)
+    assert read({"prompt": "a"}, parse_special=False).options == PromptOptions()
+    given = {"parse_special": False, "cache_prompt": False, "cache_salt": "x"}
+    assert read({"prompt": "a", **given}).options == PromptOptions(**given)
+
+
+def test_the_limits_of_all_parameters_are_checked_once_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, checked = limits.check, []
+    monkeypatch.setattr(limits, "check", lambda *which: checked.append(which[0]) or check(*which))
+    params(temperature=1, top_p=0.5, seed=7, max_tokens=3, logit_bias={"1": 2})
+    assert checked.count(limits.SAMPLING) == 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
+def test_null_is_the_default(name: str) -> None:
+    assert read({"prompt": "a", name: None}) == read({"prompt": "a"})
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_log_probabilities_are_requested_by_a_number(count: int) -> None:
+    assert params(logprobs=count) == SamplingParams(logprobs=count)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": None, "top_logprobs": None}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": None}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_log_probabilities_are_requested_by_a_switch_with_a_number_beside_it(
+    fields: dict[str, Any], count: int | None
+) -> None:
+    assert read({"prompt": "a", **fields}, switched_logprobs=True).params == SamplingParams(logprobs=count)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        *(({"logprobs": bad}, "logprobs") for bad in (0, 1, "true", [])),
+        *(({"logprobs": True, "top_logprobs": bad}, "top_logprobs") for bad in (-1, 21, 1.5, True, "1", {})),
+        *(({"top_logprobs": count}, "top_logprobs") for count in (0, 5)),
+        ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
+    ],
+)
+def test_a_wrong_switch_or_number_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read({"prompt": "a", **fields}, switched_logprobs=True)
+    assert caught.value.field == field
+    assert field in caught.value.message
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert read({"prompt": "a", "user": "me", "metadata": {"x": [1]}, "store": False}) == read({"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
+        ("grammar", ""),
+        ("guided_regex", ""),
+        ("guided_choice", []),
+        ("structured_outputs", {"regex": None, "json_object": False}),
+        ("logprobs", False),
+        ("top_logprobs", 0),
+        ("modalities", ["text"]),
+        ("echo", False),
+        ("best_of", 1),
+        ("suffix", ""),
+    ],
+)
+def test_neutral_values_of_unsupported_fields_are_accepted(name: str, value: Any) -> None:
+    assert read({"prompt": "a", name: value}) == read({"prompt": "a"})
+
+
+def test_fields_that_are_not_sampling_parameters() -> None:
+    asked = read({"prompt": "a", "stream": True, "n": 3, "stream_options": {"include_usage": True}, "model": "m"})
+    assert (asked.stream, asked.n, asked.include_usage) == (True, 3, True)
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], [1, "text", 3]])
+def test_a_prompt_may_be_in_an_array(prompt: Any) -> None:
+    assert read({"prompt": prompt}).prompt == prompt
+    assert read({"prompt": [prompt]}).prompt == prompt
+
+
+def test_messages() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "Be brief.", "name": "x"}, {"role": "user", "content": parts}]
+    assert read({"messages": messages}).prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one two"},
+    ]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"stop": 7}, "stop must be a string or an array of strings, not 7"),
+        ({"stop": ["a", {}]}, "stop[1] must be a string, not an object"),
+        (
+            {"prompt": None, "messages": [{"role": "user"}]},
+            "messages[0].content must be a string or an array of text parts, not null",
+        ),
+        ({"temperature": []}, "temperature must be a number, not an array"),
+        ({"stop_token_ids": "x" * 99}, "stop_token_ids must be an array of token ids, not a string of 101 characters"),
+    ],
+)
+def test_types_are_called_by_their_names_in_json(fields: dict[str, Any], sentence: str) -> None:
+    assert str(complaint({"prompt": "a", **fields})) == sentence
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", -5), ("max_tokens", -2), ("top_k", -7), ("min_tokens", -3)])
+def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value: int) -> None:
+    with pytest.raises(BadRequest) as caught:
+        params(**{name: value})
+    assert caught.value.message.startswith(f"{name} is {value}, but must be a whole number")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, bad) for name in ("temperature", "top_p", "min_p") for bad in (math.nan, math.inf, True, "1", [], -1)),
+        *((name, bad) for name in ("presence_penalty", "frequency_penalty") for bad in (math.nan, False, {}, 1e9)),
+        *((name, bad) for name in ("max_tokens", "top_k", "seed") for bad in (1.5, True, "1", -2, 10**30)),
+        ("max_completion_tokens", 0.5),
+        ("n_predict", -2),
+        ("repetition_penalty", 0),
+        ("min_tokens", -1),
+        ("repeat_last_n", 65),
+        ("n_probs", 21),
+        ("n_probs", True),
+        ("n_cmpl", 0),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [5] * (MAX_BIASES + 1)),
+        ("parse_special", 1),
+        ("cache_prompt", "no"),
+        *(("cache_salt", bad) for bad in (5, "", "x" * (MOST_SALT + 1), "\ud800")),
+        ("max_completion_tokens", -2),
+        ("temperature", 10**4000),
+        ("top_p", -0.1),
+        ("top_p", 1.1),
+        ("repeat_penalty", 0),
+        ("n", 0),
+        ("n", 1000),
+        ("n", True),
+        ("stream", 1),
+        ("stream", "true"),
+        ("ignore_eos", 0),
+        ("dry_multiplier", -1),
+        ("dry_base", 0.5),
+        ("dry_allowed_length", 1.5),
+        ("dry_sequence_breakers", 3),
+        ("dry_sequence_breakers", ""),
+        ("stop", ""),
+        ("stop", 3),
+        ("stop", ["a"] * (MAX_STOPS + 1)),
+        ("stop", "x" * (MAX_STOP_LENGTH + 1)),
+        ("stop", "\ud800"),
+        ("logit_bias", 5),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"9" * 19: 1}),
+        ("logit_bias", {"x\ud800": 1}),
+        ("logit_bias", {"x" * (MAX_BIAS_TEXT + 1): 1}),
+        ("logit_bias", [["x" * MAX_BIAS_TEXT, 1], ["x", 1]]),
+        ("logit_bias", {"".join(map(chr, range(256, 256 + MAX_BIASES + 1))): 1}),
+        ("logit_bias", {str(i): 1 for i in range(1000)} | {"7": 1e7}),
+        ("logit_bias", {str(i): 1 for i in range(MAX_BIASES + 1)}),
+        ("model", 3),
+        ("stream_options", []),
+        ("tools", 0),
+        ("tool_choice", "sometimes"),
+        ("functions", [{}]),
+        ("function_call", {"name": "f"}),
+        ("response_format", "text"),
+        ("json_schema", [3]),
+        ("grammar", 3),
+        ("guided_regex", ["a"]),
+        ("guided_choice", "a"),
+        ("guided_choice", ["a"] * (MAX_CHOICES + 1)),
+        ("structured_outputs", {"json": {}, "regex": "a"}),
+        ("structured_outputs", {"structural_tag": "a"}),
+        ("structured_outputs", "json"),
+        *(("logprobs", bad) for bad in (True, -1, 21, 2.5, "2", [], 10**30)),
+        *(("top_logprobs", bad) for bad in (1, True, "0", [])),
+        ("modalities", ["text", "audio"]),
+        ("audio", {}),
+        ("echo", True),
+        ("suffix", "x"),
+        ("best_of", 2),
+    ],
+)
+def test_a_wrong_field_is_named(name: str, value: Any) -> None:
+    error = complaint({"prompt": "a", name: value})
+    assert error.field == name
+    assert name in error.message
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "messages"),
+        ({"prompt": "a", "messages": [USER]}, "messages"),
+        ({"prompt": "a", "response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"prompt": "a", "response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+        ({"prompt": "a", "guided_choice": ["a", 3]}, "guided_choice[1]"),
+        ({"prompt": "a", "structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+        ({"prompt": "a", "guided_regex": "a", "grammar": 'root ::= "a"'}, "guided_regex"),
+        ({"prompt": 1}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt.prompt_string"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": "\udfff"}, "prompt"),
+        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [[1, None]]}, "prompt[1]"),
+        ({"prompt": [10**40]}, "prompt[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [USER, "Hi"]}, "messages[1]"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].tool_call_id"),
+        ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
+        ({"prompt": "a", "logit_bias": {"7": math.nan}}, "logit_bias.7"),
+        ({"prompt": "a", "logit_bias": {"7": True}}, "logit_bias.7"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias[0]"),
+        ({"prompt": "a", "logit_bias": [[7, 1], [-1, 1]]}, "logit_bias[1][0]"),
+        ({"prompt": "a", "stop_token_ids": [7, -1]}, "stop_token_ids[1]"),
+        ({"prompt": "a", "stop": ["a", 3]}, "stop[1]"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_the_path_of_a_wrong_field(body: dict[str, Any], field: str) -> None:
+    assert complaint(body).field == field
+
+
+def test_a_caller_chooses_which_prompt_fields_it_takes() -> None:
+    with pytest.raises(BadRequest, match="messages is missing"):
+        read({"prompt": "a"}, takes=["messages"])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"garbage",
+        b"[1]",
+        b'"text"',
+        b"null",
+        b"{",
+        b'{"a": 1} 2',
+        b"\xff\xfe",
+        b'{"a": "\xc3"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": ' + b"1" * 10_000 + b"}",
+    ],
+)
+def test_input_that_is_not_a_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_json(data)
+    assert caught.value.field is None
+    assert len(caught.value.message) < 200
+
+
+NAMES = [
+    *FIELDS,
+    "role",
+    "content",
+    *SamplingParams.__dataclass_fields__,
+    "messages",
+    "prompt",
+    "stream",
+    "n",
+    "tools",
+    "stream_options",
+    "role",
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=5))
+def test_anything_is_either_understood_or_refused_in_a_sentence(body: dict[str, Any]) -> None:
+    error, asked = None, None
+    try:
+        asked = read(read_json(json.dumps(body).encode()))
+    except BadRequest as refusal:
+        error = refusal
+    if asked is not None:
+        resolve(asked.params, GenerationDefaults())
+    else:
+        assert 0 < len(error.message.encode()) < 300

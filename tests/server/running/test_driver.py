@@ -1,0 +1,391 @@
+"""Streaming from an engine that computes in another thread: nothing is lost, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from polarlm.engine import Completion, Engine, EngineError, SamplingParams
+from polarlm.engine.outputs import fold
+from polarlm.server.config import ServerConfig
+from polarlm.server.running import journal
+from polarlm.server.running.counters import Totals
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.refused import Refused
+from tests.server.lines import PATIENCE
+
+PROMPT = [7, 8, 9]
+
+
+def greedy(tokens: int = 8) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+LONG = greedy(200)
+
+
+@asynccontextmanager
+async def driving(engine: Engine, **settings: Any) -> AsyncIterator[Driver]:
+    driver = Driver(engine, ServerConfig(**settings))
+    await driver.start()
+    try:
+        yield driver
+    finally:
+        await driver.stop()
+
+
+async def whole(driver: Driver, prompt: Any = PROMPT, params: SamplingParams | None = None) -> Completion:
+    async with aclosing(driver.stream(prompt, params or greedy())) as chunks:
+        return fold([chunk async for chunk in chunks])
+
+
+async def until_idle(driver: Driver) -> None:
+    async def wait() -> None:
+        while (status := await driver.status()).running or status.waiting or status.blocks_used:
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(wait(), PATIENCE)
+
+
+def run(test: Callable[[Driver], Any], engine: Engine, **settings: Any) -> None:
+    """Runs `test` on a driver; the engine is idle by the end, and so is the driver."""
+
+    async def main() -> None:
+        async with driving(engine, **settings) as driver:
+            await test(driver)
+            await until_idle(driver)
+            assert driver.snapshot().active == 0
+
+    asyncio.run(main())
+
+
+# -- answers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_concurrent_requests_get_the_same_answers_as_alone(engine: Engine) -> None:
+    prompts: list[Any] = [[5 + number] * (3 * number + 1) for number in range(9)]
+    prompts += ["once", [{"role": "user", "content": "Hi"}]]
+    alone = [engine.generate(prompt, greedy(20)) for prompt in prompts]
+
+    async def test(driver: Driver) -> None:
+        answers = await asyncio.gather(*(whole(driver, prompt, greedy(20)) for prompt in prompts))
+        assert [(a.text, a.token_ids, a.finish_reason) for a in answers] == [
+            (a.text, a.token_ids, a.finish_reason) for a in alone
+        ]
+
+    run(test, engine)
+
+
+def test_an_engine_error_is_raised_before_the_first_chunk(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        with pytest.raises(EngineError) as caught:
+            await whole(driver, [5] * engine.context)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(EngineError, match="logit_bias"):
+            await whole(driver, params=SamplingParams(logit_bias={10**6: 1.0}))
+        assert driver.snapshot().requests == {"error": 2}
+
+    run(test, engine)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(-1, 5), (9, 5), (5, 5), (2, 2)])
+def test_the_limit_of_tokens(engine: Engine, asked: int, given: int) -> None:
+    async def test(driver: Driver) -> None:
+        assert (await whole(driver, params=greedy(asked))).usage.completion_tokens == given
+
+    run(test, engine, max_tokens=5)
+
+
+def test_counters_and_the_journal(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        with journal.entry("client", "route") as entry:
+            answer = await whole(driver)
+        done = driver.snapshot()
+        assert (done.prompt_tokens, done.completion_tokens, done.requests) == (len(PROMPT), 8, {"length": 1})
+        assert done.seconds >= done.prefill_seconds + done.generation_seconds > 0
+        line = entry.line()
+        assert (line["prompt_tokens"], line["completion_tokens"], line["outcome"]) == (len(PROMPT), 8, "length")
+        assert "prompt" not in line
+        assert answer.text not in line.values()
+
+    run(test, engine)
+
+
+def test_the_journal_says_what_a_cancelled_request_found_in_the_cache(tiny: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        prompt = [*range(5, 40)]
+        await whole(driver, prompt)
+        with journal.entry("client", "route") as entry:
+            async with aclosing(driver.stream(prompt, LONG)) as chunks:
+                await anext(chunks)
+        assert (entry.line()["outcome"], entry.line()["cached_tokens"]) == ("cancelled", 32)  # complete blocks
+
+    run(test, tiny)
+
+
+def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        with journal.entry("client", "route") as entry:
+            answer = await whole(driver, "once")
+        assert (entry.line()["prompt"], entry.line()["answer"]) == ("once", answer.text)
+
+    run(test, engine, log_prompts=True)
+
+
+def test_the_mean_time_of_answers_counts_only_answers() -> None:
+    totals = Totals()
+    for outcome, seconds in (("length", 9.0), ("error", 5.0), ("cancelled", 6.5)):
+        totals.ended(outcome, seconds, answer=True)
+    for outcome, seconds in (("tokenized", 1000.0), ("listed", 0.0), ("removed", 0.0)):
+        totals.ended(outcome, seconds, answer=False)
+    totals.requests["busy"] += 50
+    assert totals.usual_seconds() == 7
+
+
+def test_requests_without_an_answer_do_not_count_in_the_mean_time(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        await whole(driver)
+        await driver.counted("tokenized", lambda: time.sleep(0.05))
+        assert sum(driver.snapshot().requests.values()) == 2
+        assert driver.snapshot().seconds - driver._totals.answer_seconds >= 0.05
+        with pytest.raises(EngineError):
+            await whole(driver, [10**9])
+        assert driver.snapshot().requests["error"] == 1
+        assert driver._totals.answers == 1
+
+    run(test, engine)
+
+
+def test_text_and_ids(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        ids = await driver.counted("tokenized", lambda: engine.tokenize("once more"))
+        assert await driver.counted("detokenized", lambda: engine.detokenize(ids)) == "once more"
+        with pytest.raises(EngineError):
+            await driver.counted("detokenized", lambda: engine.detokenize([10**9]))
+        assert driver.snapshot().requests == {"tokenized": 1, "detokenized": 1, "error": 1}
+
+    run(test, engine)
+
+
+# -- requests that nobody wants any more -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_closing_the_generator_frees_the_blocks(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        chunks = driver.stream(PROMPT * 20, LONG)
+        await anext(chunks)
+        status = await driver.status()
+        assert status.blocks_used > 0
+        await chunks.aclose()
+        await until_idle(driver)
+        assert driver.snapshot().requests == {"cancelled": 1}
+
+    run(test, engine)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_cancelling_tasks_that_wait_in_the_queue(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        tasks = [asyncio.create_task(whole(driver, params=LONG)) for _ in range(6)]
+        while (await driver.status()).waiting == 0:
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+        await until_idle(driver)
+        assert driver.snapshot().requests == {"cancelled": 6}
+
+    run(test, engine)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_client_that_leaves_while_its_prompt_is_tokenized(engine: Engine, monkeypatch) -> None:
+    begun, go_on, submit = threading.Event(), threading.Event(), engine.submit
+    submitted = threading.Event()
+
+    def held_up(*arguments: Any, **more: Any) -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        try:
+            return submit(*arguments, **more)
+        finally:
+            submitted.set()
+
+    monkeypatch.setattr(engine, "submit", held_up)
+
+    async def test(driver: Driver) -> None:
+        task = asyncio.create_task(whole(driver, params=LONG))
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        task.cancel()
+        await asyncio.wait([task])
+        go_on.set()
+        await asyncio.to_thread(submitted.wait, PATIENCE)
+        await until_idle(driver)
+        assert driver.snapshot().completion_tokens == 0
+
+    run(test, engine)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_the_limit_of_time(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        chunks = driver.stream(PROMPT, LONG)
+        with pytest.raises(Refused) as caught:
+            async for _ in chunks:
+                pass
+        assert caught.value.code == "timeout"
+        await until_idle(driver)
+        assert driver.snapshot().requests == {"timeout": 1}
+
+    run(test, engine, request_seconds=0.1)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_the_time_limit_holds_for_a_client_that_does_not_read(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        chunks = driver.stream(PROMPT, LONG)
+        await anext(chunks)
+        await until_idle(driver)
+        await chunks.aclose()
+
+    run(test, engine, request_seconds=0.1)
+
+
+# -- more than there is room for -------------------------------------------------------------------------------
+
+
+def test_a_full_queue(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        begun = [asyncio.create_task(whole(driver, params=LONG)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refused) as caught:
+            await whole(driver)
+        assert caught.value.code == "busy"
+        assert 1 <= caught.value.retry_after <= 60
+        assert {answer.finish_reason for answer in await asyncio.gather(*begun)} == {"length"}
+        assert (await whole(driver)).finish_reason == "length"
+        assert driver.snapshot().requests == {"busy": 1, "length": 4}
+
+    run(test, engine, max_queue=1)  # behind the two that are computed
+
+
+def test_refused_clients_get_different_times_to_come_back(engine: Engine) -> None:
+    """Those who were refused together: a client does as it is told, and room for one is room for one."""
+
+    async def test(driver: Driver) -> None:
+        begun = [asyncio.create_task(whole(driver)) for _ in range(2)]
+        await asyncio.sleep(0)
+        told = set()
+        for _ in range(50):
+            with pytest.raises(Refused) as caught:
+                await whole(driver)
+            told.add(caught.value.retry_after)
+        assert len(told) > 2
+        assert min(told) >= 1
+        await asyncio.gather(*begun)
+
+    run(test, engine, max_queue=0)
+
+
+# -- the end ---------------------------------------------------------------------------------------------------
+
+
+def test_draining_lets_running_requests_end(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        tasks = [asyncio.create_task(whole(driver, params=greedy(40))) for _ in range(6)]
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(driver.drain(PATIENCE))
+        await asyncio.sleep(0)
+        assert driver.closing
+        with pytest.raises(Refused) as caught:
+            await whole(driver)
+        assert caught.value.code == "closing"
+        await draining
+        assert {(await task).usage.completion_tokens for task in tasks} == {40}
+
+    run(test, engine)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_draining_has_an_end(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        chunks = driver.stream(PROMPT, LONG)
+        await anext(chunks)
+        await driver.drain(0)
+        with pytest.raises(Refused) as caught:
+            async for _ in chunks:
+                pass
+        assert caught.value.code == "closing"
+
+    run(test, engine)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_stopping_ends_what_runs(engine: Engine) -> None:
+    async def main() -> str:
+        async with driving(engine) as driver:
+            task = asyncio.create_task(whole(driver, params=LONG))
+            while not (await driver.status()).running:
+                await asyncio.sleep(0)
+        with pytest.raises(Refused) as caught:
+            await task
+        return caught.value.code
+
+    assert asyncio.run(main()) == "closing"
+    assert engine.generate(PROMPT, greedy(3)).finish_reason == "length"  # the engine lives on
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_a_step_ends_its_requests_and_nothing_else(engine: Engine, monkeypatch) -> None:
+    step, batches = engine._model.step, []
+
+    def broken_once(spans: Any, *rest: Any) -> Any:
+        batches.append(len(spans))
+        if batches.count(2) == 1 and batches[-1] == 2:
+            raise ArithmeticError("secret detail")
+        return step(spans, *rest)
+
+    monkeypatch.setattr(engine._model, "step", broken_once)
+
+    async def test(driver: Driver) -> None:
+        answers = await asyncio.gather(*(whole(driver, params=greedy(30)) for _ in range(5)), return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, Refused)]
+        assert [error.code for error in failed] == ["internal"] * 2
+        assert all("secret" not in error.message for error in failed)
+        others = [answer for answer in answers if isinstance(answer, Completion)]
+        assert [answer.usage.completion_tokens for answer in others] == [30] * 3
+        await until_idle(driver)
+        assert driver.snapshot().requests == {"internal": 2, "length": 3}
+
+    run(test, engine)
+
+
+def test_an_error_of_the_engine_as_a_whole_ends_no_thread(engine: Engine, monkeypatch) -> None:
+    work, broken = engine.work, threading.Event()
+
+    def broken_once() -> bool:
+        if engine.status().waiting and not broken.is_set():
+            broken.set()
+            raise ArithmeticError
+        return work()
+
+    monkeypatch.setattr(engine, "work", broken_once)
+
+    async def test(driver: Driver) -> None:
+        with pytest.raises(Refused) as caught:
+            await whole(driver)
+        assert caught.value.code == "internal"
+        assert (await whole(driver)).finish_reason == "length"
+
+    run(test, engine)

@@ -1,0 +1,208 @@
+"""/metrics beyond counters: times of answers, what tiers hold and what is wrong with them, and the build."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from polarlm.engine.outputs import BOUNDS, Chunk, Times, Usage
+from polarlm.engine.storage.tiers import guarded, patience
+from polarlm.engine.storage.tiers.places import Folder
+from polarlm.server.running.counters import Totals
+from tests.server.http_server import Serving, eventually, serving
+from tests.tiny import PLAIN, forget, load_tiny
+
+ROOT = Path(__file__).resolve().parents[3]
+BODY = {"prompt": "the rain then ran on and on and on", "temperature": 0, "ignore_eos": True, "max_tokens": 9}
+
+
+@pytest.fixture
+def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
+    kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path)}
+    with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as found:
+        yield found
+
+
+def metrics(server: Serving) -> dict[str, Any]:
+    """Every sample, as "name" or "name{labels}"."""
+    found = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = ",".join(value for _, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def ask(server: Serving, **more: Any) -> dict[str, Any]:
+    return server.post("/v1/completions", {**BODY, **more}).json()
+
+
+def flush(server: Serving) -> None:
+    """Waits until what was asked is released, and written."""
+    eventually(lambda: not server.busy)
+    assert server.engine._tiers is not None
+    assert server.engine._tiers._writer.flush(60)
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def test_times_of_answers_are_counted_in_buckets(server: Serving) -> None:
+    before = metrics(server)
+    for name in ("time_to_first_token", "inter_token_latency", "request_latency"):
+        assert before[f"polarlm_{name}_seconds_count"] == before[f"polarlm_{name}_seconds_sum"] == 0
+    for _ in range(2):
+        ask(server)
+    server.post("/tokenize", {"content": "a"})  # is no answer
+    after = metrics(server)
+    for name, count in (("time_to_first_token", 2), ("inter_token_latency", 2 * 8), ("request_latency", 2)):
+        assert after[f"polarlm_{name}_seconds_count"] == count
+        assert after[f"polarlm_{name}_seconds_bucket{{+Inf}}"] == count
+        assert after[f"polarlm_{name}_seconds_sum"] > 0
+    first, gaps, whole = (
+        after[f"polarlm_{name}_seconds_sum"]
+        for name in ("time_to_first_token", "inter_token_latency", "request_latency")
+    )
+    assert first + gaps <= whole
+
+
+def test_a_slow_reader_does_not_make_the_gaps_larger(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the engine: a chunk's time is that of its thread."""
+    job = JobAt(10.0)
+    totals = Totals()
+    for at, tokens in ((12.0, 0), (13.0, 1), (13.5, 2), (14.5, 1)):
+        job.appended = at
+        totals.count(Chunk("", tuple(range(tokens))), job)
+    assert (totals.first_token.seconds, totals.gaps.seconds) == (3.0, 1.5)
+    assert (sum(totals.first_token.counts), sum(totals.gaps.counts)) == (1, 3)
+
+
+class JobAt:
+    """A job whose chunk came at `appended`."""
+
+    def __init__(self, started: float):
+        self.started = started
+        self.appended = 0.0
+        self.token_came: float | None = None
+
+
+def test_answers_of_no_tokens_have_no_time_to_the_first_one() -> None:
+    totals = Totals()
+    totals.count(Chunk("", (), "length", Usage(3, 0, 0, 0.1, 0.0)), JobAt(0.0))
+    assert totals.first_token == totals.gaps == Times()
+
+
+@pytest.mark.parametrize(("seconds", "bound"), [(0.0, 0.001), (0.001, 0.001), (0.0011, 0.0025), (31.0, 50.0)])
+def test_a_time_is_in_the_bucket_of_the_next_bound(seconds: float, bound: float) -> None:
+    times = Times()
+    times.add(seconds)
+    assert times.buckets()[-1] == ("+Inf", 1)
+    assert next(float(name) for name, count in times.buckets() if count) == bound
+    assert list(BOUNDS) == sorted(BOUNDS)
+
+
+# -- tiers -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_tier_holds_is_shown(server: Serving, tmp_path: Path) -> None:
+    assert metrics(server)["polarlm_tier_objects{disk}"] == 0
+    ask(server)
+    flush(server)
+    files = [file for file in tmp_path.iterdir() if not file.name.startswith(".")]
+    now = metrics(server)
+    assert now["polarlm_tier_objects{disk}"] == len(files) > 0
+    assert now["polarlm_tier_bytes{disk}"] == sum(file.stat().st_size for file in files)
+
+
+def test_damaged_objects_are_counted_and_named(
+    server: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert metrics(server)["polarlm_tier_damaged_objects_total{disk}"] == 0
+    harmed = []
+    for _ in range(2):
+        ask(server)
+        flush(server)
+        for file in tmp_path.iterdir():
+            if not file.name.startswith("."):
+                file.write_bytes(b"?" * 200)
+                harmed.append(file.name)
+        forget(server.engine)
+        ask(server)
+        flush(server)
+        forget(server.engine)
+    told = re.findall(r"object ([0-9a-f]{32}) on disk is damaged and not used \((\d) of them so far\)", caplog.text)
+    assert [int(number) for _, number in told] == list(range(1, len(told) + 1))
+    assert metrics(server)["polarlm_tier_damaged_objects_total{disk}"] == len(told) >= 2
+    assert {name for name, _ in told} <= set(harmed)
+
+
+@pytest.mark.parametrize(("damaged", "lines"), [(9, 9), (10, 10), (99, 18), (100, 19), (1000, 28)])
+def test_a_dying_disk_does_not_fill_the_log(
+    tmp_path: Path, damaged: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = guarded.Guarded(Folder(tmp_path, 1000))
+    for number in range(damaged):
+        place.is_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
+    assert len(caplog.records) == lines
+    assert place.status().damaged == damaged
+
+
+def test_errors_and_timeouts_are_counted_by_place(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"polarlm_tier_{name}" for name in ("errors_total{read,disk}", "errors_total{write,disk}")]
+    names += ["polarlm_tier_timeouts_total{disk}"]
+    assert [metrics(server)[name] for name in names] == [0, 0, 0]
+
+    def broken(*_: object) -> None:
+        raise OSError("Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guarded, "_TROUBLED", 0.0)
+        patch.setattr(Folder, "write", broken)
+        ask(server)
+        flush(server)
+        assert metrics(server)[names[1]] >= 1
+        assert metrics(server)[names[0]] == 0
+        patch.setattr(Folder, "has", broken)
+        ask(server, prompt="once upon a time there was " * 2)
+        assert metrics(server)[names[0]] >= 1
+        flush(server)
+    hangs = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(patience, "_FIRST", 0.0)
+        patch.setattr(Folder, "has", lambda *_: hangs.wait(60) and False)
+        ask(server, prompt="in the end the rain then ran on " * 2)
+        eventually(lambda: metrics(server)[names[2]] == 1)
+        hangs.set()
+        flush(server)
+
+
+# -- the build, and the document ---------------------------------------------------------------------------------------
+
+
+def test_the_build_is_shown(server: Serving) -> None:
+    text = server.http.get("/metrics").text
+    (build,) = [
+        sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "polarlm_build_info"
+    ]
+    assert build.value == 1
+    assert build.labels.keys() == {"version", "backend", "model", "cache_type_k", "cache_type_v"}
+    assert build.labels["model"] == server.engine.model.name
+    assert build.labels["backend"] in ("native", "numpy")
+    assert build.labels["cache_type_k"]
+
+
+def test_the_document_lists_all_metrics(server: Serving) -> None:
+    ask(server)
+    listed = set(re.findall(r"\| `(polarlm_\w+|vllm:\w+)", (ROOT / "docs" / "server.md").read_text(encoding="utf-8")))
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    shown = {family.name + {"counter": "_total", "info": "_info"}.get(family.type, "") for family in families}
+    assert shown == listed

@@ -1,0 +1,489 @@
+"""Clients of a real server save and load sessions by name: they outlive it, and nothing that is wrong ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarlm.engine import EngineError
+from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.sessions import SessionFolder, read_name
+from tests.server.lines import PATIENCE, eventually
+from tests.server.process import ROOT, SMALL_BLOCKS, Process
+from tests.small_disk import small_disk
+from tests.tiny import make_model
+
+PRELUDE = SMALL_BLOCKS.format(kept=4)
+USER, AGAIN = ({"role": "user", "content": content} for content in ("the end", "and then"))
+GREEDY = {"temperature": 0, "max_tokens": 3}
+
+# A session is written once the file named in GO is there.
+WAITING = """
+import os, time
+from polarlm.engine.storage import checked_file
+write = checked_file.write
+def waiting(*arguments):
+    open(os.environ["GO"] + ".asked", "w").close()
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+    write(*arguments)
+checked_file.write = waiting
+"""
+
+# A session is written half, and no further.
+STUCK = """
+import os, time
+from polarlm.engine.storage import checked_file
+def stuck(*arguments):
+    open(os.environ["GO"] + ".asked", "w").close()
+    time.sleep(600)
+checked_file._put = stuck
+"""
+
+
+def start(model: Path, folder: Path, *flags: str, prelude: str = "", **environment: str) -> Process:
+    flags = ("--socket-port", "0", "--sessions", str(folder / "sessions"), *flags)
+    return Process(model, folder, *flags, prelude=PRELUDE + prelude, **environment)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("server")
+    with start(tiny_path, folder) as process:
+        process.sessions = folder / "sessions"
+        yield process
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+@pytest.fixture
+def server(shared: Process) -> Iterator[Process]:
+    """After every test the server answers, nothing is computed, and every block is free."""
+    yield shared
+    assert ask(shared, "/v1/completions", prompt="a", **GREEDY)[0] == 200
+    eventually(shared.is_idle)
+    blocks, free = shared.blocks()
+    assert free == blocks
+    for file in shared.sessions.iterdir():
+        file.unlink()
+
+
+def ask(process: Process, path: str, method: str = "POST", **body: Any) -> tuple[int, dict[str, Any]]:
+    """An HTTP status, and the JSON that came with it."""
+    data = json.dumps(body).encode() if method == "POST" else None
+    asked = urllib.request.Request(process.url + path, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as response:
+            return response.status, json.loads(response.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def turn(process: Process, messages: list[dict[str, str]], **params: Any) -> tuple[str, dict[str, Any]]:
+    """The text of an answer, and its usage."""
+    status, answer = ask(process, "/v1/chat/completions", messages=messages, **{**GREEDY, **params})
+    assert status == 200
+    return answer["choices"][0]["message"]["content"], answer["usage"]
+
+
+def letters(process: Process) -> dict[str, Any]:
+    """Parameters for an answer of letters t and h, which the tokenizer would cut in another way."""
+    ids = [ask(process, "/tokenize", content=letter)[1]["tokens"][0] for letter in "th"]
+    return {"temperature": 1, "seed": 0, "max_tokens": 40, "logit_bias": {str(i): 100 for i in ids}}
+
+
+def saved(process: Process, name: str = "talk") -> Path:
+    """A session that has been saved."""
+    turn(process, [USER])
+    assert ask(process, "/sessions/save", name=name, messages=[USER])[0] == 200
+    return process.sessions / f"{name}.safetensors"
+
+
+def save_that_waits(process: Process, go: Path) -> tuple[threading.Thread, list[Any]]:
+    """A save under way that does not get to write before there is a file at `go`; its answer will be in the list."""
+    told: list[Any] = []
+
+    def save() -> None:
+        with suppress(OSError):  # the server may be killed meanwhile
+            told.append(ask(process, "/sessions/save", name="talk", messages=[USER]))
+
+    asking = threading.Thread(target=save)
+    asking.start()
+    eventually(lambda: Path(f"{go}.asked").exists())
+    return asking, told
+
+
+def message(status_and_body: tuple[int, dict[str, Any]], status: int, code: str) -> str:
+    """The sentence of an error."""
+    assert status_and_body[0] == status, status_and_body
+    error = status_and_body[1]["error"]
+    assert error["code"] == code
+    return error["message"]
+
+
+# -- sessions go on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_after_a_restart(tiny_path: Path, tmp_path: Path) -> None:
+    with start(tiny_path, tmp_path) as process:
+        text, usage = turn(process, [USER], **letters(process))
+        stored = usage["total_tokens"] - 1  # nobody has computed what follows the last token
+        messages = [USER, {"role": "assistant", "content": text}, AGAIN]
+        done = ask(process, "/sessions/save", name="talk", messages=messages[:2])
+        assert done == (200, {"name": "talk", "tokens": stored})
+        expected, usage = turn(process, messages)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == stored
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+    with start(tiny_path, tmp_path) as process:
+        assert ask(process, "/sessions/load", name="talk") == (200, {"name": "talk", "tokens": stored})
+        answer, usage = turn(process, messages)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == stored
+        assert answer == expected
+
+
+@pytest.mark.slow
+def test_the_socket_saves_and_loads(server: Process) -> None:
+    prompt = "the end and then the end"
+    with server.client() as client:
+        _, last = client.ask(id=1, prompt=prompt, temperature=0, max_tokens=5)
+        count = last["usage"]["prompt_tokens"]
+        assert client.ask(id=2, save="talk", prompt=prompt) == ("", {"id": 2, "done": True, "tokens": count})
+        assert client.ask(id="x", load="talk") == ("", {"id": "x", "done": True, "tokens": count})
+        for asked, field in (
+            ({"save": "../x", "prompt": "a"}, "save"),
+            ({"load": 7}, "load"),
+            ({"save": "talk"}, "messages"),
+            ({"save": "talk", "load": "talk", "prompt": "a"}, "load"),
+        ):
+            assert client.ask(id=3, **asked)[1]["error"]["field"] == field
+        assert client.ask(id=4, load="none")[1]["error"]["code"] == "unknown_session"
+
+
+def test_a_session_of_a_salt_is_loaded_with_it(server: Process) -> None:
+    """Over HTTP and the socket."""
+    prompt = "hens then ate the tea"
+    _, first = ask(server, "/v1/completions", prompt=prompt, cache_salt="A", **GREEDY)
+    count = first["usage"]["prompt_tokens"]
+    assert ask(server, "/sessions/save", name="talk", prompt=prompt, cache_salt="A")[1]["tokens"] == count
+    with server.client() as client:
+        for other in ({}, {"cache_salt": "B"}):
+            assert "talk" in message(ask(server, "/sessions/load", name="talk", **other), 422, "session")
+            assert client.ask(id=1, load="talk", **other)[1]["error"]["code"] == "session"
+        assert ask(server, "/sessions/load", name="talk", cache_salt="A")[1]["tokens"] == count
+        assert client.ask(id=2, load="talk", cache_salt="A")[1]["tokens"] == count
+    _, unsalted = ask(server, "/v1/completions", prompt=prompt, **GREEDY)
+    assert unsalted["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0) == 0
+    assert "A" not in ask(server, "/sessions", "GET")[1]["sessions"][0].values()
+
+
+def test_sessions_are_listed_and_removed(server: Process) -> None:
+    assert ask(server, "/sessions", "GET") == (200, {"sessions": []})
+    files = [saved(server, name) for name in ("b", "A.1")]
+    (server.sessions / "other.txt").write_text("not a session")
+    _, told = ask(server, "/sessions", "GET")
+    assert [session["name"] for session in told["sessions"]] == ["A.1", "b"]
+    for session, file in zip(told["sessions"], files[::-1], strict=True):
+        assert session["bytes"] == file.stat().st_size
+        assert session["seconds"] == int(file.stat().st_mtime)
+        assert file.stat().st_mode & 0o077 == 0
+    assert ask(server, "/sessions/b", "DELETE") == (204, {})
+    assert not files[0].exists()
+    removed = removals(server)
+    assert "b" in message(ask(server, "/sessions/b", "DELETE"), 404, "unknown_session")
+    assert removals(server) == removed
+
+
+def removals(server: Process) -> list[str]:
+    """The line of /metrics that counts removed sessions."""
+    return re.findall(r'(?m)^polarlm_requests_total\{outcome="removed"\} .*', server.get("/metrics"))
+
+
+# -- what is wrong with a request ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../talk", "a/b", "a\\b", "a\0", "-", ".hidden", "é", "x" * 101, 7, None]
+)
+def test_no_name_leads_out_of_the_folder(server: Process, name: Any) -> None:
+    for path in ("/sessions/save", "/sessions/load"):
+        status, told = ask(server, path, name=name, prompt="a")
+        assert (status, told["error"]["param"]) == (400, "name")
+    assert os.listdir(server.sessions) == []
+
+
+@given(st.text(st.sampled_from("aZ0._-/\\ \0é\n"), max_size=8))
+def test_a_name_is_refused_or_a_file_in_the_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    folder = tmp_path_factory.getbasetemp() / "names"
+    try:
+        file = Path(SessionFolder(str(folder), 1 << 30).file(read_name("name", name)))
+    except BadRequest:
+        return
+    assert file.parent == folder.resolve()
+    assert not file.name.startswith(".")
+
+
+def test_there_has_to_be_something_to_save_and_to_load(server: Process) -> None:
+    nothing = ask(server, "/sessions/save", name="talk", prompt="nobody has asked this")
+    assert "nothing to save" in message(nothing, 422, "session")
+    assert "talk" in message(ask(server, "/sessions/load", name="talk"), 404, "unknown_session")
+    status, told = ask(server, "/sessions/save", name="talk")
+    assert (status, told["error"]["param"]) == (400, "messages")
+    assert os.listdir(server.sessions) == []
+
+
+@pytest.mark.slow
+def test_without_a_folder_there_are_no_sessions(tiny_path: Path, tmp_path: Path) -> None:
+    with Process(tiny_path, tmp_path, "--socket-port", "0") as process:
+        for path, method in (("/sessions", "GET"), ("/sessions/load", "POST"), ("/sessions/a", "DELETE")):
+            assert "--sessions" in message(ask(process, path, method, name="a"), 501, "sessions_off")
+        with process.client() as client:
+            assert client.ask(id=1, load="a")[1]["error"]["code"] == "sessions_off"
+
+
+@pytest.mark.slow
+def test_a_sessions_folder_that_is_a_file_is_refused(tiny_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
+        command = [
+            sys.executable,
+            "-m",
+            "server",
+            "--weights",
+            str(tiny_path),
+            "--port",
+            "0",
+            "--sessions",
+            str(folder),
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 2
+        assert done.stderr == f"error: --sessions {folder}: {why}; name a folder that is there or can be made\n"
+
+
+def test_a_folder_in_the_home_of_an_unknown_user_is_refused() -> None:
+    with pytest.raises(EngineError, match="--sessions ~nobody-of-that-name/x: "):
+        SessionFolder("~nobody-of-that-name/x", 1 << 30)
+
+
+def test_a_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    SessionFolder(str(tmp_path / "a" / "b"), 1 << 30)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
+
+
+def test_a_session_that_cannot_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "talk.safetensors").mkdir()
+    folder = SessionFolder(str(tmp_path), 1 << 30)
+    assert folder.all() == []
+    with pytest.raises(EngineError, match="talk cannot be removed") as raised:
+        folder.remove("talk")
+    assert raised.value.code == "storage"
+
+
+def test_files_that_are_no_sessions_are_neither_listed_nor_removed_nor_counted(tmp_path: Path, tiny_path: Path) -> None:
+    """The folder may have something else, such as a model."""
+    (tmp_path / "model.safetensors").write_bytes((tiny_path / "model.safetensors").read_bytes())
+    (tmp_path / "letter.safetensors").write_text("Dear Ada,")
+    folder = SessionFolder(str(tmp_path), 1)
+    assert folder.all() == []
+    folder.limit("talk")(0, 1)
+    for name in ("model", "letter"):
+        with pytest.raises(EngineError, match=f"{name} cannot be removed") as raised:
+            folder.remove(name)
+        assert raised.value.code == "storage"
+    assert len(os.listdir(tmp_path)) == 2
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_old_session_and_the_server(server: Process) -> None:
+    size = saved(server).stat().st_size
+    with small_disk(server.sessions, size * 3 // 2):
+        file = saved(server)
+        before = file.read_bytes()
+        turn(server, [USER, AGAIN])
+        for _ in range(3):
+            full = message(ask(server, "/sessions/save", name="talk", messages=[USER, AGAIN]), 507, "storage")
+            assert "No space left on device" in full
+            assert str(server.sessions) not in full
+            assert file.read_bytes() == before
+            assert os.listdir(server.sessions) == [file.name]
+        with server.client() as client:
+            client.send(id=1, save="other", messages=[USER, AGAIN])
+            assert client.rest_of(1)[1]["error"]["code"] == "storage"
+        assert ask(server, "/sessions/load", name="talk")[0] == 200
+
+
+@pytest.mark.slow
+def test_sessions_take_no_more_of_the_disk_than_the_limit(tiny_path: Path, tmp_path: Path) -> None:
+    with start(tiny_path, tmp_path) as process:
+        process.sessions = tmp_path / "sessions"
+        size = saved(process).stat().st_size
+    with start(tiny_path, tmp_path, "--max-sessions-size", str(size * 9 // 4)) as process:
+        process.sessions = tmp_path / "sessions"
+        file = saved(process, "other")
+        before = file.read_bytes()
+        assert file == saved(process, "other")  # what has the name is replaced, and does not count
+        refused = message(ask(process, "/sessions/save", name="third", messages=[USER]), 507, "storage")
+        assert "--max-sessions-size" in refused
+        long = [{"role": "user", "content": "the end " * 20}]
+        turn(process, long)
+        longer = ask(process, "/sessions/save", name="other", messages=long)
+        assert "--max-sessions-size" in message(longer, 507, "storage")
+        assert sorted(os.listdir(process.sessions)) == ["other.safetensors", "talk.safetensors"]
+        assert file.read_bytes() == before
+        assert ask(process, "/sessions/talk", "DELETE")[0] == 204
+        assert ask(process, "/sessions/save", name="third", messages=[USER])[0] == 200
+
+
+@pytest.mark.slow
+def test_unfinished_files_of_a_killed_save_are_removed_at_the_next_start(tiny_path: Path, tmp_path: Path) -> None:
+    """And what another server is saving is not."""
+    go, folder = tmp_path / "go", tmp_path / "sessions"
+    (tmp_path / "second").mkdir()
+    with start(tiny_path, tmp_path, prelude=STUCK, GO=str(go)) as killed:
+        turn(killed, [USER])
+        save_that_waits(killed, go)
+        (unfinished,) = folder.iterdir()
+        again = ("--sessions", str(folder))
+        with start(tiny_path, tmp_path / "second", *again) as second:
+            assert ask(second, "/sessions", "GET") == (200, {"sessions": []})
+        assert list(folder.iterdir()) == [unfinished]
+    (folder / "mine.txt").write_text("precious")
+    with start(tiny_path, tmp_path / "second", *again) as second:
+        assert ask(second, "/sessions", "GET") == (200, {"sessions": []})
+        assert [file.name for file in folder.iterdir()] == ["mine.txt"]
+
+
+def test_a_corrupted_session_is_refused_and_the_server_lives_on(server: Process) -> None:
+    file = saved(server)
+    content = file.read_bytes()
+    broken = [content[: len(content) // 2], b"", b"no session", content + b"\0"]
+    for at in range(0, len(content), max(1, len(content) // 40)):
+        broken.append(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+    for data in broken:
+        file.write_bytes(data)
+        told = message(ask(server, "/sessions/load", name="talk"), 422, "session")
+        assert "talk" in told
+        assert str(server.sessions) not in told
+        with server.client() as client:
+            assert client.ask(id=1, load="talk")[1]["error"]["code"] == "session"
+    file.write_bytes(content)
+    assert ask(server, "/sessions/load", name="talk")[0] == 200
+
+
+@pytest.mark.slow
+def test_a_session_of_another_model_is_refused(server: Process, tmp_path: Path) -> None:
+    file = saved(server)
+    (tmp_path / "other").mkdir()
+    with start(make_model(tmp_path / "other", "llama_mha"), tmp_path) as other:
+        (tmp_path / "sessions" / file.name).write_bytes(file.read_bytes())
+        assert "another" in message(ask(other, "/sessions/load", name="talk"), 422, "session")
+
+
+@pytest.mark.slow
+def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with start(tiny_path, tmp_path, prelude=WAITING, GO=str(go)) as process:
+        turn(process, [USER])
+        saving, told = save_that_waits(process, go)
+        assert turn(process, [AGAIN])[1]["completion_tokens"] == 3  # nobody waits for the disk
+        process.signal(signal.SIGTERM)
+        go.touch()
+        saving.join(PATIENCE)
+        assert told[0][0] == 200
+        assert process.wait() == 0
+    assert (tmp_path / "sessions" / "talk.safetensors").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with start(tiny_path, tmp_path, "--request-seconds", "2", prelude=WAITING, GO=str(go)) as process:
+        turn(process, [USER])
+        asking, told = save_that_waits(process, go)
+        others = [threading.Thread(target=ask, args=(process, "/sessions", "GET")) for _ in range(6)]
+        for other in others:
+            other.start()
+        assert turn(process, [AGAIN])[1]["completion_tokens"] == 3
+        assert ask(process, "/stats", "GET")[0] == 200
+        message(ask(process, "/sessions/save", name="late", messages=[USER]), 504, "timeout")
+        for thread in (asking, *others):
+            thread.join(PATIENCE)
+        message(told[0], 504, "timeout")
+        go.touch()
+        eventually(process.is_idle)
+        assert ask(process, "/sessions/load", name="talk")[0] == 200  # what had begun went on to its end
+        message(ask(process, "/sessions/load", name="late"), 404, "unknown_session")  # and nothing else began
+
+
+@pytest.mark.slow
+def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with start(tiny_path, tmp_path, "--parallel", "1", "--max-queue", "1", prelude=WAITING, GO=str(go)) as process:
+        turn(process, [USER])
+        asking, told = save_that_waits(process, go)
+        waiting = threading.Thread(target=ask, args=(process, "/sessions", "GET"))
+        waiting.start()
+        eventually(lambda: "polarlm_requests_active 2.0" in process.get("/metrics"))
+        message(ask(process, "/sessions", "GET"), 429, "busy")
+        assert turn(process, [AGAIN])[1]["completion_tokens"] == 3
+        go.touch()
+        for thread in (asking, waiting):
+            thread.join(PATIENCE)
+        assert told[0][0] == 200
+
+
+@pytest.mark.slow
+def test_the_end_of_a_server_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    impatient = """
+from polarlm.server import __main__ as program
+from polarlm.server.running import driver
+program._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
+"""
+    with start(tiny_path, tmp_path, prelude=WAITING + impatient, GO=str(go)) as process:
+        turn(process, [USER])
+        asking, told = save_that_waits(process, go)
+        process.signal(signal.SIGTERM)
+        asking.join(PATIENCE)
+        message(told[0], 503, "closing")
+        assert process.wait() == 0
+        assert "Traceback" not in process.errors.read_text()
+        assert any("the disk did not finish in time" in line.get("message", "") for line in process.log())
+
+
+@pytest.mark.slow
+def test_sessions_are_saved_and_loaded_while_others_are_answered(server: Process) -> None:
+    with server.client() as client:
+        for number in range(3):
+            client.send(id=number, prompt="the end " * (number + 1), max_tokens=40, ignore_eos=True, temperature=0)
+        file = saved(server)
+        for _ in range(5):
+            assert ask(server, "/sessions/load", name="talk")[0] == 200
+            assert ask(server, "/sessions/save", name="talk", messages=[USER])[0] == 200
+        ended = set()
+        while len(ended) < 3:
+            told = client.receive()
+            if "delta" not in told:
+                assert told["done"]
+                assert told["usage"]["completion_tokens"] == 40
+                ended.add(told["id"])
+    assert file.exists()

@@ -1,0 +1,576 @@
+"""The socket server over real sockets: what it answers, and what clients may do to it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.engine import Engine, SamplingParams
+from polarlm.server.running.listening import ListenError, tcp_socket, unix_socket
+from polarlm.server.socket import connection
+from polarlm.server.socket.lines import Lines
+from tests.server.conftest import Running
+from tests.server.lines import PATIENCE, Client, eventually
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "socket-protocol.md"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+LONG = {**GREEDY, "prompt": [7, 8, 9] * 20, "max_tokens": 150}
+
+Start = Callable[..., Running]
+
+
+def expected(engine: Engine, prompt: Any, tokens: int) -> str:
+    return engine.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)).text
+
+
+def answers(client: Client) -> bool:
+    """Whether the server still serves this client."""
+    return client.ask(id="still there?", prompt="a", max_tokens=3, **GREEDY)[1].get("done") is True
+
+
+# -- what is answered ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "once"}, {"messages": [{"role": "user", "content": "Hi"}]}])
+@pytest.mark.parametrize("stream", [{}, {"stream": True}, {"stream": None}, {"stream": False}])
+def test_an_answer(server: Running, prompt: dict[str, Any], stream: dict[str, Any]) -> None:
+    with Client(server.address) as client:
+        client.send(id=1, max_tokens=20, **prompt, **stream, **GREEDY)
+        pieces = []
+        while "delta" in (message := client.receive()):
+            assert message.keys() == {"id", "delta"}
+            pieces.append(message["delta"])
+    text = expected(server.engine, *prompt.values(), 20)
+    assert "".join(pieces) == text
+    assert (len(pieces) == 1) == (stream == {"stream": False})
+    assert message.keys() == {"id", "done", "finish_reason", "usage", "timings"}
+    assert (message["id"], message["done"], message["finish_reason"]) == (1, True, "length")
+    assert message["usage"].keys() == {"prompt_tokens", "cached_tokens", "completion_tokens"}
+    assert message["usage"]["completion_tokens"] == 20
+    assert all(seconds >= 0 for seconds in message["timings"].values())
+
+
+@pytest.mark.slow
+def test_interleaved_requests_on_one_connection(server: Running) -> None:
+    prompts = {f"request {number}": [5 + number] * (4 * number + 1) for number in range(6)}
+    texts, last, order = dict.fromkeys(prompts, ""), {}, []
+    with Client(server.address) as client:
+        for request_id, prompt in prompts.items():
+            client.send(id=request_id, prompt=prompt, max_tokens=60, **GREEDY)
+        while len(last) < len(prompts):
+            message = client.receive()
+            order.append(message["id"])
+            if "delta" in message:
+                texts[message["id"]] += message["delta"]
+            else:
+                last[message["id"]] = message["finish_reason"]
+    assert texts == {name: expected(server.engine, prompt, 60) for name, prompt in prompts.items()}
+    assert set(last.values()) == {"length"}
+    assert len(list(itertools.groupby(order))) > len(prompts)  # not one after the other
+
+
+@pytest.mark.slow
+def test_many_clients(server: Running) -> None:
+    clients = [Client(server.address) for _ in range(20)]
+    for number, client in enumerate(clients):
+        client.send(id=number, prompt=[5 + number] * 9, max_tokens=12, **GREEDY)
+    for number, client in enumerate(clients):
+        assert client.rest_of(number)[0] == expected(server.engine, [5 + number] * 9, 12)
+        client.close()
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_cancel(server: Running) -> None:
+    with Client(server.address) as client:
+        client.send(id="long", **LONG)
+        assert "delta" in client.receive()
+        client.send(id="long", cancel=True)
+        client.send(id="nobody", cancel=True)  # as if it had ended meanwhile
+        assert client.rest_of("long")[1] == {"id": "long", "done": True, "finish_reason": "cancelled"}
+        eventually(server.is_idle)
+        assert client.ask(id="long", prompt="a", max_tokens=2, **GREEDY)[1]["finish_reason"] == "length"  # free again
+    assert server.driver.snapshot().requests == {"cancelled": 1, "length": 1}
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_an_id_names_one_request_at_a_time(server: Running) -> None:
+    with Client(server.address) as client:
+        client.send(id=1, **LONG)
+        assert "delta" in client.receive()
+        client.send(id=1, prompt="a")
+        while "delta" in (message := client.receive()):
+            pass
+        assert message["error"]["field"] == "id"
+        client.send(id=1, cancel=True)
+        assert client.rest_of(1)[1]["finish_reason"] == "cancelled"
+
+
+def test_a_client_that_ends_its_side_gets_its_answers(server: Running) -> None:
+    with Client(server.address) as client:
+        for number in range(3):
+            client.send(id=number, prompt="once", max_tokens=30, stream=False, **GREEDY)
+        client.send_raw(b'{"id": "no line end", "prompt": "once", "max_tokens": 1}')
+        client.half_close()
+        messages = list(client.rest())
+    assert {message["id"] for message in messages if message.get("done")} == {0, 1, 2, "no line end"}
+
+
+def test_a_message_in_pieces(server: Running) -> None:
+    with Client(server.address) as client:
+        for byte in '{"id": "é", "prompt": "é", "max_tokens": 1}\r\n'.encode():
+            client.send_raw(bytes([byte]))
+        assert client.rest_of("é")[1]["done"]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "request_id", "field"),
+    [
+        (b"garbage", None, None),
+        (b"[]", None, None),
+        (b"\xff\xfe\xfd", None, None),
+        (b'{"id": 1, "prompt": "\xed\xa0\x80"}', None, None),
+        (b"[" * 50_000, None, None),
+        (b'{"a":' * 50_000, None, None),
+        (b"{}", None, "id"),
+        (b'{"id": true, "prompt": "a"}', None, "id"),
+        (b'{"id": NaN, "prompt": "a"}', None, "id"),
+        (b'{"id": "\\ud800", "prompt": "a"}', None, "id"),
+        (b'{"id": 1}', 1, "messages"),
+        (b'{"id": 1, "cancel": 1}', 1, "cancel"),
+        (b'{"id": 1, "prompt": "a", "temperature": NaN}', 1, "temperature"),
+        (b'{"id": 1, "prompt": "a", "top_p": 1e999}', 1, "top_p"),
+        (b'{"id": "x", "prompt": "\\ud800"}', "x", "prompt"),
+        (b'{"id": 1, "prompt": "a", "n": 2}', 1, "n"),
+        (
+            b'{"id": 1, "messages": [{"role": "user", "content": "a"}], "tools": '
+            b'[{"type": "function", "function": {"name": "f"}}]}',
+            1,
+            "tools",
+        ),
+        (b'{"id": 1, "prompt": "a", "tools": [{}]}', 1, "tools"),
+        (b'{"id": 1, "messages": [{"role": "user", "content": {}}]}', 1, "messages[0].content"),
+        (b'{"id": 1, "prompt": [1000000]}', 1, None),
+        (b'{"id": 1, "prompt": ""}', 1, None),
+    ],
+)
+def test_a_wrong_message_gets_an_error_and_the_connection_lives(
+    server: Running, line: bytes, request_id: Any, field: str | None
+) -> None:
+    with Client(server.address) as client:
+        assert answers(client)
+        client.send_raw(line + b"\n")
+        message = client.receive()
+        assert message.keys() == {"id", "error"}
+        assert message["id"] == request_id
+        assert (message["error"]["code"], message["error"].get("field")) == ("invalid_request", field)
+        assert 0 < len(message["error"]["message"]) < 300
+        assert answers(client)
+
+
+def test_too_long_a_prompt(server: Running) -> None:
+    with Client(server.address) as client:
+        client.send(id=1, prompt=[5] * 1000)
+        assert client.receive()["error"]["code"] == "context_length_exceeded"
+        assert answers(client)
+
+
+def test_over_long_lines(start: Start) -> None:
+    server = start(max_body=1000)
+    with Client(server.address) as client:
+        assert answers(client)
+        client.send_raw(b"x" * 1500)  # told at once: there may never be an end of the line
+        assert "1000 bytes" in client.receive()["error"]["message"]
+        client.send_raw(b"y" * 100_000 + b"\n")
+        assert answers(client)
+        client.send_raw(b'{"id": 1, "prompt": "' + b"a" * 1000 + b'"}\n')
+        assert "1000 bytes" in client.receive()["error"]["message"]
+        assert answers(client)
+
+
+@pytest.mark.parametrize("sizes", [[1], [2, 7], [3, 1, 11], [1000]])
+def test_lines_however_they_are_cut(sizes: list[int]) -> None:
+    data = b"short\n" + b"12345678\n" + b"123456789\n" + b"\n" + b"x" * 50 + b"\nlast"
+    lines, found, start = Lines(8), [], 0
+    for size in itertools.cycle(sizes):
+        found += lines.feed(data[start : start + size])
+        start += size
+        if start >= len(data):
+            break
+    assert found == [b"short", b"12345678", None, b"", None]
+    assert lines.rest() == b"last"
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_full_queue(start: Start) -> None:
+    server = start(max_queue=0)
+    with Client(server.address) as client:
+        for number in range(3):
+            client.send(id=number, **LONG)
+        while "delta" in (message := client.receive()):
+            pass
+        assert (message["id"], message["error"]["code"]) == (2, "busy")
+        assert message["error"]["retry_after"] >= 1
+
+
+def test_too_many_connections(start: Start) -> None:
+    server = start(max_connections=2)
+    with Client(server.address) as first:
+        with Client(server.address) as second:
+            assert answers(first)
+            assert answers(second)
+            with Client(server.address) as third:
+                assert third.receive()["error"]["code"] == "busy"
+                with pytest.raises(EOFError):
+                    third.receive()
+
+        def has_room() -> bool:
+            with Client(server.address) as fourth:
+                return "error" not in fourth.ask(id=1, prompt="a", max_tokens=1)[1]
+
+        eventually(has_room)
+
+
+HTTP = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+TLS = bytes.fromhex("16030102000100")
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("first", [HTTP, TLS + b"\n", b"\r\n" + TLS + b"\r\n", b"[]\n", b"x" * 2000])
+def test_a_web_page_cannot_talk_to_it(start: Start, first: bytes, key: str | None) -> None:
+    """A browser sends what a page wants behind lines of its own: in a request's body, in the greeting of TLS."""
+    server = start(max_body=1000, api_key=key)
+    with Client(server.address) as client:
+        client.send_raw(first + b'\n{"id": 1, "prompt": "a", "api_key": "secret"}\n')
+        error = client.receive()["error"]
+        assert error["code"] == ("invalid_request" if key is None else "unauthorized")
+        assert key is not None or "HTTP" in error["message"]
+        with pytest.raises((EOFError, ConnectionResetError)):
+            client.receive()
+    assert server.driver.snapshot().requests == {}
+
+
+def test_an_idle_connection_is_closed(server: Running, monkeypatch) -> None:
+    """However much else it says."""
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.3)
+    with Client(server.address) as client, suppress(EOFError, ConnectionError):
+        assert answers(client)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            assert time.monotonic() < deadline
+            client.send(id=1)
+            client.receive()
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_client_that_waits_for_an_answer_is_not_idle(server: Running, monkeypatch) -> None:
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 1.0)  # long enough for a request to arrive on a busy machine
+    with Client(server.address) as client:
+        assert client.ask(id=1, prompt="a", max_tokens=14, **GREEDY)[1]["done"]  # of 0.1 seconds each
+        assert client.receive()["error"]["code"] == "timeout"
+        with pytest.raises(EOFError):
+            client.receive()
+
+
+# -- the key ---------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_part_of_the_first_message(start: Start) -> None:
+    server = start(api_key="secret")
+    with Client(server.address) as client:
+        client.send(api_key="secret")
+        assert answers(client)
+    with Client(server.address) as client:
+        assert client.ask(id=1, prompt="a", max_tokens=1, api_key="secret")[1]["done"]
+        assert answers(client)
+
+
+@pytest.mark.parametrize("first", [{"id": 1, "prompt": "a"}, {"api_key": "Secret"}, {"api_key": 3}, {"api_key": "é"}])
+def test_without_the_key_nothing_is_served(start: Start, first: dict[str, Any]) -> None:
+    server = start(api_key="secret")
+    with Client(server.address) as client:
+        client.send(**first)
+        client.send(id=2, prompt="a")
+        assert client.receive()["error"]["code"] == "unauthorized"
+        with pytest.raises((EOFError, ConnectionResetError)):
+            client.receive()
+    assert server.driver.snapshot().requests == {}
+
+
+def test_a_client_without_the_key_is_disconnected(start: Start, monkeypatch) -> None:
+    monkeypatch.setattr(connection, "KEY_SECONDS", 0.05)
+    with Client(start(api_key="secret").address) as client:
+        assert client.receive()["error"]["code"] == "unauthorized"
+        with pytest.raises(EOFError):
+            client.receive()
+
+
+def test_a_key_is_ignored_where_none_is_needed(server: Running) -> None:
+    with Client(server.address) as client:
+        client.send(api_key="whatever")
+        assert answers(client)
+
+
+# -- clients that go away, or do not read ----------------------------------------------------------------------
+
+VANISHED = """
+import socket, sys
+client = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+client.sendall(sys.argv[2].encode() + b"\\n")
+print(client.recv(1) if sys.argv[3] == "streams" else "", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_is_killed(server: Running, stream: bool) -> None:
+    request = json.dumps({"id": 1, "stream": stream, **LONG})
+    arguments = [str(server.address[1]), request, "streams" if stream else "waits"]
+    client = subprocess.Popen(
+        [sys.executable, "-c", VANISHED, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with client:
+        assert client.stdout is not None
+        client.stdout.readline()
+        eventually(lambda: server.engine.status().running == 1)
+        client.kill()
+    eventually(server.is_idle)
+    assert server.driver.snapshot().requests == {"cancelled": 1}
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_client_that_resets_the_connection_with_requests_in_the_queue(server: Running) -> None:
+    client = Client(server.address)
+    for number in range(6):
+        client.send(id=number, **LONG)
+    client.receive()
+    client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    eventually(server.is_idle)
+    assert server.driver.snapshot().requests == {"cancelled": 6}
+
+
+def test_half_open_connections(server: Running) -> None:
+    """Clients that say nothing, or half of something, keep nobody from being served."""
+    silent = [Client(server.address) for _ in range(10)]
+    for client in silent[5:]:
+        client.send_raw(b'{"id": 1, "prompt": "on')
+    with Client(server.address) as client:
+        assert answers(client)
+    silent[9].send_raw(b'ce", "max_tokens": 1}\n')
+    assert silent[9].rest_of(1)[1]["done"]
+    for client in silent:
+        client.close()
+
+
+def flood(client: Client, lines: int, stop: threading.Event) -> None:
+    """Ask for errors and read none of them; ends early where the server hangs up."""
+    try:
+        for _ in range(lines):
+            if not stop.is_set():
+                client.send_raw(b"?\n" * 1000)
+    except OSError:
+        stop.set()
+
+
+@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.parametrize(("seconds", "pending"), [(0.2, 1 << 40), (PATIENCE, 1 << 16)])
+def test_a_slow_reader_is_cut_off(server: Running, monkeypatch, seconds: float, pending: int) -> None:
+    """Either its buffers stay full for too long, or more and more waits for it."""
+    monkeypatch.setattr(connection, "SLOW_SECONDS", seconds)
+    monkeypatch.setattr(connection, "MOST_PENDING", pending)
+    stop = threading.Event()
+    slow = Client(server.address, receive_buffer=4096)
+    slow.send(id="long", **LONG)
+    eventually(lambda: server.engine.status().running == 1)
+    flooding = threading.Thread(target=flood, args=(slow, 100, stop))
+    flooding.start()
+    eventually(lambda: server.driver.snapshot().requests == {"cancelled": 1} and server.is_idle())
+    stop.set()
+    slow.close()
+    flooding.join()
+    with Client(server.address) as client:
+        assert answers(client)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_a_step_ends_its_requests_and_nothing_else(server: Running, monkeypatch) -> None:
+    step, broken = server.engine._model.step, threading.Event()
+
+    def broken_once(*arguments: Any) -> Any:
+        if not broken.is_set():
+            broken.set()
+            raise ArithmeticError("secret detail")
+        return step(*arguments)
+
+    monkeypatch.setattr(server.engine._model, "step", broken_once)
+    with Client(server.address) as client, Client(server.address) as other:
+        _, last = client.ask(id=1, prompt="a", max_tokens=5, **GREEDY)
+        assert last["error"]["code"] == "internal"
+        assert "secret" not in json.dumps(last)
+        assert answers(client)
+        assert answers(other)
+
+
+def fuzzed(rng: random.Random) -> bytes:
+    """One message that is wrong in some way, or several at once."""
+    request = {"id": rng.randrange(5), "prompt": "a", "max_tokens": 1}
+    nested = b"[" * rng.randrange(1, 3000)
+    match rng.randrange(8):
+        case 0:
+            return rng.randbytes(rng.randrange(200))
+        case 1:
+            return json.dumps(request).encode()[: rng.randrange(40)]
+        case 2:
+            wrong = [float("nan"), float("-inf"), -1, 1e300, 10**100, True, "\ud800", [], {}, [[]], {"a": None}]
+            names = ["id", "prompt", "messages", "temperature", "top_k", "seed", "stop", "logit_bias", "n", "cancel"]
+            return json.dumps({**request, rng.choice(names): rng.choice(wrong)}).encode()
+        case 3:
+            return b'{"id": 1, "prompt": ' + nested + b"]" * rng.choice([0, len(nested)]) + b"}"
+        case 4:
+            return b'{"id": 1, "prompt": "' + b"long " * rng.randrange(500, 2000) + b'"}'
+        case 5:
+            broken = bytearray(json.dumps({**request, "messages": [{"role": "user", "content": "é" * 9}]}).encode())
+            for _ in range(rng.randrange(1, 4)):
+                broken[rng.randrange(len(broken))] = rng.randrange(256)
+            return bytes(broken)
+        case 6:
+            return json.dumps({**request, "messages": [rng.choice([None, 1, "x", {}, {"role": 3}])]}).encode()
+        case _:
+            return b"\0" * rng.randrange(1, 50) + b"\r\t \n\n" + json.dumps([request]).encode()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_fuzzed_messages_it_still_answers(start: Start, seed: int) -> None:
+    server, rng = start(max_body=4096, max_queue=1000), random.Random(seed)
+    for _ in range(5):
+        with Client(server.address) as client:
+            client.send(id="the first", prompt="a", max_tokens=1)
+            for _ in range(100):
+                client.send_raw(fuzzed(rng) + b"\n")
+            client.send(id="the last", prompt="a", max_tokens=1)
+            assert client.rest_of("the last")[1]["done"]
+            for _ in range(rng.randrange(3)):  # and leaves while some are under way
+                client.send_raw(fuzzed(rng))
+    eventually(server.is_idle)
+
+
+# -- where it listens ------------------------------------------------------------------------------------------
+
+
+def test_a_unix_socket_is_for_its_owner_alone(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    server = start(unix=str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with Client(str(path)) as client:
+        assert answers(client)
+    assert server.driver.snapshot().requests == {"length": 1}
+
+
+def test_a_unix_socket_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with unix_socket(str(path)):
+        assert path.is_socket()
+    assert not path.exists()
+
+
+def test_only_a_socket_file_without_a_listener_is_replaced(start: Start, tmp_path: Path) -> None:
+    stale, alive, file = tmp_path / "stale", tmp_path / "alive", tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(stale))
+    start(unix=str(stale))
+    with Client(str(stale)) as client:
+        assert answers(client)
+    start(unix=str(alive))
+    file.write_text("precious")
+    for path, reason in ((alive, "another server"), (file, "not a socket"), (tmp_path / ("x" * 200), "cannot")):
+        with pytest.raises(ListenError, match=reason) as caught, unix_socket(str(path)):
+            pass
+        assert str(path) in str(caught.value)
+    assert file.read_text() == "precious"
+    with Client(str(alive)) as client:
+        assert answers(client)
+
+
+def test_a_file_that_replaced_the_socket_stays(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with unix_socket(str(path)):
+        os.unlink(path)
+        path.write_text("precious")
+    assert path.read_text() == "precious"
+
+
+def test_a_port_in_use(server: Running) -> None:
+    with pytest.raises(ListenError, match=f"Port {server.address[1]} of 127.0.0.1 is in use"):
+        tcp_socket("127.0.0.1", server.address[1])
+
+
+def test_an_address_that_is_not_there() -> None:
+    with pytest.raises(ListenError, match="no such address"):
+        tcp_socket("no.such.host.invalid", 0)
+
+
+# -- the document ----------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_document(server: Running) -> None:
+    """What the document shows in Python runs as it is, but for the port, and an answer that cannot end at once."""
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code.splitlines()) <= 10
+    assert code.count("8081") == 1
+    assert code.count('"max_tokens": 64') == 1
+    code = code.replace('"max_tokens": 64', '"max_tokens": 64, "temperature": 0, "ignore_eos": True')
+    code = code.replace("8081", str(server.address[1]))
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.strip()
+    assert sum(server.driver.snapshot().requests.values()) == 1
+
+
+def test_the_shell_example_of_the_document(server: Running) -> None:
+    """What the document shows for a shell runs as it is, but for the port, and ends by itself."""
+    if shutil.which("nc") is None:
+        pytest.skip("needs nc, which is not installed")
+    if b"OpenBSD" not in subprocess.run(["nc", "-h"], capture_output=True).stderr:
+        pytest.skip("needs OpenBSD's nc, and this is another one")
+    (line,) = re.findall(r"(?m)^echo .*nc .*$", DOCUMENT.read_text(encoding="utf-8"))
+    assert line.count("8081") == 1
+    command = line.replace("8081", str(server.address[1]))
+    shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
+    assert shown.returncode == 0, shown.stderr
+    messages = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert messages[-1]["done"]
+    assert messages[-1]["usage"]["prompt_tokens"] == len(server.engine.tokenize("Once upon a time"))
+    assert all("delta" in message for message in messages[:-1])
+
+
+def test_the_document_names_every_code_and_limit() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    codes = ["invalid_request", "context_length_exceeded", "out_of_memory", "unauthorized", "busy", "closing"]
+    for code in [*codes, "timeout", "internal"]:
+        assert f"`{code}`" in text
+    assert f"{connection.SLOW_SECONDS:.0f} seconds" in text
+    assert f"{connection.IDLE_SECONDS / 60:.0f} minutes" in text
+    assert f"{connection.MOST_PENDING >> 20} MiB" in text

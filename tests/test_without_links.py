@@ -1,0 +1,73 @@
+"""A checkout of a system without symbolic links, where git writes those of `polarlm/` as files with their targets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_wheel import ROOT, build, contents
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__", "results")
+    for name in ("polarlm", "bench", "cuda", "engine", "model_loaders", "server"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, copy)
+    links = [path for path in (copy / "polarlm").iterdir() if path.is_symlink()]
+    for link in links:
+        target = os.readlink(link)
+        link.unlink()
+        link.write_text(target, encoding="utf-8")
+    return copy
+
+
+def run(checkout: Path, folder: Path, *words: str) -> str:
+    """The output of Python in `folder`."""
+    paths = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["polarlm", "polarlm.engine.chat", "engine.chat"])
+def test_commands_tell_their_version(module: str, checkout: Path) -> None:
+    assert run(checkout, checkout, "-m", module, "--version") == "polarlm 0.1.0\n"
+
+
+@pytest.mark.parametrize("words", [["polarlm", "chat"], ["polarlm", "serve"], ["server"], ["polarlm.bench.speed"]])
+def test_commands_explain_their_flags(words: list[str], checkout: Path, tmp_path: Path) -> None:
+    assert run(checkout, tmp_path, "-m", *words, "--help").startswith("usage: ")
+
+
+def test_a_model_answers(checkout: Path, tiny_path: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+import polarlm, polarlm.engine.kv.store, engine.kv.store
+from polarlm import Engine, SamplingParams
+from polarlm.engine.backends.cuda.kernel_source import folder
+from polarlm.server.http.page import _page
+assert engine.kv.store is polarlm.engine.kv.store
+assert Path(engine.__file__).parent == Path(sys.argv[2]) / "engine"
+assert list(folder().rglob("*.cu")) and "<html" in _page()[0]
+with Engine.load(sys.argv[1], device="cpu") as loaded:
+    print(len(loaded.generate("the end", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
+"""
+    assert run(checkout, tmp_path, "-c", program, str(tiny_path), str(checkout)) == "4\n"
+
+
+def test_the_wheel_is_the_same(checkout: Path, tmp_path: Path) -> None:
+    ours, theirs = (build(tmp_path / name, "--wheel", checkout=root) for name, root in (("1", ROOT), ("2", checkout)))
+    assert contents(theirs) == contents(ours)
