@@ -25,7 +25,7 @@ from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens
 from polarlm.engine.kv.store import KVStore, Metrics
 from polarlm.engine.limits import DRAFT_ROWS, DRAFTS, MOST_DRAFTED
 from polarlm.engine.loading.calibration import load_or_calibrate
-from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, Encoding, stored
+from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, Encoding, stored, stored_layers
 from polarlm.engine.loading.sizes import (
     cache_shape,
     draft_bytes,
@@ -298,16 +298,9 @@ def _store(
             )
     centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
     block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
-    conditioning, metrics = zip(
-        *(
-            NOT_STORED
-            if size is None
-            else stored(encoding, shape.kv_layers[layer], size, statistics.get(layer), partial(ops.rows, w.mixer.out))
-            for layer, (w, size) in enumerate(
-                zip(weights.layers, variances(ops, source.config, weights, block_sizes), strict=True)
-            )
-        ),
-        strict=True,
+    sizes = variances(ops, source.config, weights, block_sizes)
+    conditioning, metrics = stored_layers(
+        encoding, shape, sizes, statistics, lambda layer: ops.rows(weights.layers[layer].mixer.out)
     )
     return KVStore(ops, plan, conditioning, metrics)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from polarlm.engine.kv.plan import LayerShape
+from polarlm.engine.kv.plan import CacheShape, LayerShape
 from polarlm.engine.kv.store import Metrics
 from polarlm.engine.model.magnitudes import Variances, scale
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -43,6 +44,23 @@ def stored(
     stored = Conditioning(*rotations, scale(size, s))
     metrics = (None, None) if measured is None else _metrics(encoding, layer, stored, measured, output())
     return stored, metrics
+
+
+def stored_layers(
+    encoding: Encoding,
+    shape: CacheShape,
+    sizes: Sequence[Variances | None],
+    statistics: Mapping[int, LayerStatistics],
+    output: Callable[[int], np.ndarray],
+) -> tuple[list[Conditioning], list[Metrics]]:
+    """`stored` of all layers. sizes: of each, None for one without K/V. output: of a layer's number."""
+    layers = [
+        NOT_STORED
+        if size is None
+        else stored(encoding, shape.kv_layers[layer], size, statistics.get(layer), partial(output, layer))
+        for layer, size in enumerate(sizes)
+    ]
+    return [conditioning for conditioning, _ in layers], [metrics for _, metrics in layers]
 
 
 def _metrics(
