@@ -8,9 +8,9 @@ from typing import Any
 
 from polarlm.engine import EngineConfig, EngineError, codecs
 from polarlm.engine.cli.flags import Check, FlagError
-from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.loading.assembly import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.state.cache_types import PRESETS
 
 _PLAIN = ":plain"
 

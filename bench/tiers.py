@@ -21,7 +21,7 @@ from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
-from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.state.plan import format_bytes
 
 _FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _ROOM = 64  # tokens of context behind the prompt

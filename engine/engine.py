@@ -12,7 +12,6 @@ from typing import Any
 
 from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.prefix import PrefixCache
 from polarlm.engine.loading import assembly
 from polarlm.engine.model import score
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
@@ -26,6 +25,7 @@ from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
+from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import sessions
 from polarlm.engine.storage.sessions import Place, Progress, Session
 from polarlm.engine.storage.tiers.tiers import Tiers

@@ -1,4 +1,4 @@
-"""A checkout's packages under their short names: `engine.kv` is the module `polarlm.engine.kv`, not a second one.
+"""A checkout's packages under their short names: `engine.state` is the module `polarlm.engine.state`, not a second one.
 
 A module of such a name that is not this project's stays what it is: only what Python would import from the checkout is
 an alias. An installed package has `polarlm` alone.

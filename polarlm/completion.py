@@ -18,7 +18,7 @@ from polarlm.command import COMMANDS
 from polarlm.engine import codecs, weight_formats
 from polarlm.engine.cli.flags import FlagError, parse, parser, use_utf8
 from polarlm.engine.config import AS_STORED, setting
-from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.engine.state.cache_types import PRESETS
 
 _SHELLS = ("bash", "zsh", "fish")
 _BAD_REQUEST = 2

@@ -15,7 +15,6 @@ from polarlm.engine import weight_formats
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse, that, use_utf8
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
-from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.loading.assembly import settle
 from polarlm.engine.loading.fit import (
     Advice,
@@ -30,6 +29,7 @@ from polarlm.engine.loading.fit import (
 )
 from polarlm.engine.loading.sizes import loaded_bytes
 from polarlm.engine.model.weights import in_words
+from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.hub import PREFIX

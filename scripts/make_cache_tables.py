@@ -7,9 +7,10 @@ from pathlib import Path
 
 from polarlm.engine import codecs, records
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.kv.cache_types import PRESETS
-from polarlm.engine.kv.plan import CacheShape, LayerShape, format_bytes
 from polarlm.engine.records.fragments import Geometry
+from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.state.shapes import CacheShape, LayerShape
 from scripts.make_quality_table import with_tables
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cache-types.md"

@@ -10,7 +10,7 @@ from typing import Any
 from polarlm.bench import report
 from polarlm.bench.quality.causes import format_table
 from polarlm.bench.quality.scores import position_cells
-from polarlm.engine.kv.cache_types import PRESETS
+from polarlm.engine.state.cache_types import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "quality.md"

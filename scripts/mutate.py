@@ -1,6 +1,6 @@
 """Changes the product in small ways, one at a time, and counts how many of the changes the tests find.
 
-    python -m scripts.mutate [--number 100] [--seed 0] [--rooms engine/kv,cuda] [--suite FOLDER] [--jobs 1]
+    python -m scripts.mutate [--number 100] [--seed 0] [--rooms engine/state,cuda] [--suite FOLDER] [--jobs 1]
 
 Each mutation is made in a copy of the tracked files, and the tests of the room that it is in run there until the first
 one fails. `--suite` takes the tests of another checkout: the same seed gives the same mutations of the same product, so
@@ -36,7 +36,7 @@ _SECONDS = 600  # for the tests of one mutation; one that hangs is found
 
 # Room → the tests that are about it.
 ROOMS: Mapping[str, Sequence[str]] = {
-    "engine/kv": ("tests/kv", "tests/model/test_forward.py", "tests/test_prefix.py"),
+    "engine/state": ("tests/state", "tests/model/test_forward.py", "tests/test_prefix.py"),
     "engine/requests": ("tests/requests", "tests/test_engine.py"),
     "engine/model": ("tests/model", "tests/test_golden.py"),
     "engine/sampling": ("tests/sampling",),

@@ -19,7 +19,7 @@ from typing import Any
 
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.flags import FlagError, in_flags, use_utf8
-from polarlm.engine.kv.plan import parse_size
+from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.kv.plan import parse_size
 from polarlm.engine.loading.assembly import settle
+from polarlm.engine.state.plan import parse_size
 
 KEY_VARIABLE = "POLARLM_API_KEY"
 

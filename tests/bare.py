@@ -10,11 +10,12 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.config import ModelConfig
 

@@ -10,9 +10,9 @@ import pytest
 from polarlm import fit
 from polarlm.engine import Engine
 from polarlm.engine.backends.numpy import host_memory
-from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.loading.fit import CACHE_TYPES
 from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.state.cache_types import PRESETS
 from tests.model_loaders.hub_server import Hub, Repository
 
 GIB = 1 << 30

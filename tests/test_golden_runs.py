@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.loading import calibration
+from polarlm.engine.state.cache_types import PRESETS
 from polarlm.model_loaders import LoadError
 from scripts.make_golden import FILE, TYPES, answer, opened, scores
 

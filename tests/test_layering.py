@@ -45,10 +45,10 @@ ROOMS: dict[str, set[str]] = {
     "sampling": TOLD,
     "jit": {"errors"},
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
-    "storage.tiers": {"backends.transfer", "backends.kv", "codecs", "kv", "records"} | TOLD,
-    "kv": {"backends.kv", "backends.ops", "codecs", "quantization", "sampling"} | TOLD,
-    "model": {"backends.kv", "backends.ops", "kv", "quantization", "sampling", "weight_formats"} | TOLD,
-    "requests": {"kv", "model", "sampling", "storage.tiers"} | TOLD,
+    "storage.tiers": {"backends.transfer", "backends.kv", "codecs", "state", "records"} | TOLD,
+    "state": {"backends.kv", "backends.ops", "backends.transfer", "codecs", "quantization", "sampling"} | TOLD,
+    "model": {"backends.kv", "backends.ops", "state", "quantization", "sampling", "weight_formats"} | TOLD,
+    "requests": {"state", "model", "sampling", "storage.tiers"} | TOLD,
 }
 ROOMS["loading.calibration"] = ROOMS["model"] | {"storage.checked_file", "model", "codecs"}
 ROOMS["storage.sessions"] = ROOMS["requests"] | {"storage.checked_file", "requests", "backends.transfer"}
@@ -66,7 +66,7 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
 }
 ROOMS["engine"] = {
     "loading.assembly",
-    "kv",
+    "state",
     "model",
     "requests",
     "sampling",
@@ -111,8 +111,8 @@ APART = {
     "engine.backends.cuda": {"engine.backends.numpy", "engine.backends.native", "engine.jit"},
     "engine.backends.native": {"engine.backends.cuda"},
     "engine.codecs": {"engine.config", "engine.errors"},
-    "engine.kv.blocks": {"engine"},
-    "engine.kv.tables": {"engine.backends", "engine.codecs"},
+    "engine.state.blocks": {"engine"},
+    "engine.state.tables": {"engine.backends", "engine.codecs"},
 }
 
 # All of this project that the language of kernels imports, and the parts of it, each of which imports those before it.
@@ -129,8 +129,8 @@ PURE: dict[str, set[str]] = {
     "engine.config": set(),
     "engine.errors": set(),
     "engine.limits": set(),
-    "engine.kv.blocks": set(),
-    "engine.kv.tables": set(),
+    "engine.state.blocks": set(),
+    "engine.state.tables": set(),
     "engine.requests.scheduler": set(),
 }
 

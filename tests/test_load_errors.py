@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, EngineError
-from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.loading import assembly
+from polarlm.engine.state.plan import format_bytes
 
 
 def refusal(path: Path | str) -> EngineError:

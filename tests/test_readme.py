@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.plan import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS

@@ -55,11 +55,11 @@ def test_a_model_answers(checkout: Path, tiny_path: Path, tmp_path: Path) -> Non
     program = """
 import sys
 from pathlib import Path
-import polarlm, polarlm.engine.kv.store, engine.kv.store
+import polarlm, polarlm.engine.state.store, engine.state.store
 from polarlm import Engine, SamplingParams
 from polarlm.engine.backends.cuda.kernel_source import folder
 from polarlm.server.http.page import _page
-assert engine.kv.store is polarlm.engine.kv.store
+assert engine.state.store is polarlm.engine.state.store
 assert Path(engine.__file__).parent == Path(sys.argv[2]) / "engine"
 assert list(folder().rglob("*.cu")) and "<html" in _page()[0]
 with Engine.load(sys.argv[1], device="cpu") as loaded:

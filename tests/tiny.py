@@ -20,7 +20,7 @@ from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.requests.request import Request
 from tests.conftest import FIXTURES
-from tests.kv import fed
+from tests.state import fed
 
 VOCABULARY = 96
 CONTROL = ("<|pad|>", "<s>", "<|im_end|>", "<|endoftext|>", "<|im_start|>")  # ids 0 to 4; 2 and 3 end a generation

@@ -19,8 +19,8 @@ from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.state.plan import format_bytes
 
 _MEAN_BITS = 8
 _MOST_CALLS = 256

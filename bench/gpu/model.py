@@ -18,12 +18,13 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.codecs import Codec
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv import cache_types
-from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan
-from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine.state import cache_types
+from polarlm.engine.state.plan import StorePlan
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, SequenceKV
 
 _OUTPUT_ROWS = 512  # of the output projection, for the metrics
 _TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's

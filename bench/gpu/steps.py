@@ -17,9 +17,9 @@ from polarlm.bench.gpu.weights import parameters
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Draw, Sampled, resolve
+from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
 
 # Steps before those that count: the first compiles, the second is recorded and fills a block.

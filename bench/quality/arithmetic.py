@@ -23,9 +23,9 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
 
 

@@ -14,8 +14,8 @@ from polarlm.bench.plot_style import NO_PICTURES
 from polarlm.bench.quality import page_plots
 from polarlm.bench.quality.scores import position_cells, small
 from polarlm.engine import EngineError
-from polarlm.engine.kv.cache_types import PRESETS
-from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.plan import format_bytes
 
 Result = Mapping[str, Any]
 

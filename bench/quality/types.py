@@ -8,8 +8,8 @@ from dataclasses import fields
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.engine import codecs
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.loading.encoding import Encoding
+from polarlm.engine.state.cache_types import PRESETS
 
 _OWN = ("ring", "trellis")  # designs of this project, which are not published without conditioning
 FULL_PRECISION = codecs.FULL

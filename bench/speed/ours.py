@@ -10,11 +10,11 @@ from typing import Any
 
 from polarlm.bench.speed.child import serve
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.loading.assembly import Parts, assemble, settle, with_cache
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
 
 _UNTIL_RECORDED = 2  # calls of `run_graph` before a device launches the recorded graph

@@ -10,7 +10,7 @@ from polarlm.bench.speed import peer
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.state.plan import format_bytes
 
 Measured = Mapping[str, Any]
 PEER = "llama.cpp"

@@ -20,9 +20,6 @@ from polarlm.engine.backends.select import select, without_kernels
 from polarlm.engine.cli.progress import amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
-from polarlm.engine.kv import cache_types
-from polarlm.engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens, format_bytes, parse_size
-from polarlm.engine.kv.store import KVStore, Metrics
 from polarlm.engine.limits import DRAFT_ROWS, DRAFTS, MOST_DRAFTED
 from polarlm.engine.loading.calibration import load_or_calibrate
 from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, Encoding, stored, stored_layers
@@ -42,6 +39,10 @@ from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, l
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.state import cache_types
+from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, Metrics
 from polarlm.engine.storage.tiers.opening import check_settings, open_places
 from polarlm.engine.storage.tiers.places import Place
 from polarlm.model_loaders.config import ModelConfig

@@ -15,8 +15,6 @@ import numpy as np
 from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from polarlm.engine.kv.store import KVStore
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.magnitudes import scale, variances
@@ -24,6 +22,9 @@ from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
 from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage import checked_file
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError

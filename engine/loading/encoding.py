@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.kv.plan import CacheShape, LayerShape
-from polarlm.engine.kv.store import Metrics
 from polarlm.engine.model.magnitudes import Variances, scale
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric, without_feedback, without_tilt
 from polarlm.engine.quantization.statistics import LayerStatistics, smoothing
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import Metrics
 
 
 @dataclass(frozen=True)

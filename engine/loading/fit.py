@@ -14,11 +14,12 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.cache_types import PRESETS
-from polarlm.engine.kv.plan import CacheShape, StorePlan, format_bytes, plan_for_tokens
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import cache_shape, loaded_bytes, store_plan, weight_format, work_bytes
 from polarlm.engine.model.weights import Kept, kept, weight_bytes
+from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.plan import StorePlan, format_bytes, plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.weights import WeightSource
 

@@ -11,20 +11,12 @@ from polarlm.engine import codecs, weight_formats
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv import cache_types
-from polarlm.engine.kv.plan import (
-    CacheShape,
-    LayerShape,
-    StateShape,
-    StorePlan,
-    format_bytes,
-    parse_size,
-    plan_for_memory,
-    plan_for_tokens,
-)
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
+from polarlm.engine.state import cache_types
+from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size, plan_for_memory, plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape, StateShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig

@@ -14,12 +14,12 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Draws, Ops, Spans
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.store import KVStore, Span
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, Mixer
 from polarlm.engine.model.rope import Rope, RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
+from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import ModelConfig
 

@@ -8,10 +8,10 @@ from typing import Protocol
 import numpy as np
 
 from polarlm.engine.backends.ops import Array
-from polarlm.engine.kv.store import Span
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Chunk, TokenLogprob
 from polarlm.engine.sampling.sample import token_logprob
+from polarlm.engine.state.store import Span
 
 _ROWS = 64  # read in a unit of work: 32 MiB of logits for a vocabulary of 128 K
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.kv.plan import CacheShape, StorePlan, plan_for_tokens
-from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.state.plan import StorePlan, plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.store import SequenceKV
 
 _ROWS = 48  # of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
 _MANY_ROWS = 96  # of a prompt: at least as many are multiplied by a GPU's library

@@ -8,11 +8,11 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Score
 from polarlm.engine.sampling.sample import log_softmax
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.store import SequenceKV
 
 _ROWS = 256  # of logits at a time: 128 MiB for a vocabulary of 128 K
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.limits import MOST_DRAFTED
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Draw, Sampled, Sampling
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.store import SequenceKV
 
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 

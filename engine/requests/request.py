@@ -12,7 +12,6 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.store import SequenceKV, Span
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
@@ -23,6 +22,7 @@ from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
+from polarlm.engine.state.store import SequenceKV, Span
 from polarlm.engine.storage.tiers.found import Found, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 

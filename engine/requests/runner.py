@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.store import SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.outputs import CacheStats, Status
@@ -17,6 +14,9 @@ from polarlm.engine.requests.drafts import StepSeconds
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 

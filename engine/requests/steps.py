@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.store import Span
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.requests.drafts import Batch, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.sampling.sample import NEWEST, Draw, Fetch, Sampled
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import Span
 
 
 @dataclass(frozen=True)

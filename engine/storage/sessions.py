@@ -23,14 +23,14 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.errors import EngineError, counted
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.plan import CacheShape
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.snapshot import Snapshot, export, restore
-from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.requests.answers import KEY_BYTES, Known
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.snapshot import Snapshot, export, restore
+from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage import checked_file
 from polarlm.engine.storage.checked_file import DamagedFile
 

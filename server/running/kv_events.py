@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from polarlm.engine import Engine
-from polarlm.engine.kv.block_events import BlockRemoved, BlockStored
+from polarlm.engine.state.block_events import BlockRemoved, BlockStored
 from polarlm.server.running.listening import ListenError
 
 _BATCH = 256  # events of a message at most

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine import EngineError
-from polarlm.engine.kv.plan import format_bytes
+from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import checked_file
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.reading.values import BadRequest

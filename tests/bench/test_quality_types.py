@@ -13,8 +13,8 @@ from polarlm.bench.quality.scores import measure
 from polarlm.bench.quality.types import all_types, chosen_types
 from polarlm.engine import codecs
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.loading.encoding import Encoding
+from polarlm.engine.state.cache_types import PRESETS
 
 
 def test_all_types_cover_every_codec() -> None:

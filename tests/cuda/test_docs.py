@@ -21,12 +21,12 @@ from polarlm.engine.backends.cuda import draws, kernel_source, launch_configs
 from polarlm.engine.backends.cuda.cache import SpanHeader
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.kv import cache_types
 from polarlm.engine.limits import MOST_LOGPROBS
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.records import Layout
 from polarlm.engine.records.pair_table import PairRecord
 from polarlm.engine.sampling.sample import Draw, Penalties
+from polarlm.engine.state import cache_types
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_model_emulated import GREEDY, N, model_of
 

@@ -16,10 +16,11 @@ from polarlm.engine.backends.kv import FilledBlocks, Place
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.transfer import as_fields
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from polarlm.engine.kv.store import KVStore
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import EmulatedDevice, open_device
 
 N, KV_HEADS, D = 16, 2, 16

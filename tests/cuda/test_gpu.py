@@ -24,12 +24,13 @@ from polarlm.engine import Engine, EngineError, SamplingParams, codecs
 from polarlm.engine.backends.cuda.cache import HostTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import Place, SpanView
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.model_loaders import ModelConfig, demo
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.errors import LoadError

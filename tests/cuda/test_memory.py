@@ -16,8 +16,6 @@ from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
-from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import cache_shape, store_plan
@@ -26,6 +24,9 @@ from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import Linear, Matrix, get
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
 from tests.cuda.emulated import EmulatedDevice

@@ -13,14 +13,15 @@ from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from polarlm.engine.kv.store import KVStore
 from polarlm.engine.loading import assembly
 from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource
 from polarlm.model_loaders import load_weights as open_weights

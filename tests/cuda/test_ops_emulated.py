@@ -19,12 +19,13 @@ from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric
 from polarlm.engine.sampling.sample import Draw, Penalties, Sampled, Sampling
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP

@@ -14,9 +14,9 @@ from polarlm.engine.backends.cuda.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.kv.snapshot import Snapshot, export, restore
-from polarlm.engine.kv.store import KVStore
 from polarlm.engine.loading import assembly
+from polarlm.engine.state.snapshot import Snapshot, export, restore
+from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import open_device
 from tests.cuda.programs import Program
 from tests.cuda.test_model_emulated import N, SameWeights, Talk, model_of

@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.kv.store import KVStore
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.copies import groups_of, put_blocks, take_blocks, take_full
 from polarlm.engine.storage.tiers.objects import BLOCK, FULL, Payloads, pack, representation_of, unpack
 from tests.cuda.emulated import open_device

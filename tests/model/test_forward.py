@@ -11,10 +11,10 @@ import pytest
 from polarlm.engine.backends.kv import FilledBlocks
 from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.kv.store import Span
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import score
 from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.state.store import Span
 from polarlm.model_loaders.families import families
 from tests.bare import bare_model, feed, kl, log_softmax, prefill_logits, read_model, spread, step_logits
 from tests.conftest import FIXTURES

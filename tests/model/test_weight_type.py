@@ -16,10 +16,10 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.flags import describe
 from polarlm.engine.config import AS_STORED, EngineConfig
-from polarlm.engine.kv.plan import format_bytes
 from polarlm.engine.loading.assembly import assemble, settle
 from polarlm.engine.model.file_matrix import FileMatrix, format_for
 from polarlm.engine.model.weights import fingerprint, in_words, kept, left_out, load_weights, weight_bytes
+from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import WeightFormat, find, get, writable
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.weights import WeightSource

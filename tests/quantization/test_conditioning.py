@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from polarlm.engine.backends.numpy.ops import rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.quantization.conditioning import Conditioning, Scale, centre, mean_fields, read_mean
-from tests.kv.reference import attention
+from tests.state.reference import attention
 
 KV_HEADS, HEADS, D, N = 2, 6, 16, 8
 

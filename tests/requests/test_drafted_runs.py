@@ -15,8 +15,8 @@ from polarlm import Engine, SamplingParams
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.kv.cache_types import PRESETS
 from polarlm.engine.outputs import Chunk, Completion, fold
+from polarlm.engine.state.cache_types import PRESETS
 from tests.cpu import CpuOps
 from tests.random_model import random_model
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, stored

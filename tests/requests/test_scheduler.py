@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 
 
 def sequences(count: int) -> list[TokenSequence]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.kv.snapshot import export
+from polarlm.engine.state.snapshot import export
 from polarlm.engine.storage.tiers import patience, tiers
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.places import Folder

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
-from polarlm.engine.kv.plan import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.storage.tiers import objects
 from polarlm.engine.storage.tiers.objects import (
     BLOCK,

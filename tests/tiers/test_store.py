@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.prefix import BlockStored
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.prefix import BlockStored
 from polarlm.engine.storage.tiers.found import Budget
 from polarlm.engine.storage.tiers.guarded import Guarded
 from polarlm.engine.storage.tiers.lookup import Lookup
@@ -18,8 +18,8 @@ from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.objects import Payloads
 from polarlm.engine.storage.tiers.writing import Writer
-from tests.kv.fed import N, assert_held_by, held, overwrite
-from tests.kv.test_prefix import CachedSequence, CachedStore, words
+from tests.state.fed import N, assert_held_by, held, overwrite
+from tests.state.test_prefix import CachedSequence, CachedStore, words
 
 
 class NoLock:

@@ -31,7 +31,7 @@ from polarlm.bench.serving.simulate.trace import Trace, make
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.kv.plan import parse_size
+from polarlm.engine.state.plan import parse_size
 
 # Bytes a second and seconds of latency: host memory over PCIe, one NVMe disk.
 _RAM, _DISK = (25e9, 20e-6), (5e9, 200e-6)

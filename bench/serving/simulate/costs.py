@@ -12,7 +12,7 @@ import numpy as np
 
 from polarlm.bench.command import CacheType
 from polarlm.engine import EngineError, codecs
-from polarlm.engine.kv.plan import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape, LayerShape
 
 _MEASURED_CACHE = "balanced"  # of the columns of a speed file
 _BLOCK = 64  # tokens

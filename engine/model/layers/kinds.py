@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.kv.plan import StateShape
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.gated_mlp import GatedMLP
+from polarlm.engine.state.shapes import StateShape
 from polarlm.model_loaders import config
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
-from polarlm.engine.backends import transfer
-from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
-from polarlm.engine.kv.prefix import Blocks, PrefixCache
-from polarlm.engine.kv.store import KVStore
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.layer_state import LayerState
+from polarlm.engine.state.prefix import Blocks, PrefixCache
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.objects import Part, Payloads
 
 
@@ -25,15 +24,19 @@ def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) ->
     """The payloads of quantized blocks, uint8 (B, bytes). All have blocks of the same groups, and of one or more."""
     parts, size = payloads.of_blocks(store.ops.stored_as, groups_of(blocks[0]))
     rows = np.zeros((len(blocks), size), np.uint8)
-    heads_first = store.ops.stored_as == transfer.FIELDS
-    for layer, own in groupby(parts, lambda part: part.layer):
-        group = store.group_of(layer)
-        ids = [block for known in blocks if (block := known[group]) is not None]
-        arrays = store.ops.read_blocks(store.cache(layer), ids)
-        for part in own:
-            array = arrays[part.name]
-            part.of_rows(rows)[...] = array.swapaxes(0, 1) if heads_first else array
+    arrays: dict[tuple[int, str], np.ndarray] = {}
+    for group, ids in _by_group(store, blocks):
+        arrays |= group.read_blocks(ids)
+    for part in parts:
+        part.of_rows(rows)[...] = arrays[part.layer, part.name]
     return rows
+
+
+def _by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple[LayerState, list[int]]]:
+    """Each group that has some of these blocks, and their ids there."""
+    for index, group in enumerate(store.groups):
+        if ids := [block for known in blocks if (block := known[index]) is not None]:
+            yield group, ids
 
 
 def put_blocks(
@@ -46,25 +49,18 @@ def put_blocks(
 ) -> None:
     """Write payloads, each (bytes,), of `groups` to quantized blocks; not to those that are None."""
     parts, _ = payloads.of_blocks(stored_as, groups)
-    heads_first = stored_as == transfer.FIELDS
-    for layer, own in groupby(parts, lambda part: part.layer):
-        ids = [block for known in blocks if (block := known[store.group_of(layer)]) is not None]
-        if ids:
-            arrays = {part.name: part.of_payloads(given) for part in own}
-            if heads_first:
-                arrays = {name: array.swapaxes(0, 1) for name, array in arrays.items()}
-            store.ops.write_blocks(store.cache(layer), ids, arrays)
+    for group, ids in _by_group(store, blocks):
+        own = (part for part in parts if part.layer in group.layers)
+        group.write_blocks(ids, {(part.layer, part.name): part.of_payloads(given) for part in own})
 
 
 def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[int]) -> tuple[np.ndarray, np.dtype]:
     """The payload of a block in full precision with `ids`, uint8 (1, bytes), and the type of its numbers."""
     given: dict[tuple[int, str], np.ndarray] = {}
-    for index, (_, layers) in enumerate(store.shape.groups):
-        slot = slots[index]
-        if slot is not None:
-            for layer in layers:
-                given[layer, "k"], given[layer, "v"] = store.ops.read_full(store.cache(layer), slot, len(ids))
-    number_type = next(iter(given.values())).dtype
+    for group, (slot,) in _by_group(store, [slots]):
+        given |= group.read_full(slot, len(ids))
+    kv = (array for (layer, _), array in given.items() if layer in store.shape.kv_layers)
+    number_type = next((array.dtype for array in kv), np.dtype(np.float16))
     parts, size = payloads.of_full(number_type, len(ids), groups_of(slots))
     rows = np.zeros((1, size), np.uint8)
     rows[0, : 4 * len(ids)] = np.asarray(ids, "<i4").view(np.uint8)
@@ -75,11 +71,9 @@ def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[i
 
 def put_full(store: KVStore, parts: Sequence[Part], slots: Blocks, rows: np.ndarray) -> None:
     """Write the payload (1, bytes) of a block in full precision to slots; not to those that are None."""
-    for layer, own in groupby(parts, lambda part: part.layer):
-        slot = slots[store.group_of(layer)]
-        if slot is not None:
-            k, v = (part.of_rows(rows)[0] for part in own)
-            store.ops.write_full(store.cache(layer), slot, k, v)
+    for group, (slot,) in _by_group(store, [slots]):
+        own = (part for part in parts if part.layer in group.layers)
+        group.write_full(slot, {(part.layer, part.name): part.of_rows(rows)[0] for part in own})
 
 
 @dataclass(frozen=True)

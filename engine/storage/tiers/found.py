@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.store import KVStore
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.copies import FullBlock, Run
 from polarlm.engine.storage.tiers.objects import Payloads
 

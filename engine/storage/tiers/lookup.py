@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from threading import Thread, current_thread
 
-from polarlm.engine.kv.prefix import Blocks, PrefixCache
-from polarlm.engine.kv.store import KVStore
+from polarlm.engine.state.prefix import Blocks, PrefixCache
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.copies import FullBlock, Run
 from polarlm.engine.storage.tiers.found import Budget, Found
 from polarlm.engine.storage.tiers.guarded import Guarded
@@ -221,7 +221,8 @@ class _Search:
         own = payloads.check_full(read[0])
         both = zip(own, rest, strict=False)
         common = next((i for i, (a, b) in enumerate(both) if a != b), min(len(own), len(rest)))
-        return (_Tail(read[0], own, common, read[1]), common) if common else (None, 0)
+        is_of_use = common == len(own) or all(group.can_cut for group in self._store.groups)
+        return (_Tail(read[0], own, common, read[1]), common) if common and is_of_use else (None, 0)
 
     # -- parts -------------------------------------------------------------------------------------------------
 

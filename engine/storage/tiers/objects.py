@@ -24,7 +24,7 @@ import numpy as np
 
 from polarlm.engine import records
 from polarlm.engine.backends import transfer
-from polarlm.engine.kv.plan import CacheShape
+from polarlm.engine.state.shapes import ArraySpec, CacheShape
 
 BLOCK, FULL, IDS = 1, 2, 3
 NAME_BYTES = 16
@@ -158,16 +158,8 @@ class Payloads:
         """The arrays of a BLOCK, and the bytes of its payload. Raises ValueError for records that do not exist."""
         key = stored_as, groups
         if key not in self._made:
-            found: list[tuple[int, str, tuple[int, ...], np.dtype]] = []
-            for layer in self._layers(groups):
-                format = self.shape.format(layer)
-                if stored_as == transfer.FIELDS:
-                    for side, fields in transfer.fields(format).items():
-                        for name, field in fields.items():
-                            found.append((layer, f"{side}.{name}", (format.kv_heads, *field.shape), field.dtype))
-                else:
-                    for name, layout in zip(("keys", "values"), transfer.layouts(format), strict=True):
-                        found.append((layer, name, (format.kv_heads, layout.nbytes), np.dtype(np.uint8)))
+            n, layers = self.shape.block_size, self.shape.layers
+            found = [(i, spec) for i in self._layers(groups) for spec in layers[i].block_arrays(n, stored_as)]
             self._made[key] = _placed(found, 0)
         return self._made[key]
 
@@ -175,11 +167,8 @@ class Payloads:
         """The arrays of a FULL block behind its ids, and the bytes of its payload."""
         key = number_type, tokens, groups
         if key not in self._made:
-            found = []
-            for layer in self._layers(groups):
-                format = self.shape.format(layer)
-                shape = format.kv_heads, tokens, format.head_dim
-                found += [(layer, side, shape, number_type) for side in "kv"]
+            layers = self.shape.layers
+            found = [(i, spec) for i in self._layers(groups) for spec in layers[i].full_arrays(tokens, number_type)]
             self._made[key] = _placed(found, tokens * _ID.itemsize)
         return self._made[key]
 
@@ -225,6 +214,9 @@ class Payloads:
         rows = found.payload[None]
         arrays = {(part.layer, part.name): part.of_rows(rows) for part in parts}
         for layer in self._layers(found.groups):
+            if layer not in self.shape.kv_layers:
+                _check_finite(array for (number, _), array in arrays.items() if number == layer)
+                continue
             fields = transfer.as_fields(
                 self.shape.format(layer), 1, {name: arrays[layer, name] for name in ("keys", "values")}
             )
@@ -249,9 +241,9 @@ def representation_of(stored_as: str) -> tuple[int, int]:
     return (_AS_FIELDS, 0) if stored_as == transfer.FIELDS else (_AS_RECORDS, records.VERSION)
 
 
-def _placed(found: Sequence[tuple[int, str, tuple[int, ...], np.dtype]], start: int) -> tuple[list[Part], int]:
+def _placed(found: Sequence[tuple[int, ArraySpec]], start: int) -> tuple[list[Part], int]:
     parts: list[Part] = []
-    for layer, name, shape, dtype in found:
+    for layer, (name, shape, dtype) in found:
         part = Part(layer, name, -(-start // _ALIGNED) * _ALIGNED, shape, dtype)
         parts.append(part)
         start = part.stop

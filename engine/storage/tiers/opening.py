@@ -8,7 +8,8 @@ from pathlib import Path
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.plan import CacheShape, parse_size
+from polarlm.engine.state.plan import parse_size
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.objects import Payloads
 from polarlm.engine.storage.tiers.places import Folder, Place

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.store import KVStore
 from polarlm.engine.outputs import TierStatus
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.found import Budget, Found
 from polarlm.engine.storage.tiers.guarded import Guarded
 from polarlm.engine.storage.tiers.lookup import Lookup

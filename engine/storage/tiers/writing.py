@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.store import KVStore
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.copies import groups_of, take_blocks, take_full
 from polarlm.engine.storage.tiers.guarded import Guarded
 from polarlm.engine.storage.tiers.names import Names

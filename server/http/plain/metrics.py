@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
-from polarlm.engine.kv.cache_types import chosen
 from polarlm.engine.outputs import CompilationCounts, Status, TierStatus
+from polarlm.engine.state.cache_types import chosen
 from polarlm.server.running.counters import Totals
 
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from polarlm.engine import Engine
-from polarlm.engine.kv.cache_types import chosen
-from polarlm.engine.kv.plan import CacheShape
 from polarlm.engine.outputs import Status
+from polarlm.engine.state.cache_types import chosen
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
 

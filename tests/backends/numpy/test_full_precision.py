@@ -9,7 +9,7 @@ from polarlm.engine.backends.kv import FilledBlocks, Place, SpanView
 from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import NotFinite
-from tests.kv.fed import KV_HEADS, D, N, make_store
+from tests.state.fed import KV_HEADS, D, N, make_store
 
 GIVEN = np.array([1 / 3, -1e-9, 65504, 65519, 65520, -1e30, np.inf, -np.inf, np.nan], np.float32)
 STORED = np.array([0.33325195, 0, 65504, 65504, 65504, -65504, np.nan, np.nan, np.nan], np.float16)

@@ -14,7 +14,7 @@ from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.host_memory import cgroup_room
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.kv.plan import plan_for_tokens
+from polarlm.engine.state.plan import plan_for_tokens
 from tests.backends.numpy.cgroup_tree import tree
 from tests.tiny import CONTEXT
 

@@ -12,8 +12,8 @@ import pytest
 from polarlm.engine.backends.kv import Place, SpanView
 from polarlm.engine.backends.numpy import steps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.kv.store import KVStore, SequenceKV, Span
-from tests.kv.fed import HEADS, KV_HEADS, D, N, make_store
+from polarlm.engine.state.store import KVStore, SequenceKV, Span
+from tests.state.fed import HEADS, KV_HEADS, D, N, make_store
 
 LENGTHS = [0, 3, N - 1, N, N + 1, 2 * N, 5 * N + 3, 9 * N - 1]
 

@@ -19,8 +19,8 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.server.config import read_command_line
 from polarlm.server.running.kv_events import KVEvents, kv_events
 from polarlm.server.running.listening import ListenError
-from tests.kv.test_prefix import findable
 from tests.server.process import SMALL_BLOCKS, Process
+from tests.state.test_prefix import findable
 from tests.tiny import PLAIN, forget, load_tiny
 
 SECONDS = 60_000  # that a test waits for a message, in milliseconds

@@ -1,23 +1,32 @@
-"""Sizes of the KV store: bytes of blocks, sequences and plans, and the largest plan that fits. Allocates nothing."""
+"""How layers store the state of sequences: shapes and bytes of their blocks, and of sequences. Allocates nothing."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
+from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.codecs import FULL, Codec, get
-from polarlm.engine.errors import EngineError
+from polarlm.engine.codecs import Codec
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.quantization.metric import Metric
 
 if TYPE_CHECKING:
     from polarlm.engine.backends.ops import Ops
-    from polarlm.engine.kv.layer_state import LayerState
+    from polarlm.engine.state.layer_state import LayerState
+
+
+class ArraySpec(NamedTuple):
+    """An array of one block of a layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class StateShape(Protocol):
@@ -41,6 +50,12 @@ class StateShape(Protocol):
     def full_bytes(self, block_size: int) -> int:
         """Bytes of a full-precision slot."""
 
+    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
+        """The arrays of a complete block, as `LayerState.read_blocks` gives them. stored_as: see `Ops.stored_as`."""
+
+    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
+        """The arrays of a full-precision block. number_type: of the slots of K/V."""
+
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
         """The state of `layers`, with so many quantized blocks and full-precision slots. That of K/V, whose encoding
         takes more, is made by the store."""
@@ -56,6 +71,34 @@ class LayerShape:
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
+
+    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
+        """Raises ValueError for records that do not exist."""
+        format, heads = self.format(block_size), self.kv_heads
+        if stored_as == transfer.FIELDS:
+            return [
+                ArraySpec(f"{side}.{name}", (heads, *field.shape), field.dtype)
+                for side, fields in transfer.fields(format).items()
+                for name, field in fields.items()
+            ]
+        layouts = zip(("keys", "values"), transfer.layouts(format), strict=True)
+        return [ArraySpec(name, (heads, layout.nbytes), np.dtype(np.uint8)) for name, layout in layouts]
+
+    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
+        return [ArraySpec(side, (self.kv_heads, tokens, self.head_dim), number_type) for side in "kv"]
+
+    def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
+        """The format of a cache of this layer, for the ops."""
+        return CacheFormat(
+            codec_k=self.codec_k,
+            codec_v=self.codec_v,
+            metric_k=metric_k,
+            metric_v=metric_v,
+            mean_bits=self.mean_bits,
+            block_size=block_size,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+        )
 
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
         raise NotImplementedError("K/V are made by the store")
@@ -94,17 +137,7 @@ class CacheShape:
 
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """The format of a layer with K/V, for the ops."""
-        shape = self.kv_layers[layer]
-        return CacheFormat(
-            codec_k=shape.codec_k,
-            codec_v=shape.codec_v,
-            metric_k=metric_k,
-            metric_v=metric_v,
-            mean_bits=shape.mean_bits,
-            block_size=self.block_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-        )
+        return self.kv_layers[layer].format(self.block_size, metric_k, metric_v)
 
     @property
     def widest(self) -> CacheFormat:
@@ -196,128 +229,3 @@ class CacheShape:
             quantized * self.quantized_bytes(layers) + full_slots * self.full_bytes(layers)
             for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)
         )
-
-
-_SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it completes until commit
-
-
-@dataclass(frozen=True)
-class StorePlan:
-    """The size of a store that holds one sequence of `tokens`, or several shorter ones."""
-
-    shape: CacheShape
-    tokens: int
-    quantized_blocks: tuple[int, ...]  # per group
-    full_slots: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the store."""
-        return self.shape.bytes(self.quantized_blocks, self.full_slots)
-
-    def sequences(self, tokens: int) -> int:
-        """How many sequences of `tokens` the store certainly holds at a time, whatever order they are computed in."""
-        needed = zip(self.quantized_blocks, self.shape.quantized_blocks(tokens), strict=True)
-        slots = (self.full_slots - _SPARE_SLOTS) // 2
-        return min([slots, *(blocks // each for blocks, each in needed if each)])
-
-
-def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
-    """The smallest store with quantized blocks for a sequence of `tokens`, and with full-precision slots for
-    `sequences` sequences that have `step_rows` rows each in a step.
-    """
-    # Blocks that the rows of a step may lie in, the current block among them.
-    touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
-    slots = (1 + touched) * sequences + _SPARE_SLOTS
-    return StorePlan(shape, tokens, shape.quantized_blocks(tokens), slots)
-
-
-def plan_for_memory(
-    shape: CacheShape,
-    memory: int,
-    max_tokens: int,
-    sequences: int,
-    beside: Callable[[int], int] = lambda tokens: 0,
-) -> StorePlan:
-    """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
-
-    beside: tokens of a sequence → bytes of `memory` that other things need; must not fall. sequences: how many get
-    full-precision slots; fewer if these would take more than a quarter of `memory`. Raises EngineError
-    ("out_of_memory") if two blocks do not fit.
-    """
-
-    def slots(sequences: int) -> int:
-        return plan_for_tokens(shape, 0, sequences).bytes
-
-    sequences = max(1, bisect_right(range(1, sequences + 1), memory // 4, key=slots))
-
-    def plan(tokens: int) -> StorePlan:
-        return plan_for_tokens(shape, tokens, sequences)
-
-    least = plan(min(max_tokens, 2 * shape.block_size))
-    left = memory - beside(least.tokens)
-    if least.bytes > left:
-        raise EngineError(
-            f"{format_bytes(max(0, left))} for the KV store is too little for this model: the first blocks alone take "
-            f"{format_bytes(least.bytes)}; raise kv_memory, or free some memory",
-            "out_of_memory",
-            ("kv_memory",),
-        )
-    low, high = least.tokens, max(least.tokens, max_tokens)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if plan(middle).bytes + beside(middle) <= memory:
-            low = middle
-        else:
-            high = middle - 1
-    return plan(min(low, max_tokens))
-
-
-def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
-    """Tokens, up to `max_tokens`, that an f16 cache would hold in the memory of `plan`."""
-    half = get(FULL)
-    layers = (
-        replace(layer, codec_k=half, codec_v=half, mean_bits=0) if isinstance(layer, LayerShape) else layer
-        for layer in plan.shape.layers
-    )
-    f16 = replace(plan.shape, layers=tuple(layers), stored={})
-    low, high = 0, max_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        if f16.bytes(f16.quantized_blocks(middle), plan.full_slots) <= plan.bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def parse_size(text: str, setting: str = "kv_memory") -> int:
-    """Bytes of "512M", "2G", "1.5GiB", "800000". Raises EngineError, which names the setting.
-
-    >>> parse_size("1.5G")
-    1610612736
-    """
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-    scale = units.get(number[-1:], 1)
-    try:
-        size = float(number[:-1] if scale > 1 else number) * scale
-        if not 0 < size < 1 << 60:
-            raise ValueError
-    except ValueError:
-        sentence = f"{setting}={text}: this is not a size; write 512M, 2G or a number of bytes"
-        raise EngineError(sentence, settings=(setting,)) from None
-    return int(size)
-
-
-def format_bytes(size: float) -> str:
-    """A size as text, in binary units.
-
-    >>> format_bytes(1536), format_bytes(3 << 30)
-    ('1.5 KiB', '3.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1023.95:  # what would be shown as 1024.0 belongs to the next unit
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -8,10 +8,11 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
-from polarlm.engine.kv.store import KVStore, SequenceKV
 from polarlm.engine.quantization.conditioning import Conditioning
-from tests.kv.reference import as_read, attention
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, SequenceKV
+from tests.state.reference import as_read, attention
 
 N, HEADS, KV_HEADS, D = 8, 4, 2, 16
 

@@ -19,7 +19,7 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.model_loaders import families
-from tests.kv.running_sum import RunningSum, SumMixer, Sums
+from tests.state.running_sum import RunningSum, SumMixer, Sums
 from tests.tiny import PLAIN, assert_idle, blocks_left, load_tiny, make_model, preemptions
 
 FAMILY = """
@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from polarlm.model_loaders.families import llama
 from polarlm.model_loaders.tensor_table import TensorTable
-from tests.kv.running_sum import RunningSum
+from tests.state.running_sum import RunningSum
 
 ARCHITECTURES = ("SumForCausalLM",)
 
@@ -74,10 +74,11 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
     yield load
     for engine in engines:
-        assert_idle(engine)
-        engine.close()
-    sys.modules.pop("polarlm.model_loaders.families.sums")
-    vars(families).pop("sums")
+        if not engine._closed:
+            assert_idle(engine)
+            engine.close()
+    sys.modules.pop("polarlm.model_loaders.families.sums", None)
+    vars(families).pop("sums", None)
 
 
 def ids_of(count: int, seed: int = 0) -> list[int]:
@@ -194,6 +195,21 @@ def test_a_session_goes_on_in_another_engine(load: Load, tmp_path: Path) -> None
     assert found.usage.cached_tokens == saved
     assert list(found.token_ids) == answer(engine, longer, tokens=8)
     assert check(other, [*longer, *found.token_ids]) == len(longer) + 7
+
+
+@pytest.mark.parametrize("more", [0, 3, N])
+def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, more: int) -> None:
+    """Where a sequence ended, and at the end of its last block; a part of the tokens behind it is of no use."""
+    engine, ids = load(cache_disk="10M", cache_disk_folder=str(tmp_path / "disk")), ids_of(4 * N)
+    ids += answer(engine, ids, tokens=6)
+    engine.close()
+    other = load(cache_disk="10M", cache_disk_folder=str(tmp_path / "disk"))
+    cut = 2 if more else 0  # of the tokens behind the last block
+    prompt = [*ids[: len(ids) - 1 - cut], *ids_of(1 + more, seed=1)]
+    found = other.generate(prompt, SamplingParams(max_tokens=2, **GREEDY))
+    assert found.usage.cached_tokens == (4 * N if cut else 4 * N + 5)
+    assert "store" not in found.usage.cached_from
+    assert check(other, [*prompt, *found.token_ids]) == len(prompt) + 1
 
 
 def test_scores_are_those_of_steps(load: Load) -> None:

@@ -7,7 +7,7 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.cache_types import PRESETS, chosen, layer_codecs
+from polarlm.engine.state.cache_types import PRESETS, chosen, layer_codecs
 
 LAYERS, HEAD_DIM = 6, 64
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.state.store import KVStore, SequenceKV
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 
 
 @dataclass

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
-from polarlm.engine.kv.blocks import BlockAllocator
-from polarlm.engine.kv.tables import BlockTable, Growth
+from polarlm.engine.state.blocks import BlockAllocator
+from polarlm.engine.state.tables import BlockTable, Growth
 
 Buffers = dict[tuple[int, int], Buffer]  # of one span, by heads and channels: groups of one shape share a buffer
+
+BlockArrays = Mapping[tuple[int, str], np.ndarray]  # by layer and name
 
 
 class LayerState(Protocol):
@@ -81,6 +83,18 @@ class LayerState(Protocol):
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of a full-precision block."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
+        """The arrays of B quantized blocks, (B, …) of the shapes of `StateShape.block_arrays`."""
+
+    def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        """Write B quantized blocks. Raises ValueError for arrays that are not such blocks."""
+
+    def read_full(self, slot: int, tokens: int) -> BlockArrays:
+        """The arrays of the first `tokens` tokens of a full-precision block."""
+
+    def write_full(self, slot: int, arrays: BlockArrays) -> None:
+        """Write a full-precision block. Raises ValueError as `write_blocks`."""
 
     def snapshot(self, table: BlockTable, length: int) -> dict[str, np.ndarray]:
         """Copies on the host of everything that a table of `length` tokens holds."""

@@ -28,12 +28,13 @@ from typing import NamedTuple
 from polarlm.engine.backends.kv import Cache, SpanView
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.kv_blocks import KVBlocks, encode
-from polarlm.engine.kv.layer_state import Buffers, LayerState
-from polarlm.engine.kv.plan import LayerShape, StorePlan
-from polarlm.engine.kv.tables import BlockTable, Growth
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.state.kv_blocks import KVBlocks, encode
+from polarlm.engine.state.layer_state import Buffers, LayerState
+from polarlm.engine.state.plan import StorePlan
+from polarlm.engine.state.shapes import LayerShape
+from polarlm.engine.state.tables import BlockTable, Growth
 
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
 Metrics = tuple[Metric | None, Metric | None]
@@ -44,7 +45,7 @@ class SequenceKV:
     """A sequence in the store: its number of tokens, and one block table per group.
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
-    for a sequence with a cache salt; see `engine.kv.prefix`.
+    for a sequence with a cache salt; see `engine.state.prefix`.
     """
 
     length: int

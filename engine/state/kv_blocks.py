@@ -7,14 +7,15 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import Cache, FilledBlocks, Place, SpanView
 from polarlm.engine.backends.ops import Ops, Spans
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.layer_state import Buffers
-from polarlm.engine.kv.plan import CacheShape
-from polarlm.engine.kv.tables import BlockTable, Growth, TableGroup
 from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.state.layer_state import BlockArrays, Buffers
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 
 
 class KVBlocks(TableGroup):
@@ -119,6 +120,38 @@ class KVBlocks(TableGroup):
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for cache in self._caches.values():
             self._ops.copy_full(cache, Place(None, target), Place(None, source), tokens)
+
+    # -- blocks on the host ------------------------------------------------------------------------------------
+
+    def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
+        return {
+            (layer, name): self._blocks_first(array)
+            for layer, cache in self._caches.items()
+            for name, array in self._ops.read_blocks(cache, blocks).items()
+        }
+
+    def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        for layer, cache in self._caches.items():
+            own = {name: array for (number, name), array in arrays.items() if number == layer}
+            is_fields = "keys" not in own
+            self._ops.write_blocks(
+                cache, blocks, {name: x.swapaxes(0, 1) if is_fields else x for name, x in own.items()}
+            )
+
+    def _blocks_first(self, array: np.ndarray) -> np.ndarray:
+        """Fields have the heads before the blocks, records the blocks before the heads."""
+        return array.swapaxes(0, 1) if self._ops.stored_as == transfer.FIELDS else array
+
+    def read_full(self, slot: int, tokens: int) -> BlockArrays:
+        return {
+            (layer, side): x
+            for layer, cache in self._caches.items()
+            for side, x in zip("kv", self._ops.read_full(cache, slot, tokens), strict=True)
+        }
+
+    def write_full(self, slot: int, arrays: BlockArrays) -> None:
+        for layer, cache in self._caches.items():
+            self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, "v"])
 
     # -- snapshots ---------------------------------------------------------------------------------------------
 

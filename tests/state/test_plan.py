@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 from polarlm.engine import Engine, EngineError, codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.kv.plan import (
-    CacheShape,
-    LayerShape,
-    StorePlan,
-    f16_tokens,
-    format_bytes,
-    parse_size,
-    plan_for_memory,
-    plan_for_tokens,
-)
-from polarlm.engine.kv.store import KVStore
 from polarlm.engine.loading.assembly import fit_line
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size, plan_for_memory, plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])
 windows = st.one_of(st.none(), st.integers(1, 300))

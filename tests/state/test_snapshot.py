@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.snapshot import Snapshot, export, restore
-from tests.kv.test_store import Fed, N, held, make_store
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.snapshot import Snapshot, export, restore
+from tests.state.test_store import Fed, N, held, make_store
 
 WINDOWS = (None, 12)
 

@@ -20,9 +20,9 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.kv.block_events import BlockRemoved, BlockStored, Watch
-from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
-from polarlm.engine.kv.store import KVStore, SequenceKV
+from polarlm.engine.state.block_events import BlockRemoved, BlockStored, Watch
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.store import KVStore, SequenceKV
 
 Blocks = list[int | None]  # one per group of layers; None if the cache has none
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from polarlm.engine.kv.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 
 SIZE = 7
 

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.errors import EngineError
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.snapshot import export
-from polarlm.engine.kv.store import SequenceKV, Span
-from tests.kv.fed import Fed, N, assert_held_by, held, make_store
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.snapshot import export
+from polarlm.engine.state.store import SequenceKV, Span
+from tests.state.fed import Fed, N, assert_held_by, held, make_store
 
 
 @pytest.mark.parametrize("codec", ["f16", "polarquant"])

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.kv.tables import BlockTable, Growth, TableGroup
+from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.engine.state.shapes import ArraySpec
+from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 from polarlm.model_loaders.config import Mixer
 
 
@@ -39,6 +41,12 @@ class SumShape:
 
     def full_bytes(self, block_size: int) -> int:
         return 8 * self.size
+
+    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
+        return [ArraySpec("sums", (self.size,), np.dtype(np.float64))]
+
+    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
+        return self.block_arrays(tokens, "")
 
     def state(self, ops: Any, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> Sums:
         return Sums(self.size, block_size, layers, blocks)
@@ -122,6 +130,20 @@ class Sums(TableGroup):
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for slots in self.slots.values():
             slots[target] = slots[source]
+
+    def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
+        return {(layer, "sums"): self.kept[layer][blocks] for layer in self.layers}
+
+    def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        for layer in self.layers:
+            self.kept[layer][blocks] = arrays[layer, "sums"]
+
+    def read_full(self, slot: int, tokens: int) -> BlockArrays:
+        return {(layer, "sums"): self.slots[layer][slot] for layer in self.layers}
+
+    def write_full(self, slot: int, arrays: BlockArrays) -> None:
+        for layer in self.layers:
+            self.slots[layer][slot] = arrays[layer, "sums"]
 
     def snapshot(self, table: BlockTable, length: int) -> dict[str, np.ndarray]:
         ids = {"sink": table.sink, "tail": table.current if length % self.block_size else None}

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.kv.block_events import BlockRemoved, BlockStored
-from polarlm.engine.kv.blocks import OutOfBlocks
-from polarlm.engine.kv.prefix import PrefixCache
-from polarlm.engine.kv.prefix import _hash as chained
-from polarlm.engine.kv.store import KVStore
-from tests.kv.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
+from polarlm.engine.state.block_events import BlockRemoved, BlockStored
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.prefix import _hash as chained
+from polarlm.engine.state.store import KVStore
+from tests.state.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
 
 
 def words(seed: int, count: int) -> list[int]:

@@ -1,0 +1,135 @@
+"""The size of the KV store: plans, and the largest one that fits. Allocates nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from polarlm.engine.codecs import FULL, get
+from polarlm.engine.errors import EngineError
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+
+_SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it completes until commit
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """The size of a store that holds one sequence of `tokens`, or several shorter ones."""
+
+    shape: CacheShape
+    tokens: int
+    quantized_blocks: tuple[int, ...]  # per group
+    full_slots: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the store."""
+        return self.shape.bytes(self.quantized_blocks, self.full_slots)
+
+    def sequences(self, tokens: int) -> int:
+        """How many sequences of `tokens` the store certainly holds at a time, whatever order they are computed in."""
+        needed = zip(self.quantized_blocks, self.shape.quantized_blocks(tokens), strict=True)
+        slots = (self.full_slots - _SPARE_SLOTS) // 2
+        return min([slots, *(blocks // each for blocks, each in needed if each)])
+
+
+def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
+    """The smallest store with quantized blocks for a sequence of `tokens`, and with full-precision slots for
+    `sequences` sequences that have `step_rows` rows each in a step.
+    """
+    # Blocks that the rows of a step may lie in, the current block among them.
+    touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
+    slots = (1 + touched) * sequences + _SPARE_SLOTS
+    return StorePlan(shape, tokens, shape.quantized_blocks(tokens), slots)
+
+
+def plan_for_memory(
+    shape: CacheShape,
+    memory: int,
+    max_tokens: int,
+    sequences: int,
+    beside: Callable[[int], int] = lambda tokens: 0,
+) -> StorePlan:
+    """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
+
+    beside: tokens of a sequence → bytes of `memory` that other things need; must not fall. sequences: how many get
+    full-precision slots; fewer if these would take more than a quarter of `memory`. Raises EngineError
+    ("out_of_memory") if two blocks do not fit.
+    """
+
+    def slots(sequences: int) -> int:
+        return plan_for_tokens(shape, 0, sequences).bytes
+
+    sequences = max(1, bisect_right(range(1, sequences + 1), memory // 4, key=slots))
+
+    def plan(tokens: int) -> StorePlan:
+        return plan_for_tokens(shape, tokens, sequences)
+
+    least = plan(min(max_tokens, 2 * shape.block_size))
+    left = memory - beside(least.tokens)
+    if least.bytes > left:
+        raise EngineError(
+            f"{format_bytes(max(0, left))} for the KV store is too little for this model: the first blocks alone take "
+            f"{format_bytes(least.bytes)}; raise kv_memory, or free some memory",
+            "out_of_memory",
+            ("kv_memory",),
+        )
+    low, high = least.tokens, max(least.tokens, max_tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan(middle).bytes + beside(middle) <= memory:
+            low = middle
+        else:
+            high = middle - 1
+    return plan(min(low, max_tokens))
+
+
+def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
+    """Tokens, up to `max_tokens`, that an f16 cache would hold in the memory of `plan`."""
+    half = get(FULL)
+    layers = (
+        replace(layer, codec_k=half, codec_v=half, mean_bits=0) if isinstance(layer, LayerShape) else layer
+        for layer in plan.shape.layers
+    )
+    f16 = replace(plan.shape, layers=tuple(layers), stored={})
+    low, high = 0, max_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if f16.bytes(f16.quantized_blocks(middle), plan.full_slots) <= plan.bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def parse_size(text: str, setting: str = "kv_memory") -> int:
+    """Bytes of "512M", "2G", "1.5GiB", "800000". Raises EngineError, which names the setting.
+
+    >>> parse_size("1.5G")
+    1610612736
+    """
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    scale = units.get(number[-1:], 1)
+    try:
+        size = float(number[:-1] if scale > 1 else number) * scale
+        if not 0 < size < 1 << 60:
+            raise ValueError
+    except ValueError:
+        sentence = f"{setting}={text}: this is not a size; write 512M, 2G or a number of bytes"
+        raise EngineError(sentence, settings=(setting,)) from None
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """A size as text, in binary units.
+
+    >>> format_bytes(1536), format_bytes(3 << 30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1023.95:  # what would be shown as 1024.0 belongs to the next unit
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
