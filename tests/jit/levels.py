@@ -13,12 +13,35 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
 from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.generic import Generic
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
 
 every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
 
 Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 _scratch = np.zeros(1 << 20, np.uint8)
+
+
+class Narrow(Generic):
+    """A level that no file has: registers of 4 numbers, but 32 of them, and dot products of its own."""
+
+    name = "narrow"
+    registers = 32
+    sums = 4
+    float_tile = 4, 2
+
+    def __init__(self) -> None:
+        self.dots = 0  # that have been emitted
+
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+        self.dots += 1
+        bytes_ = vector(I8, 4 * total.lanes)
+        products = unsigned.bits(bytes_).zext(I16).zext(I32) * signed.bits(bytes_).sext(I16).sext(I32)
+        for place in range(4):
+            total = total + e.shuffle(products, products, range(place, products.lanes, 4))
+        return total
 
 
 @cache

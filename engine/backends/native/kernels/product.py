@@ -45,7 +45,7 @@ def most_rows(level: Level, *, packed: bool) -> int:
 def _tiles(level: Level) -> int:
     """Tiles without codes that are multiplied with each input, where registers have room for their sums: an input is
     then loaded once for both."""
-    return 2 if level.lanes == 16 else 1
+    return 2 if level.has_room else 1
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec:
     """Products of a group's codes, of 16 outputs, with the words of each row: int32."""
     size = spec.format.group // 2
     # Two sums a row, where they fit the registers: one alone would wait for each of its products.
-    chains = 2 if spec.at_once == 1 or e.level.lanes == 16 else 1
+    chains = 2 if spec.at_once == 1 or e.level.has_room else 1
     sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
     # Pairs that share vectors of codes follow each other, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)

@@ -130,7 +130,9 @@ class _Unit:
         self._keys, self._weights, self._fade = (scratch + at for at in (layout.keys, layout.weights, layout.fade))
         self._position, self._query, self._mix = (scratch + at for at in (layout.position, layout.query, layout.mix))
         self._top, self._total = scratch + layout.top, scratch + layout.total
-        self._rows, self._vectors = {16: (_AT_ONCE, 4), 8: (_AT_ONCE, 1), 4: (2, 1)}[e.level.lanes]
+        rows, vectors = e.level.float_tile
+        self._rows = max(n for n in (1, 2, 3, 4, _AT_ONCE) if n <= rows)  # divisors of MOST_QUERIES
+        self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of those of KEYS
 
     def _row(self, i: Value) -> tuple[Value, Value]:
         """Where query i and its weighted sum lie."""

@@ -128,7 +128,7 @@ class Unit:
 
     def at_once(self, vectors: int) -> int:
         """How many vectors of tokens are multiplied together: their sums stay in registers."""
-        most = {16: vectors, 8: 1, 4: 1}[self.e.level.lanes]
+        most = vectors if self.e.level.has_room else 1
         return max(n for n in range(1, most + 1) if self.tokens // LANES % n == 0)
 
     def clear(self, start: Value, nbytes: Value) -> None:
