@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.generic import Generic
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
 
 every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
@@ -49,14 +50,14 @@ def loaded(kernel: Kernel, level: Level) -> Loaded:
     return load(finished(compile_object(kernel, level)), level)
 
 
-def run(
-    kernel: Kernel,
-    level: Level,
-    units: int,
-    pointers: Sequence[np.ndarray],
-    integers: Sequence[int] = (),
-    floats: Sequence[float] = (),
-) -> None:
-    """Run the kernel on all of its units, on the calling thread."""
-    arguments = kernel.pack([array.ctypes.data for array in pointers], integers, floats)
-    Function(loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
+@cache
+def declared(pointers: str = "", integers: str = "") -> Any:
+    """Arguments with these names."""
+    pairs = [(name, kind) for names, kind in ((pointers, Pointer), (integers, Int64)) for name in names.split()]
+    return NamedTuple("Arguments", pairs)
+
+
+def run(kernel: Kernel, level: Level, units: int, arguments: tuple[Any, ...]) -> None:
+    """Run the kernel on all of its units, on the calling thread. arguments: the kernel's, or their fields."""
+    packed = kernel.pack(kernel.arguments(*arguments))
+    Function(loaded(kernel, level).address)(packed.ctypes.data, 0, units, _scratch.ctypes.data)

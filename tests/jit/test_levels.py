@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.jit.levels import Narrow, run
+from tests.jit.levels import Narrow, declared, run
 
 from polarlm.engine.jit import isa  # isort: skip
 from polarlm.engine.jit.compile.compiler import Kernel
@@ -40,15 +41,15 @@ def test_a_file_is_enough_for_a_level(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_kernel_takes_its_operations_from_the_level() -> None:
     level, lanes = Narrow(), vector(I32, 16)
 
-    def emit(e: Emitter, a: Value, b: Value, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             at = unit * 64
-            total = dot4(e, e.zero(lanes), e.load(a + at, lanes), e.load(b + at, lanes))
-            e.store(total, out + at)
+            total = dot4(e, e.zero(lanes), e.load(args.a + at, lanes), e.load(args.b + at, lanes))
+            e.store(total, args.out + at)
 
     rng = np.random.default_rng(0)
     a, b = rng.integers(0, 256, (10, 64), np.uint8), rng.integers(-128, 128, (10, 64), np.int8)
     out = np.zeros((10, 16), np.int32)
-    run(Kernel("test_narrow", emit, ("a", "b", "out")), level, 10, (a, b, out))
+    run(Kernel("test_narrow", emit, declared("a b out")), level, 10, (a, b, out))
     np.testing.assert_array_equal(out, (a.astype(int) * b).reshape(10, 16, 4).sum(-1))
     assert level.dots == 1
