@@ -56,6 +56,7 @@ class Tape:
         self._table = np.array(launches, np.int64).reshape(-1, 4)
         self.units = self._table[:, 2]
         self.address = self._table.ctypes.data
+        self.alone = pack(RunAlone(table=self.address, count=len(launches)))
 
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
@@ -77,6 +78,7 @@ class Workers:
         self._state = aligned(STATE_BYTES)
         set_up(self._state)
         self._scratch = aligned(SCRATCH)
+        self._addresses = self._state.ctypes.data, self._scratch.ctypes.data
         self._number = 0  # of workers
         self._starting = threading.Lock()
         self._is_refused = False
@@ -105,13 +107,13 @@ class Workers:
     def run(self, tape: Tape, threads: int) -> None:
         """Run all launches of the tape in order, each on up to `threads` threads. Several threads may call this."""
         if threads == 1:
-            alone = RunAlone(table=tape.address, count=len(tape.units))
-            self._run_alone(pack(alone), 0, 0, self._scratch_of_caller())
+            self._run_alone(tape.alone, 0, 0, self._scratch_of_caller())
             return
         if self._number < threads - 1:
             self.start(threads)
-        run = Run(state=self._state, table=tape.address, count=len(tape.units), threads=threads)
-        self._run(pack(run), 0, 0, self._scratch.ctypes.data)
+        state, scratch = self._addresses
+        run = Run(state=state, table=tape.address, count=len(tape.units), threads=threads)
+        self._run(pack(run), 0, 0, scratch)
 
     def _scratch_of_caller(self) -> int:
         """The address of scratch memory that the calling thread has for itself."""
