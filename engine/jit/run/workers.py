@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,11 @@ class Tape:
         self._table = np.array(launches, np.int64).reshape(-1, 4)
         self.units = self._table[:, 2]
         self.address = self._table.ctypes.data
-        self.alone = pack(RunAlone(table=self.address, count=len(launches)))
+
+    @cached_property
+    def alone(self) -> bytes:
+        """The arguments of a run on one thread."""
+        return pack(RunAlone(table=self.address, count=len(self.units)))
 
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
