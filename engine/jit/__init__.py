@@ -1,5 +1,5 @@
 """A small language for kernels on a CPU: Python that writes LLVM IR, compiled while the program runs; see README.md.
 
-`isa` says what levels of instructions there are, `lang` is the language, `compile` makes machine code of it and keeps
-that, and `run` runs it on threads. Each imports only those before it.
+`lang` is the language, `isa` has the levels of instructions, `compile` makes machine code of it and keeps that, and
+`run` runs it on threads. Each imports only those before it.
 """

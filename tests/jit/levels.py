@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,11 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
 from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.generic import Generic
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
+from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
 
 every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
 
@@ -21,19 +25,39 @@ Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int6
 _scratch = np.zeros(1 << 20, np.uint8)
 
 
+class Narrow(Generic):
+    """A level that no file has: registers of 4 numbers, but 32 of them, and dot products of its own."""
+
+    name = "narrow"
+    registers = 32
+    sums = 4
+    float_tile = 4, 2
+
+    def __init__(self) -> None:
+        self.dots = 0  # that have been emitted
+
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+        self.dots += 1
+        bytes_ = vector(I8, 4 * total.lanes)
+        products = unsigned.bits(bytes_).zext(I16).zext(I32) * signed.bits(bytes_).sext(I16).sext(I32)
+        for place in range(4):
+            total = total + e.shuffle(products, products, range(place, products.lanes, 4))
+        return total
+
+
 @cache
 def loaded(kernel: Kernel, level: Level) -> Loaded:
     return load(finished(compile_object(kernel, level)), level)
 
 
-def run(
-    kernel: Kernel,
-    level: Level,
-    units: int,
-    pointers: Sequence[np.ndarray],
-    integers: Sequence[int] = (),
-    floats: Sequence[float] = (),
-) -> None:
-    """Run the kernel on all of its units, on the calling thread."""
-    arguments = kernel.pack([array.ctypes.data for array in pointers], integers, floats)
-    Function(loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
+@cache
+def declared(pointers: str = "", integers: str = "") -> Any:
+    """Arguments with these names."""
+    pairs = [(name, kind) for names, kind in ((pointers, Pointer), (integers, Int64)) for name in names.split()]
+    return NamedTuple("Arguments", pairs)
+
+
+def run(kernel: Kernel, level: Level, units: int, arguments: tuple[Any, ...]) -> None:
+    """Run the kernel on all of its units, on the calling thread. arguments: the kernel's, or their fields."""
+    packed = kernel.pack(kernel.arguments(*arguments))
+    Function(loaded(kernel, level).address)(packed.ctypes.data, 0, units, _scratch.ctypes.data)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.jit.levels import every_level, run
+from tests.jit.levels import declared, every_level, run
 
 from polarlm.engine.jit.lang.byte_ops import (  # isort: skip
     PairTable,
@@ -29,15 +30,15 @@ _BYTES = vector(I8, 64)
 def lookup(entries: np.ndarray) -> Kernel:
     """Bytes (units, 64) → the bytes of a table alone, and of a pair of tables, (units, 3, 64)."""
 
-    def emit(e: Emitter, index: Value, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         first, second = entries[0].tobytes(), entries[1].tobytes()
         single, pair = Table(e, e.constant_bytes(first), len(first)), PairTable(e, first, second)
         with e.loop(begin, end) as unit:
-            own = e.load(index + unit * 64, _BYTES)
+            own = e.load(args.index + unit * 64, _BYTES)
             for place, found in enumerate((single[own], *pair[own])):
-                e.store(found, out + unit * 192, 64 * place)
+                e.store(found, args.out + unit * 192, 64 * place)
 
-    return Kernel(f"lookup_{entries.shape[1]}", emit, ("index", "out"))
+    return Kernel(f"lookup_{entries.shape[1]}", emit, declared("index out"))
 
 
 @every_level
@@ -57,11 +58,11 @@ def test_lookup(count: int, level: Level) -> None:
 @every_level
 def test_instructions(level: Level) -> None:
     """A pair of tables of 256 bytes: with VBMI four lookups, with AVX-512 eight of words, else 32 of 16 bytes."""
-    if not level.has("avx2"):
+    if "avx2" not in level.needs:
         pytest.skip("this level has no instruction for it")
     entries = np.random.default_rng(1).integers(0, 256, (2, 256), np.uint8)
     text = assembly(lookup(entries), level)
-    wanted = "vperm[it]2b" if level.has("avx512vbmi") else "vperm[it]2w" if level.has("avx512bw") else "vpshufb"
+    wanted = "vperm[it]2b" if "avx512vbmi" in level.needs else "vperm[it]2w" if "avx512bw" in level.needs else "vpshufb"
     least = {"vperm[it]2b": 4, "vperm[it]2w": 8, "vpshufb": 64}[wanted]
     assert len(re.findall(wanted, text)) >= least
 
@@ -72,13 +73,13 @@ def both(level: Level, operation: Callable[..., Value], a: np.ndarray, b: np.nda
     kind = vector(I8 if a.itemsize == 1 else I16, a.shape[1])
     out = np.zeros((len(a), size), np.uint8).view(result)
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             first, second = (e.load(x + unit * size, kind) for x in args[:2])
             e.store(operation(e, first, second), args[2] + unit * out.strides[0])
 
     name = f"{operation.__name__}_{size}"
-    run(Kernel(name, emit, ("a", "b", "out")), level, len(a), (a, b, out))
+    run(Kernel(name, emit, declared("a b out")), level, len(a), (a, b, out))
     return out
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from tests.jit.levels import every_level, run
+from tests.jit.levels import declared, every_level, run
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
 from polarlm.engine.jit.isa.levels import Level
@@ -17,22 +18,22 @@ from polarlm.engine.jit.lang.values import F32, I16, I32, Value, vector
 
 @every_level
 def test_exp(level: Level) -> None:
-    def emit(e: Emitter, x: Value, y: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            e.store(e.exp(e.load(x + unit * 64, vector(F32, 16))), y + unit * 64)
-            e.store(e.exp(e.load(x + unit * 64, F32)), y + unit * 64)
+            e.store(e.exp(e.load(args.x + unit * 64, vector(F32, 16))), args.y + unit * 64)
+            e.store(e.exp(e.load(args.x + unit * 64, F32)), args.y + unit * 64)
 
     x = np.concatenate([np.linspace(-87.29, 88, 2**14), [0, -87.31, -100, -1e30, -np.inf], np.full(11, 1)])
     x = x.astype(np.float32)
     y = np.empty_like(x)
-    run(Kernel("exp", emit, ("x", "y")), level, len(x) // 16, (x, y))
+    run(Kernel("exp", emit, declared("x y")), level, len(x) // 16, (x, y))
     np.testing.assert_allclose(y[: 2**14], np.exp(x[: 2**14].astype(np.float64)), rtol=2e-7)
     assert y[2**14 :].tolist() == [1, 0, 0, 0, 0, *[y[-1]] * 11]
 
 
 @cache
 def gathers() -> Kernel:
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         table, index, out = args
         at = e.load(index, vector(I32, 16))
         e.store(gather(e, table, at, F32), out)
@@ -40,7 +41,7 @@ def gathers() -> Kernel:
         for number, part in enumerate(gather_pairs(e, table, at)):
             e.store(part, out, 64 * (2 + number))
 
-    return Kernel("gathers", emit, ("table", "index", "out"))
+    return Kernel("gathers", emit, declared("table index out"))
 
 
 @every_level
@@ -56,13 +57,13 @@ def test_gather(level: Level) -> None:
 
 @cache
 def any_lane() -> Kernel:
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         x, out = args
         with e.loop(begin, end) as unit:
             above = e.load(x + unit * 64, vector(F32, 16)) > 0.0
             e.store(e.select(e.any(above), e.constant(I32, 1), e.constant(I32, 0)), out + unit * 4)
 
-    return Kernel("any_lane", emit, ("x", "out"))
+    return Kernel("any_lane", emit, declared("x out"))
 
 
 @every_level
@@ -74,12 +75,12 @@ def test_any(level: Level) -> None:
 
 @cache
 def halves() -> Kernel:
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         x, out = args
         with e.loop(begin, end) as unit:
             e.store(float_to_half(e, e.load(x + unit * 64, vector(F32, 16))), out + unit * 32)
 
-    return Kernel("halves", emit, ("x", "out"))
+    return Kernel("halves", emit, declared("x out"))
 
 
 @every_level
@@ -98,11 +99,11 @@ def test_float_to_half(level: Level) -> None:
 
 @every_level
 def test_square_matrices_are_transposed(level: Level) -> None:
-    def emit(e: Emitter, x: Value, y: Value, begin: Value, end: Value, scratch: Value) -> None:
-        for number, column in enumerate(e.transposed([e.load(x, vector(F32, 16), 64 * i) for i in range(16)])):
-            e.store(column, y, 64 * number)
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        for number, column in enumerate(e.transposed([e.load(args.x, vector(F32, 16), 64 * i) for i in range(16)])):
+            e.store(column, args.y, 64 * number)
 
     x = np.arange(256, dtype=np.float32).reshape(16, 16)
     y = np.empty_like(x)
-    run(Kernel("transpose", emit, ("x", "y")), level, 1, (x, y))
+    run(Kernel("transpose", emit, declared("x y")), level, 1, (x, y))
     np.testing.assert_array_equal(y, x.T)

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from tests.jit.levels import loaded
+from tests.jit.levels import declared, loaded
 from tests.requests.test_forks import begun_in_child
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
@@ -40,15 +40,15 @@ needs_processes = pytest.mark.skipif(
 )
 
 
-def emit_dots(e: Emitter, x: Value, y: Value, begin: Value, end: Value, scratch: Value) -> None:
+def emit_dots(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
     """Unit by unit, the sum of the squares of x, `TIMES` times; y (units, 16)."""
     lanes = vector(F32, 16)
     with e.loop(begin, end) as unit:
         total = e.variable(e.zero(lanes))
         with e.loop(0, TIMES), e.loop(0, 4 * FLOATS, 64) as at:
-            part = e.load(x + at, lanes)
+            part = e.load(args.x + at, lanes)
             total.set(part * part + total.get())
-        e.store(total.get(), y + unit * 64)
+        e.store(total.get(), args.y + unit * 64)
 
 
 class Player:
@@ -56,8 +56,8 @@ class Player:
 
     def __init__(self) -> None:
         x, self.sums = np.ones(FLOATS, np.float32), np.zeros((UNITS, 16), np.float32)
-        kernel = Kernel("test_dots", emit_dots, ("x", "y"))
-        self._code, arguments = loaded(kernel, best()), kernel.pack([x.ctypes.data, self.sums.ctypes.data])
+        kernel = Kernel("test_dots", emit_dots, declared("x y"))
+        self._code, arguments = loaded(kernel, best()), kernel.pack(kernel.arguments(x, self.sums))
         self._keep = x, arguments
         self._tapes = {
             threads: Tape([Launch(self._code.address, arguments.ctypes.data, UNITS, UNITS // (8 * threads))] * ENTRIES)

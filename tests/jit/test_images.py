@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, I32, Value, vector
-from tests.jit.levels import Function, every_level
+from tests.jit.levels import Function, declared, every_level
 
 if not images.AVAILABLE:
     pytest.skip("LLVM links kernels on this system", allow_module_level=True)
@@ -26,17 +27,17 @@ if not images.AVAILABLE:
 LEVEL = levels()[-1]
 
 
-def emit_constants(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+def emit_constants(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
     """Adds 0 to 63, bytes, and a vector of numbers to 64 int32 at `out`."""
     wide = vector(I32, 16)
     table = e.constant_bytes(bytes(range(64)))
     with e.loop(0, 4) as i:
         numbers = e.load(table + i * 16, vector(I8, 16)).zext(I32) + e.constant(wide, NUMBERS)
-        e.store(e.load(out + i * 64, wide) + numbers, out + i * 64)
+        e.store(e.load(args.out + i * 64, wide) + numbers, args.out + i * 64)
 
 
 NUMBERS = tuple(range(1000, 1016))
-CONSTANTS = Kernel("test_constants", emit_constants, ("out",))
+CONSTANTS = Kernel("test_constants", emit_constants, declared("out"))
 
 
 def is_right(loaded: Loaded) -> bool:
@@ -47,7 +48,7 @@ def is_right(loaded: Loaded) -> bool:
 
 
 def call(loaded: Loaded, out: np.ndarray) -> None:
-    arguments = CONSTANTS.pack([out.ctypes.data])
+    arguments = CONSTANTS.pack(CONSTANTS.arguments(out))
     Function(loaded.address)(arguments.ctypes.data, 0, 1, None)
 
 
@@ -80,21 +81,21 @@ def test_memory_is_never_writable_and_executable() -> None:
 def test_loops_of_zeros_are_no_calls() -> None:
     """LLVM likes to make a call of memset of them."""
 
-    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(0, 1000) as i:
-            e.store(e.i64(0), out + i * 8)
+            e.store(e.i64(0), args.out + i * 8)
 
     out = np.ones(1001, np.int64)
-    call(LoadedImage(link(compile_object(Kernel("test_zeros", emit, ("out",)), LEVEL))), out)
+    call(LoadedImage(link(compile_object(Kernel("test_zeros", emit, declared("out")), LEVEL))), out)
     assert out.tolist() == [0] * 1000 + [1]
 
 
 def test_what_the_code_does_not_contain_is_named() -> None:
-    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         e.intrinsic("no_such_function", None)
 
     with pytest.raises(ValueError, match="no_such_function"):
-        link(compile_object(Kernel("test_missing", emit, ("out",)), LEVEL))
+        link(compile_object(Kernel("test_missing", emit, declared("out")), LEVEL))
 
 
 def section(code: bytearray, flags: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 from llvmlite import ir
 
 from scripts import fit_exp
-from tests.jit.levels import every_level, loaded, run
+from tests.jit.levels import declared, every_level, loaded, run
 
 from polarlm.engine.jit.lang.byte_ops import Table, dot4  # isort: skip
 from polarlm.engine.jit.compile.compiler import Kernel
@@ -36,7 +36,7 @@ def over_vectors(
     """body(e, vectors of `lanes` numbers of each input) over all of the inputs. name: of the kernel."""
     out = np.zeros(inputs[0].shape, result)
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         *sources, target = args
         with e.loop(begin, end) as unit:
             given = [
@@ -45,9 +45,9 @@ def over_vectors(
             ]
             e.store(body(e, *given), target + unit * (lanes * out.itemsize))
 
-    pointers = tuple(f"input_{number}" for number in range(len(inputs)))
+    names = " ".join(f"input_{number}" for number in range(len(inputs)))
     assert out.size % lanes == 0
-    run(Kernel(f"test_{name}", emit, (*pointers, "out")), level, out.size // lanes, (*inputs, out))
+    run(Kernel(f"test_{name}", emit, declared(f"{names} out")), level, out.size // lanes, (*inputs, out))
     return out
 
 
@@ -56,15 +56,15 @@ def scalars(level: Level, name: str, body: Callable[..., Sequence[Value]], *numb
     out = np.zeros(32, np.int64)
     counts: list[int] = []
 
-    def emit(e: Emitter, target: Value, *given: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        target, *given = args
         results = body(e, *given, scratch)
         counts.append(len(results))
         for place, value in enumerate(results):
             e.store(value, target, 8 * place)
 
-    names = tuple(f"number_{place}" for place in range(len(numbers)))
-    kernel = Kernel(f"test_{name}", emit, ("out",), names)
-    run(kernel, level, 1, (out,), numbers)
+    names = " ".join(f"number_{place}" for place in range(len(numbers)))
+    run(Kernel(f"test_{name}", emit, declared("out", names)), level, 1, (out, *numbers))
     return out.tolist()
 
 
@@ -162,7 +162,7 @@ def test_fma_adds_the_exact_product_where_the_level_has_it(level: Level) -> None
     a = np.full(16, 1 + 2.0**-12, np.float32)
     found = over_vectors(level, "fma", lambda e, a: e.fma(a, a, e.like(-1.0, a)), a)
     exact, rounded = 2.0**-11 + 2.0**-24, 2.0**-11
-    assert (found == (exact if level.has("fma") else rounded)).all()
+    assert (found == (exact if "fma" in level.needs else rounded)).all()
 
 
 # -- conversions ---------------------------------------------------------------------------------------------------
@@ -283,9 +283,11 @@ def test_atomics(level: Level) -> None:
 
 @every_level
 def test_memory_and_calls(level: Level) -> None:
-    called = Kernel("test_called", lambda e, out, begin, end, scratch: e.store(begin * 100 + end, out), ("out",))
+    called = Kernel(
+        "test_called", lambda e, args, begin, end, scratch: e.store(begin * 100 + end, args.out), declared("out")
+    )
     out = np.zeros(1, np.int64)
-    arguments = called.pack([out.ctypes.data])
+    arguments = called.pack(called.arguments(out))
 
     def body(e: Emitter, function: Value, given: Value, scratch: Value) -> list[Value]:
         pointers = [Value(e, e.builder.inttoptr(number.ir, POINTER)) for number in (function, given)]
@@ -303,13 +305,13 @@ def test_constants_that_are_equal_in_python_are_told_apart(level: Level) -> None
     """A kernel keeps its constants: 0.0 must not stand for -0.0, nor a number for another type's."""
     out, kind = np.zeros((4, 16), np.float32), vector(F32, 16)
 
-    def emit(e: Emitter, target: Value, begin: Value, end: Value, scratch: Value) -> None:
-        e.store(e.constant(kind, 0.0), target)
-        e.store(e.constant(kind, -0.0), target, 64)
-        e.store(e.constant(vector(I32, 16), 1), target, 128)
-        e.store(e.constant(kind, 1.0), target, 192)
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        e.store(e.constant(kind, 0.0), args.out)
+        e.store(e.constant(kind, -0.0), args.out, 64)
+        e.store(e.constant(vector(I32, 16), 1), args.out, 128)
+        e.store(e.constant(kind, 1.0), args.out, 192)
 
-    run(Kernel("test_constants", emit, ("out",)), level, 1, (out,))
+    run(Kernel("test_constants", emit, declared("out")), level, 1, (out,))
     assert np.array_equal(out.view(np.uint32), np.array([[0], [1 << 31], [1], [0x3F800000]], np.uint32).repeat(16, 1))
 
 
@@ -454,25 +456,25 @@ MISTAKES: dict[str, Callable[[Emitter, Value, Value, Value, Value], Any]] = {
 def test_a_mistake_raises_where_it_is_made(name: str) -> None:
     """And not when LLVM reads the kernel, which then has no line of Python to name."""
 
-    def emit(e: Emitter, p: Value, n: Value, begin: Value, end: Value, scratch: Value) -> None:
-        f, i = e.load(p, vector(F32, 16)), e.load(p, vector(I32, 16))
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        f, i = e.load(args.p, vector(F32, 16)), e.load(args.p, vector(I32, 16))
         with pytest.raises(TypeError):
-            MISTAKES[name](e, f, i, n, p)
+            MISTAKES[name](e, f, i, args.n, args.p)
 
-    Kernel(f"test_{name}", emit, ("p",), ("n",)).module(LEVELS[-1])
+    Kernel(f"test_{name}", emit, declared("p", "n")).module(LEVELS[-1])
 
 
 def test_a_loop_without_a_condition_is_a_mistake() -> None:
-    def emit(e: Emitter, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with pytest.raises(TypeError), e.repeat_while():
             pass
 
-    Kernel("test_no_condition", emit).module(LEVELS[0])
+    Kernel("test_no_condition", emit, declared()).module(LEVELS[0])
 
 
 def test_conditions_are_bits() -> None:
-    def emit(e: Emitter, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         assert (begin < end).type == I1
         assert isinstance((begin < end).type, ir.IntType)
 
-    Kernel("test_conditions", emit).module(LEVELS[0])
+    Kernel("test_conditions", emit, declared()).module(LEVELS[0])

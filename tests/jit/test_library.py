@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I64, Value
 from polarlm.model_loaders.errors import LoadError
+from tests.jit.levels import declared
 from tests.small_disk import small_disk
 from tests.test_bare_python import ROOT
 
@@ -38,17 +40,18 @@ needs_users = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have n
 def number_kernel(number: int) -> Kernel:
     """A kernel that stores a number."""
 
-    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
-        e.store(e.constant(I64, number), out)
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        e.store(e.constant(I64, number), args.out)
 
-    return Kernel(f"test_{number}", emit, ("out",))
+    return Kernel(f"test_{number}", emit, declared("out"))
 
 
 def stored_by(address: int) -> int:
     """The number that such a kernel stores."""
     out = np.zeros(1, np.int64)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)(address)
-    arguments = number_kernel(0).pack([out.ctypes.data])
+    kernel = number_kernel(0)
+    arguments = kernel.pack(kernel.arguments(out=out))
     function(arguments.ctypes.data, 0, 1, None)
     return int(out[0])
 
@@ -435,11 +438,11 @@ def test_what_cannot_be_compiled_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_missing_function_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         e.intrinsic("no_such_function", None)
 
     with pytest.raises(KernelError, match="test_missing"):
-        Library(LEVEL, None).address(Kernel("test_missing", emit, ("out",)))
+        Library(LEVEL, None).address(Kernel("test_missing", emit, declared("out")))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.jit.levels import loaded
+from tests.jit.levels import declared, loaded
 from tests.requests.test_forks import begun_in_child
 
 from polarlm.engine.jit.run import run_tape  # isort: skip
@@ -33,53 +33,41 @@ POLLS = 20_000_000_000  # of a kernel that waits, half a minute or so: no failur
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
-def emit_count(
-    e: Emitter, counts: Value, total: Value, errors: Value, before: Value, begin: Value, end: Value, scratch: Value
-) -> None:
+def emit_count(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
     """Count each unit, and an error for each that begins before `before` units have ended. Total: of ended units."""
     with e.loop(begin, end) as unit:
-        with e.when(e.load_atomic(total) < before):
-            e.add_atomic(errors, e.i64(1))
-        e.store(e.load(counts + unit * 8, I64) + 1, counts + unit * 8)
-    e.add_atomic(total, end - begin)
+        with e.when(e.load_atomic(args.total) < args.before):
+            e.add_atomic(args.errors, e.i64(1))
+        e.store(e.load(args.counts + unit * 8, I64) + 1, args.counts + unit * 8)
+    e.add_atomic(args.total, end - begin)
 
 
-def emit_await(
-    e: Emitter,
-    flag: Value,
-    late: Value,
-    number: Value,
-    only: Value,
-    most: Value,
-    begin: Value,
-    end: Value,
-    scratch: Value,
-) -> None:
+def emit_await(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
     """The unit `only`, or each if that is negative, waits until the flag reaches the number, for `most` polls.
 
     `late` counts the units that have not seen it. Before it waits, a unit other than `only` adds one to the flag.
     """
     with e.loop(begin, end) as unit:
-        with e.when(~unit.equals(only)):
-            e.add_atomic(flag, e.i64(1))
-        with e.when((only < 0) | unit.equals(only)):
+        with e.when(~unit.equals(args.only)):
+            e.add_atomic(args.flag, e.i64(1))
+        with e.when((args.only < 0) | unit.equals(args.only)):
             polls = e.variable(e.i64(0))
             with e.repeat_while() as again:
                 polls.add(1)
-                again.append((e.load_atomic(flag) < number) & (polls.get() < most))
-            with e.when(e.load_atomic(flag) < number):
-                e.add_atomic(late, e.i64(1))
+                again.append((e.load_atomic(args.flag) < args.number) & (polls.get() < args.most))
+            with e.when(e.load_atomic(args.flag) < args.number):
+                e.add_atomic(args.late, e.i64(1))
 
 
-COUNT = Kernel("test_count", emit_count, ("counts", "total", "errors"), ("before",))
-AWAIT = Kernel("test_await", emit_await, ("flag", "late"), ("number", "only", "most"))
+COUNT = Kernel("test_count", emit_count, declared("counts total errors", "before"))
+AWAIT = Kernel("test_await", emit_await, declared("flag late", "number only most"))
 
 
 def launch(
     kernel: Kernel, units: int, grain: int, pointers: tuple[np.ndarray, ...], integers: tuple[int, ...]
 ) -> Launch:
     """A launch whose arguments live as long as the process."""
-    arguments, code = kernel.pack([array.ctypes.data for array in pointers], integers), loaded(kernel, best())
+    arguments, code = kernel.pack(kernel.arguments(*pointers, *integers)), loaded(kernel, best())
     _kept.append((code, arguments, *pointers))
     return Launch(code.address, arguments.ctypes.data, units, grain)
 
@@ -212,17 +200,17 @@ def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -
 def test_each_thread_begins_with_its_own_range_of_units(own: Workers) -> None:
     """The first unit of each thread waits for that of the other one."""
 
-    def emit(e: Emitter, flag: Value, before: Value, most: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            e.store(e.load_atomic(flag), before + unit * 8)
-            e.add_atomic(flag, e.i64(1))
+            e.store(e.load_atomic(args.flag), args.before + unit * 8)
+            e.add_atomic(args.flag, e.i64(1))
             polls = e.variable(e.i64(0))
             with e.repeat_while() as again:
                 polls.add(1)
-                again.append((e.load_atomic(flag) < 2) & (polls.get() < most))
+                again.append((e.load_atomic(args.flag) < 2) & (polls.get() < args.most))
 
     flag, before = np.zeros(1, np.int64), np.zeros(11, np.int64)
-    meet = Kernel("test_first_units", emit, ("flag", "before"), ("most",))
+    meet = Kernel("test_first_units", emit, declared("flag before", "most"))
     own.run(Tape([launch(meet, 11, 1, (flag, before), (POLLS,))]), 2)
     assert np.flatnonzero(before < 2).tolist() == [0, 6]
 
@@ -267,11 +255,11 @@ def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
     flag, late, order = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     places = np.zeros(5, np.int64)
 
-    def emit(e: Emitter, order: Value, place: Value, begin: Value, end: Value, scratch: Value) -> None:
-        e.store(e.load(order, I64), place)
-        e.add_atomic(order, e.i64(1))
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        e.store(e.load(args.order, I64), args.place)
+        e.add_atomic(args.order, e.i64(1))
 
-    take_place = Kernel("test_order", emit, ("order", "place"))
+    take_place = Kernel("test_order", emit, declared("order place"))
     first = Tape([launch(AWAIT, 1, 1, (flag, late), (1, 0, POLLS))])
     tapes = [Tape([launch(take_place, 1, 1, (order, places[i:]), ())]) for i in range(5)]
     begun = field(own, run_tape._NEXT)
@@ -292,19 +280,17 @@ def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
 def test_tapes_of_one_thread_run_at_the_same_time_with_memory_of_their_own(own: Workers) -> None:
     """Each waits for the other, and one of two threads waits for both. Then its scratch memory is as it left it."""
 
-    def emit(
-        e: Emitter, flag: Value, wrong: Value, number: Value, most: Value, begin: Value, end: Value, scratch: Value
-    ) -> None:
-        e.store(number, scratch)
-        e.add_atomic(flag, e.i64(1))
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        e.store(args.number, scratch)
+        e.add_atomic(args.flag, e.i64(1))
         polls = e.variable(e.i64(0))
         with e.repeat_while() as again:
             polls.add(1)
-            again.append((e.load_atomic(flag) < 3) & (polls.get() < most))
-        with e.when((e.load_atomic(flag) < 3) | ~e.load(scratch, I64).equals(number)):
-            e.add_atomic(wrong, e.i64(1))
+            again.append((e.load_atomic(args.flag) < 3) & (polls.get() < args.most))
+        with e.when((e.load_atomic(args.flag) < 3) | ~e.load(scratch, I64).equals(args.number)):
+            e.add_atomic(args.wrong, e.i64(1))
 
-    meet = Kernel("test_meet", emit, ("flag", "wrong"), ("number", "most"))
+    meet = Kernel("test_meet", emit, declared("flag wrong", "number most"))
     flag, wrong = np.zeros(1, np.int64), np.zeros(1, np.int64)
     tapes = [Tape([launch(meet, 1, 1, (flag, wrong), (number, POLLS))]) for number in range(3)]
     with ThreadPoolExecutor(3) as pool:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
-from polarlm.engine.backends.native.kernels.attention import Attention, attend, queries_at_once
-from polarlm.engine.backends.native.kernels.partials import merge, partial_bytes
-from polarlm.engine.backends.native.kernels.prefetch import PIECE, assign, list_pieces
+from polarlm.engine.backends.native.kernels.attention import AttendArguments, Attention, attend, queries_at_once
+from polarlm.engine.backends.native.kernels.partials import MergeArguments, merge, partial_bytes
+from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, assign, list_pieces
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.prompts import PromptOps
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable, is_step
@@ -57,7 +56,7 @@ class AttentionOps:
 
     def _step(
         self,
-        kernels: tuple[Kernel, Kernel],
+        kernels: tuple[Kernel[AttendArguments], Kernel[MergeArguments]],
         q: np.ndarray,
         cache: TileCache,
         table: StepTable,
@@ -69,26 +68,46 @@ class AttentionOps:
         self._prefetch(cache, table, window)
         arrays = table.arrays
         parts = self._partial_results(rows * heads * arrays.most_chunks * partial_bytes(dim))
-        memory, means = cache.memory, [cache.mean.get(name) for name in ("mean", "mean_scale")]
-        pointers: list[Any] = [q, parts, *memory, *(0 if mean is None else mean for mean in means)]
-        pointers += [cache.full_k, cache.full_v, arrays.headers, arrays.table, arrays.full, arrays.units]
-        blocks = memory[0].shape[1]
-        sizes_of_tables = arrays.table.shape[1], arrays.full.shape[1], arrays.most_chunks
-        integers = (
-            format.kv_heads,
-            blocks,
-            *(side.strides[0] for side in memory),
-            *sizes_of_tables,
-            window or NO_WINDOW,
+        keys, values = cache.memory
+        arguments = AttendArguments(
+            q=q,
+            parts=parts,
+            keys=keys,
+            values=values,
+            mean=cache.mean.get("mean"),
+            mean_scale=cache.mean.get("mean_scale"),
+            full_k=cache.full_k,
+            full_v=cache.full_v,
+            headers=arrays.headers,
+            table=arrays.table,
+            full=arrays.full,
+            units=arrays.units,
+            kv_heads=format.kv_heads,
+            blocks=keys.shape[1],
+            key_stride=keys.strides[0],
+            value_stride=values.strides[0],
+            width=arrays.table.shape[1],
+            most_full=arrays.full.shape[1],
+            most_chunks=arrays.most_chunks,
+            window=window or NO_WINDOW,
+            scale=scale,
         )
-        self._launch(attends, lambda: table.unit_count * format.kv_heads, pointers, integers, (scale,), grain=1)
+        self._launch(attends, lambda: table.unit_count * format.kv_heads, arguments, grain=1)
 
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back
-        scale_back = None if transform is None else transform.scale_back
-        pointers = [parts, arrays.headers, arrays.row_sequences, 0 if scale_back is None else scale_back]
-        pointers += [0 if back.before is None else back.before, back.memory, out]
-        self._launch(merges, rows * heads, pointers, (heads, arrays.most_chunks))
+        merging = MergeArguments(
+            parts=parts,
+            headers=arrays.headers,
+            row_sequences=arrays.row_sequences,
+            scale_back=None if transform is None else transform.scale_back,
+            before=back.before,
+            memory=back.memory,
+            out=out,
+            heads=heads,
+            most_chunks=arrays.most_chunks,
+        )
+        self._launch(merges, rows * heads, merging)
         return out
 
     def _prefetch(self, cache: TileCache, table: StepTable, window: int | None) -> None:
@@ -106,8 +125,18 @@ class AttentionOps:
         arrays = table.arrays
         count, most_full, _ = arrays.full.shape
         table.pieces = np.zeros(1 + count * most_full * cache.format.kv_heads * -(-block_bytes // PIECE), np.int64)
-        integers = count, most_full, cache.format.kv_heads, block_bytes, block_bytes // cache.format.block_size
-        self._launch(lists, 1, (arrays.headers, arrays.full, table.pieces), (*integers, window or NO_WINDOW))
+        arguments = PieceArguments(
+            headers=arrays.headers,
+            full=arrays.full,
+            pieces=table.pieces,
+            sequences=count,
+            most_full=most_full,
+            kv_heads=cache.format.kv_heads,
+            block_bytes=block_bytes,
+            token_bytes=block_bytes // cache.format.block_size,
+            window=window or NO_WINDOW,
+        )
+        self._launch(lists, 1, arguments)
 
     def _partial_results(self, nbytes: int) -> np.ndarray:
         """Memory for partial results. All layers use the same: none needs it beyond its own attention."""
@@ -118,7 +147,7 @@ class AttentionOps:
 
 def _kernels(
     q: np.ndarray, cache: TileCache, table: StepTable, transform: PreparedTransform | None
-) -> tuple[Kernel, Kernel]:
+) -> tuple[Kernel[AttendArguments], Kernel[MergeArguments]]:
     """The kernels that attend in chunks, and that merge these."""
     (_, heads, dim), format = q.shape, cache.format
     group = heads // format.kv_heads

@@ -16,7 +16,14 @@ from polarlm.engine.backends.native.codecs.ggml import GroupedKeys, GroupedValue
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.groups import encode_groups, encode_halves
 from polarlm.engine.backends.native.kernels.encode.polar import encode_polar
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
+from polarlm.engine.backends.native.kernels.encode.unit import (
+    LANES,
+    ROW_PAD,
+    Block,
+    EncodeArguments,
+    Encoding,
+    scratch_bytes,
+)
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy.attention import Fields, LayerCache
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
@@ -86,30 +93,31 @@ class EncodingOps:
 
     def _run(
         self,
-        kernel: Kernel,
+        kernel: Kernel[EncodeArguments],
         layers: Sequence[LayerCache],
         sources: Sequence[Place],
         side: int,
         results: Mapping[str, np.ndarray],
     ) -> None:
-        """Encode all blocks. results: for each pointer to a result its addresses, (heads of all layers, B) int64."""
+        """Encode all blocks. results: for each field of a result its addresses, (heads of all layers, B) int64."""
         format = layers[0].format
-        addresses = np.zeros((len(layers) * format.kv_heads, len(sources), len(POINTERS)), np.int64)
+        addresses = np.zeros((len(layers) * format.kv_heads, len(sources), len(Block._fields)), np.int64)
         for name, places in results.items():
-            addresses[..., POINTERS.index(name)] = places
-        addresses[..., POINTERS.index("x")] = np.concatenate([_sources(layer, sources, side) for layer in layers])
+            addresses[..., Block._fields.index(name)] = places
+        addresses[..., Block._fields.index("x")] = np.concatenate([_sources(layer, sources, side) for layer in layers])
         metrics = [(layer.format.metric_k, layer.format.metric_v)[side] for layer in layers]
         arrays = [self._metric_addresses(metric) for metric in metrics if metric is not None]
         if arrays:
             addresses += np.concatenate(arrays)[:, None]
         damaged = np.zeros(addresses.shape[:2], np.uint8)
         is_half = layers[0].full(sources[0])[side].dtype == np.float16
-        self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim, is_half))
+        arguments = EncodeArguments(blocks=addresses, damaged=damaged, dim=format.head_dim, is_half=is_half)
+        self._launch(kernel, damaged.size, arguments)
         if damaged.any():
             raise NotFinite((format.codec_k, format.codec_v)[side].name)
 
     def _metric_addresses(self, metric: Metric) -> np.ndarray:
-        """The addresses of a metric's arrays for each KV head, and 0 for other pointers: int64 (K, len(POINTERS))."""
+        """The addresses of a metric's arrays for each KV head, 0 for other fields of `Block`: int64 (K, fields)."""
         if id(metric) not in self._prepared:
             arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
             if metric.tilt_mean is not None:
@@ -119,9 +127,9 @@ class EncodingOps:
                 along = diagonals_of_tokens(metric.token_feedback)
                 arrays |= {"feedback": diagonals(metric.feedback, width), "along": along}
             heads = len(metric.matrix)
-            addresses = np.zeros((heads, len(POINTERS)), np.int64)
+            addresses = np.zeros((heads, len(Block._fields)), np.int64)
             for name, array in arrays.items():
-                addresses[:, POINTERS.index(name)] = _by_head(array, heads)
+                addresses[:, Block._fields.index(name)] = _by_head(array, heads)
             self._prepared[id(metric)] = metric, arrays, addresses
         return self._prepared[id(metric)][2]
 
@@ -146,7 +154,7 @@ def _encoding(format: CacheFormat, side: int) -> Encoding | None:
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
 
-def _kernel_into_tiles(cache: LayerCache, side: int) -> Kernel | None:
+def _kernel_into_tiles(cache: LayerCache, side: int) -> Kernel[EncodeArguments] | None:
     """The kernel that encodes keys (side 0) or values (1) into the cache's tiles; None if there is none."""
     if not isinstance(cache, TileCache):
         return None

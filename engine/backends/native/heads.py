@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.hadamard import hadamard_signs
 from polarlm.engine.backends.kv import HeadTransform, Place, SpanView
-from polarlm.engine.backends.native.kernels.heads import Heads, to_slot, transform
+from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.spans import StepTable
 from polarlm.engine.backends.numpy.attention import LayerCache
@@ -113,8 +113,9 @@ class HeadOps:
         if k.dtype == to_k.dtype or to_k.dtype != np.float16:
             cache.store(target, (k[:, :tokens], v[:, :tokens]))
             return
-        integers = tokens, k.strides[0], to_k.strides[0]
-        self._launch(to_slot(cache.format.head_dim), len(k), (k, v, to_k, to_v), integers)
+        strides = {"from_stride": k.strides[0], "to_stride": to_k.strides[0]}
+        arguments = SlotArguments(from_k=k, from_v=v, to_k=to_k, to_v=to_v, tokens=tokens, **strides)
+        self._launch(to_slot(cache.format.head_dim), len(k), arguments)
 
     def _transform(
         self,
@@ -139,17 +140,33 @@ class HeadOps:
             (factors[1] is not None, prepared.values.order),
             places is not None,
         )
-        q_norm, k_norm, eps = norms or (0, 0, 0.0)
-        memories = prepared.keys.memory, prepared.values.memory
-        pointers = qkv, *rope, q_norm, k_norm, *(_or_none(factor) for factor in factors), *memories, q, *targets
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        (cos, sin), (k, v), (row_stride, head_stride) = rope, targets, strides
         steps = [0 if factor is None or len(factor) == 1 else factor.strides[0] for factor in factors]
-        integers = queries // kv_heads, kv_heads, *strides, *steps
-        self._launch(transform(spec), rows * kv_heads, (*pointers, _or_none(places)), integers, (eps,))
+        arguments = HeadArguments(
+            qkv=qkv,
+            cos=cos,
+            sin=sin,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            key_factor=prepared.key_factor,
+            value_factor=prepared.value_factor,
+            key_rotation=prepared.keys.memory,
+            value_rotation=prepared.values.memory,
+            q=q,
+            k=k,
+            v=v,
+            places=places,
+            group=queries // kv_heads,
+            kv_heads=kv_heads,
+            row_stride=row_stride,
+            head_stride=head_stride,
+            key_factor_stride=steps[0],
+            value_factor_stride=steps[1],
+            eps=eps,
+        )
+        self._launch(transform(spec), rows * kv_heads, arguments)
         return q
-
-
-def _or_none(array: np.ndarray | None) -> np.ndarray | int:
-    return 0 if array is None else array
 
 
 def _rotation(matrix: np.ndarray) -> Rotation:

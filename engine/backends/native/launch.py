@@ -16,6 +16,7 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.records import Record
 from polarlm.engine.jit.run.buffers import Buffers, is_leased
 from polarlm.engine.jit.run.workers import Launch, Tape, workers
 
@@ -89,30 +90,26 @@ class Launcher:
 
     def __call__(
         self,
-        kernel: Kernel,
+        kernel: Kernel[Record],
         units: Units,
-        pointers: Sequence[np.ndarray | int],
-        integers: Sequence[int] = (),
-        floats: Sequence[float] = (),
+        arguments: Record,
         grain: int = 0,
     ) -> None:
         """Run the kernel on its units, or record it. units: a function if they vary between the runs of a recording.
 
-        pointers: arrays, whose memory the kernel reads or writes, or addresses. grain: units that a thread takes at a
-        time; 0 cuts them into a few chunks for each thread.
+        grain: units that a thread takes at a time; 0 cuts them into a few chunks for each thread.
         """
-        addresses = [p if isinstance(p, int) else p.ctypes.data for p in pointers]
-        arguments = kernel.pack(addresses, integers, floats)
+        packed = kernel.pack(arguments)
         if not grain:
             now = units if isinstance(units, int) else units()
             grain = max(1, now // (_CHUNKS * self.threads))
         if self._recording is not None:
-            keep = tuple(p for p in pointers if not (isinstance(p, np.ndarray) and is_leased(p)))
-            self._recording.launches.append(_Recorded(kernel, arguments, units, grain, keep))
+            keep = tuple([x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)])
+            self._recording.launches.append(_Recorded(kernel, packed, units, grain, keep))
             return
         count = units if isinstance(units, int) else units()
         if count:
-            call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
+            call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
             self._workers.run(Tape([call]), self.threads)
 
     def offer_prefetch(self, pieces: int) -> np.ndarray:

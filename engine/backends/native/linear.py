@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
-from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
+from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
+from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.product import (
     Product,
+    ProductArguments,
     most_rows,
     prefetched_pieces,
     product,
     rows_at_once,
     units,
 )
-from polarlm.engine.backends.native.kernels.rows import gate, norm_rows
+from polarlm.engine.backends.native.kernels.rows import GateArguments, NormArguments, gate, norm_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.run.buffers import Arena
@@ -94,14 +95,31 @@ class LinearOps:
     def _dequantize(self, matrix: Matrix, ids: np.ndarray, factor: float, out: np.ndarray) -> np.ndarray:
         """Rows `ids` times `factor`, in `out`."""
         columns, memory = matrix.shape[1], matrix.data.memory
-        integers = columns // matrix.format.values, memory.shape[1], columns
-        self._launch(dequantize_rows(matrix.format), len(ids), (memory, ids, out), integers, (factor,))
+        arguments = DequantizeArguments(
+            weights=memory,
+            ids=ids,
+            y=out,
+            blocks=columns // matrix.format.values,
+            tile_bytes=memory.shape[1],
+            columns=columns,
+            factor=factor,
+        )
+        self._launch(dequantize_rows(matrix.format), len(ids), arguments)
         return out
 
     def rms_norm(self, x: np.ndarray, norm: tuple[np.ndarray, float], residual: np.ndarray | None = None) -> None:
         target = x if residual is None else residual
-        kernel, (weight, eps) = norm_rows(adds=residual is not None), norm
-        self._launch(kernel, len(x), (x, weight, target), (x.shape[1], x.strides[0], target.strides[0]), (eps,))
+        weight, eps = norm
+        arguments = NormArguments(
+            x=x,
+            weight=weight,
+            target=target,
+            columns=x.shape[1],
+            x_stride=x.strides[0],
+            stride=target.strides[0],
+            eps=eps,
+        )
+        self._launch(norm_rows(adds=residual is not None), len(x), arguments)
 
     def linear(
         self,
@@ -122,9 +140,11 @@ class LinearOps:
         # By whether weights have codes, as their inputs are.
         kinds = tuple(dict.fromkeys(map(_is_packed, w.parts)))
 
+        def products(at_once: dict[bool, int]) -> list[Kernel[ProductArguments]]:
+            return [product(spec(part, at_once[_is_packed(part)])) for part in w.parts]
+
         def kernels(at_once: dict[bool, int]) -> list[Kernel]:
-            panels = [_panel_kernel(norm is not None, at_once[packed], packed) for packed in kinds]
-            return [*panels, *(product(spec(part, at_once[_is_packed(part)])) for part in w.parts)]
+            return [*(_panel_kernel(norm is not None, at_once[packed], packed) for packed in kinds), *products(at_once)]
 
         level, rows = self._launch.level, len(x)
         at_once = {packed: rows_at_once(rows, level, packed=packed) for packed in kinds}
@@ -135,15 +155,13 @@ class LinearOps:
         if can_choose and not self._launch.has_loaded(kernels(at_once)):
             self._launch.library.expect(kernels(at_once))
             at_once = most
-        chosen = kernels(at_once)
-        if rows > 1 and not self._launch.can_run(chosen):
+        if rows > 1 and not self._launch.can_run(kernels(at_once)):
             at_once, self.row_by_row = dict.fromkeys(kinds, 1), True
-            chosen = kernels(at_once)
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
         first = 0
-        for part, kernel in zip(w.parts, chosen[-len(w.parts) :], strict=True):
+        for part, kernel in zip(w.parts, products(at_once), strict=True):
             is_packed = _is_packed(part)
             if is_packed not in inputs:
                 inputs[is_packed] = self._panels(x, norm, at_once[is_packed], is_packed)
@@ -152,14 +170,26 @@ class LinearOps:
             own, blocks = spec(part, at_once[is_packed]), columns // part.format.values
             count = units(own, tile_count, level)
             ahead = self._launch.offer_prefetch(prefetched_pieces(own, level, count, blocks, rows))
-            integers = blocks, memory.shape[1], given.strides[0], y.strides[0], rows
-            pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:], ahead
-            self._launch(kernel, count, pointers, (*integers, width if gates else outputs, tile_count))
+            arguments = ProductArguments(
+                weights=memory,
+                x=given,
+                y=y[:, first:],
+                bias=None if w.bias is None else w.bias[first:],
+                ahead=ahead,
+                blocks=blocks,
+                tile_bytes=memory.shape[1],
+                x_stride=given.strides[0],
+                y_stride=y.strides[0],
+                rows=rows,
+                outputs=width if gates else outputs,
+                tiles=tile_count,
+            )
+            self._launch(kernel, count, arguments)
             first += outputs
         if activation is None or gates:
             return y
         out = self._launch.empty((len(x), width // 2))
-        self._launch(gate(activation), len(x), (y, out), (out.shape[1],))
+        self._launch(gate(activation), len(x), GateArguments(both=y, out=out, columns=out.shape[1]))
         return out
 
     def _panels(
@@ -171,9 +201,9 @@ class LinearOps:
             return x
         nbytes = panel_bytes(columns, at_once) if is_packed else 4 * columns * at_once
         out = self._launch.empty((-(-len(x) // at_once), nbytes), np.uint8)
-        weight, eps = norm or (0, 0.0)
-        kernel = _panel_kernel(norm is not None, at_once, is_packed)
-        self._launch(kernel, len(x), (x, weight, out), (columns, x.strides[0]), (eps,))
+        weight, eps = norm or (None, 0.0)
+        arguments = RowArguments(x=x, weight=weight, out=out, columns=columns, stride=x.strides[0], eps=eps)
+        self._launch(_panel_kernel(norm is not None, at_once, is_packed), len(x), arguments)
         return out
 
 
@@ -198,7 +228,7 @@ def _is_packed(part: Matrix) -> bool:
     return part.format.unpack is not None
 
 
-def _panel_kernel(has_norm: bool, at_once: int, is_packed: bool) -> Kernel:
+def _panel_kernel(has_norm: bool, at_once: int, is_packed: bool) -> Kernel[RowArguments]:
     return (quantize_rows if is_packed else interleave_rows)(has_norm, at_once)
 
 

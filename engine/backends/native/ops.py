@@ -12,7 +12,7 @@ from polarlm.engine.backends.native.cache import CacheOps
 from polarlm.engine.backends.native.encoding import EncodingOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.heads import HeadOps
-from polarlm.engine.backends.native.kernels.best import best_of_rows
+from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.rehearsal import RehearsalLauncher
@@ -145,8 +145,8 @@ class NativeOps:
         """The ids of the largest logits (B,) int32, −1 where some are not finite: `fetch_tokens` samples, on the logits
         of a step that has run."""
         best = self._launch.empty((len(logits),), np.int32)
-        sizes = draws[0].vocabulary, logits.strides[0]
-        self._launch(best_of_rows(), len(logits), (logits, best), sizes, grain=1)
+        arguments = BestArguments(x=logits, best=best, columns=draws[0].vocabulary, stride=logits.strides[0])
+        self._launch(best_of_rows(), len(logits), arguments, grain=1)
         return best
 
     def fetch_tokens(self, chosen: np.ndarray, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.kv import Place, SpanView
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
-from polarlm.engine.backends.native.kernels.decoding import Decoding, decode, decodes
-from polarlm.engine.backends.native.kernels.prompts import MOST_QUERIES, Prompt, attend, supports
+from polarlm.engine.backends.native.kernels.decoding import DecodeArguments, Decoding, decode, decodes
+from polarlm.engine.backends.native.kernels.prompts import (
+    MOST_QUERIES,
+    Prompt,
+    PromptArguments,
+    Segment,
+    attend,
+    supports,
+)
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.spans import NO_WINDOW
 from polarlm.engine.backends.numpy.attention import LayerCache, read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.workers import aligned
 
 _LEAST_QUERIES = 48  # of a unit
 _UNITS = 4  # for each thread, if units have more queries than that
 _DECODED = 4096  # tokens of quantized blocks that are in memory as float32 together
-_NOTHING = np.zeros(1, np.uint8)
-
-
-class _Segment(NamedTuple):
-    """Consecutive keys and values: k, v (K, at least `tokens`, D), the first of them at position `start`."""
-
-    k: np.ndarray
-    v: np.ndarray
-    start: int
-    tokens: int
 
 
 class PromptOps:
@@ -77,21 +74,36 @@ class PromptOps:
         scale_back = None if transform is None else transform.scale_back
         kernel = attend(Prompt(dim, scale_back is not None, back.order))
         tops, totals = np.empty((2, rows, heads), np.float32)
-        transforms = [0 if array is None else array for array in (scale_back, back.before)]
 
-        def launch(segments: Sequence[_Segment], *, is_first: bool, is_last: bool) -> None:
-            given = [(k.ctypes.data, v.ctypes.data, k.strides[0], *rest) for k, v, *rest in segments]
-            table = np.array(given, np.int64)
-            pointers = q, out, table, tops, totals, *transforms, back.memory
-            integers = rows, group, kv_heads, tile, span.position, len(table), window, is_first, is_last
-            self._launch(kernel, -(-rows // tile) * kv_heads, pointers, integers, (scale,), grain=1)
+        def launch(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> None:
+            arguments = PromptArguments(
+                q=q,
+                out=out,
+                segments=np.array([words(segment) for segment in segments]),
+                top=tops,
+                total=totals,
+                scale_back=scale_back,
+                before=back.before,
+                rotation=back.memory,
+                rows=rows,
+                group=group,
+                kv_heads=kv_heads,
+                tile=tile,
+                position=span.position,
+                count=len(segments),
+                window=window,
+                is_first=is_first,
+                is_last=is_last,
+                scale=scale,
+            )
+            self._launch(kernel, -(-rows // tile) * kv_heads, arguments, grain=1)
 
         oldest = max(0, span.position - window + 1)
         segments = list(_full(cache, span, oldest, span.position + rows))
         parts = _parts(cache, span, oldest)
         for number, (start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = _Segment(*self._decoded(cache, ids), start, len(ids) * cache.format.block_size)
+            decoded = _segment(self._decoded(cache, ids), start, len(ids) * cache.format.block_size)
             launch([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
         if not parts:
             launch(segments, is_first=True, is_last=True)
@@ -109,10 +121,21 @@ class PromptOps:
         if len(self._memory) < nbytes:
             self._memory = aligned(nbytes)
         k, v = self._memory[:nbytes].view(np.float32).reshape(shape)
-        means = (cache.mean.get(name, _NOTHING) for name in ("mean", "mean_scale"))
-        memory = cache.memory
-        integers = memory[0].shape[1], len(ids), *(side.strides[0] for side in memory)
-        self._launch(kernel, format.kv_heads * len(ids), (*memory, *means, ids, k, v), integers)
+        keys, values = cache.memory
+        arguments = DecodeArguments(
+            keys=keys,
+            values=values,
+            mean=cache.mean.get("mean"),
+            mean_scale=cache.mean.get("mean_scale"),
+            ids=ids,
+            k=k,
+            v=v,
+            blocks=keys.shape[1],
+            count=len(ids),
+            key_stride=keys.strides[0],
+            value_stride=values.strides[0],
+        )
+        self._launch(kernel, format.kv_heads * len(ids), arguments)
         return k, v
 
     def _tile(self, rows: int, group: int, kv_heads: int) -> int:
@@ -132,7 +155,7 @@ def _parts(cache: LayerCache, span: SpanView, oldest: int) -> list[tuple[int, np
     return [(span.table_start + first * size, ids[first : first + at_once]) for first in firsts]
 
 
-def _decoder(cache: LayerCache) -> Kernel | None:
+def _decoder(cache: LayerCache) -> Kernel[DecodeArguments] | None:
     """The kernel that decodes blocks of a cache; None if there is none."""
     if not (isinstance(cache, TileCache) and decodes(cache.key_tiles, cache.value_tiles)):
         return None
@@ -148,11 +171,16 @@ def _decoded_in_numpy(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, n
     return k, v
 
 
-def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[_Segment]:
+def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
+    """k, v (K, at least `tokens`, D), the first of them at position `start`."""
+    k, v = sides
+    return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
+
+
+def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
     """The keys and values in full precision at positions from `oldest` up to `end`."""
     size = cache.format.block_size
     if span.sink is not None and oldest < size:
-        k, v = (side.astype(np.float32) for side in cache.full(Place(None, span.sink)))
-        yield _Segment(k, v, 0, size)
-    k, v = (side.astype(np.float32, copy=False) for side in cache.full(span.current))
-    yield _Segment(k, v, span.current_start, min(end - span.current_start, k.shape[1]))
+        yield _segment([side.astype(np.float32) for side in cache.full(Place(None, span.sink))], 0, size)
+    sides = [side.astype(np.float32, copy=False) for side in cache.full(span.current)]
+    yield _segment(sides, span.current_start, min(end - span.current_start, sides[0].shape[1]))

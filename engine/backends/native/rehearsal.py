@@ -9,6 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Op, Recording, Units
 from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.records import Record
 
 
 class RehearsalLauncher(Launcher):
@@ -28,11 +29,9 @@ class RehearsalLauncher(Launcher):
 
     def __call__(
         self,
-        kernel: Kernel,
+        kernel: Kernel[Record],
         units: Units,
-        pointers: Sequence[np.ndarray | int],
-        integers: Sequence[int] = (),
-        floats: Sequence[float] = (),
+        arguments: Record,
         grain: int = 0,
     ) -> None:
         if kernel not in self._optional:

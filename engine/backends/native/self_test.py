@@ -17,6 +17,7 @@ from polarlm.engine.jit.compile.target import permitted
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.byte_ops import Table, dot4
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Pointer
 from polarlm.engine.jit.lang.values import I8, I32, Value, vector
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
@@ -56,7 +57,8 @@ def check(level: Level) -> None:
     dots = np.zeros((2, 16), np.int32)
     found = np.zeros(64, np.uint8)
     table = rng.permutation(256).astype(np.uint8)
-    launch(_BYTES, 1, (*unsigned, bytes_[2], table, dots, found))
+    small, any_ = unsigned
+    launch(_BYTES, 1, _Arguments(small=small, any=any_, b=bytes_[2], table=table, dots=dots, found=found))
     wanted = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in unsigned]
     is_right = np.array_equal(dots, wanted) and np.array_equal(found, table[bytes_[2].view(np.uint8)])
 
@@ -95,13 +97,23 @@ class _Matrix:
         out[...] = scaled.reshape(out.shape)
 
 
-def _emit_bytes(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-    small, any_, b, table, dots, found = args
+class _Arguments(NamedTuple):
+    """Of `_BYTES`."""
+
+    small: Pointer
+    any: Pointer
+    b: Pointer
+    table: Pointer
+    dots: Pointer
+    found: Pointer
+
+
+def _emit_bytes(e: Emitter, args: _Arguments, begin: Value, end: Value, scratch: Value) -> None:
     lanes, bytes_ = vector(I32, 16), vector(I8, 64)
-    zero, right = e.zero(lanes), e.load(b, lanes)
-    e.store(dot4(e, zero, e.load(small, lanes), right, fits=True), dots)
-    e.store(dot4(e, zero, e.load(any_, lanes), right), dots, 64)
-    e.store(Table(e, table, 256)[e.load(b, bytes_)], found)
+    zero, right = e.zero(lanes), e.load(args.b, lanes)
+    e.store(dot4(e, zero, e.load(args.small, lanes), right, fits=True), args.dots)
+    e.store(dot4(e, zero, e.load(args.any, lanes), right), args.dots, 64)
+    e.store(Table(e, args.table, 256)[e.load(args.b, bytes_)], args.found)
 
 
-_BYTES = Kernel("self_test", _emit_bytes, ("small", "any", "b", "table", "dots", "found"))
+_BYTES = Kernel("self_test", _emit_bytes, _Arguments)

@@ -13,6 +13,7 @@ import numpy as np
 
 from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.jit.lang.records import Int64
 from polarlm.engine.jit.run.buffers import aligned
 
 NO_WINDOW = 1 << 40  # tokens: more than there are positions
@@ -25,20 +26,38 @@ class SpanHeader(NamedTuple):
     """The words about a sequence. It attends in chunks: 0 is its blocks in full precision, the others are of
     `chunk_blocks` quantized blocks each."""
 
-    first_row: int
-    rows: int
-    position: int  # of the first row
-    quantized: int  # number of quantized blocks
-    table_start: int  # position of the first token of these
-    chunk_blocks: int
-    chunks: int
-    full: int  # number of blocks in full precision
+    first_row: Int64
+    rows: Int64
+    position: Int64  # of the first row
+    quantized: Int64  # number of quantized blocks
+    table_start: Int64  # position of the first token of these
+    chunk_blocks: Int64
+    chunks: Int64
+    full: Int64  # number of blocks in full precision
 
 
-HEADER = len(SpanHeader._fields)  # words
-FULL = 2  # words of a block in full precision: its slot, the position of its first token
-UNIT = 2  # words of a unit: its sequence, its chunk
-PLACE = 2  # words of a row's place: its slot, its offset in that
+class FullBlock(NamedTuple):
+    """A block in full precision: its slot, and the position of its first token."""
+
+    slot: Int64
+    start: Int64
+
+
+class Unit(NamedTuple):
+    """A chunk of a sequence."""
+
+    sequence: Int64
+    chunk: Int64
+
+
+class RowPlace(NamedTuple):
+    """Where the keys and values of a row go: a slot, and the row of it."""
+
+    slot: Int64
+    offset: Int64
+
+
+HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, FullBlock, Unit, RowPlace))  # words
 
 
 class StepTable:

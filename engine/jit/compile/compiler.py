@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias
 
 import llvmlite
 import numpy as np
@@ -19,24 +18,24 @@ from llvmlite import ir
 
 from polarlm.engine.jit.compile import images
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import records
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I64, POINTER, Value
+from polarlm.engine.jit.lang.records import Record
+from polarlm.engine.jit.lang.values import I64, POINTER, Value
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(Generic[Record]):
     """A kernel: a function of arguments that does the units begin to end of an op.
 
-    name: unique, with all that it is specialized for. emit(e, arguments, begin, end, scratch) writes its body;
-    `arguments` has a value for each name of `pointers` (addresses), `integers` (int64) and `floats` (float32), in this
-    order. scratch: `scratch` bytes of the calling thread, aligned to 64. Units may run in any order, on any threads.
+    name: unique, with all that it is specialized for. emit(e, arguments, begin, end, scratch) writes its body.
+    arguments: their declaration (`lang/records.py`), of which `emit` gets the values. scratch: `scratch` bytes of the
+    calling thread, aligned to 64. Units may run in any order, on any threads.
     """
 
     name: str
-    emit: Callable[..., None]
-    pointers: tuple[str, ...] = ()
-    integers: tuple[str, ...] = ()
-    floats: tuple[str, ...] = ()
+    emit: Callable[[Emitter, Record, Value, Value, Value], None]
+    arguments: type[Record]
     scratch: int = 0
 
     def __hash__(self) -> int:
@@ -55,20 +54,14 @@ class Kernel:
         set.add(function.attributes, '"no-builtins"')
         e = Emitter(level, function)
         given, begin, end, scratch = (Value(e, argument) for argument in function.args)
-        arguments, at = [], 0
-        for kind, names in ((POINTER, self.pointers), (I64, self.integers), (F32, self.floats)):
-            for _ in names:
-                arguments.append(e.load(given, kind, at, align=4))
-                at += 8
-        self.emit(e, *arguments, begin=begin, end=end, scratch=scratch)
+        self.emit(e, records.read(e, self.arguments, given), begin, end, scratch)
         e.builder.ret_void()
         return str(module)
 
-    def pack(self, pointers: Sequence[int], integers: Sequence[int] = (), floats: Sequence[float] = ()) -> np.ndarray:
+    def pack(self, arguments: Record) -> np.ndarray:
         """Arguments as the kernel reads them: int64."""
-        assert (len(pointers), len(integers), len(floats)) == (len(self.pointers), len(self.integers), len(self.floats))
-        bits = [struct.unpack("<i", struct.pack("<f", number))[0] for number in floats]
-        return np.array([*pointers, *integers, *bits], np.int64)
+        assert type(arguments) is self.arguments, f"{self.name} takes {self.arguments.__name__}, not {arguments}"
+        return records.words(arguments)
 
 
 # llvmlite has a lock of its own, which a forked child would find held forever if another thread was compiling.

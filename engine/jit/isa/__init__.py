@@ -1,1 +1,1 @@
-"""Sets of instructions that kernels may use."""
+"""Sets of instructions that kernels may use, a class each: `generic`, and a file for each kind of CPU."""

@@ -234,16 +234,7 @@ class Emitter(MemoryEmitter):
     def half_to_float(self, bits: Value) -> Value:
         """float16, as int16 → float32."""
         expect(bits.element == I16, "int16", bits)
-        lanes = bits.lanes
-        if self.level.converts_halves:
-            half = bits.bits(vector(F16, lanes) if lanes else F16)
-            return Value(self, self.builder.fpext(half.ir, vector(F32, lanes) if lanes else F32))
-        wide = bits.zext(I32)
-        magnitude = ((wide & 0x7FFF) << 13).bits(vector(F32, lanes) if lanes else F32) * 2.0**112
-        # From 65536 on: infinity or NaN, whose exponent bits are all ones.
-        other = self.select(magnitude >= 65536.0, self.like(0x7F800000, wide), self.like(0, wide))
-        sign = (wide & 0x8000) << 16
-        return (magnitude.bits(wide.type) | other | sign).bits(magnitude.type)
+        return self.level.half_to_float(self, bits)
 
     def exp(self, x: Value) -> Value:
         """e^x of float32, with a relative error under 1.5e-7; 0 below -87.3, infinity above 88.37, NaN of NaN.

@@ -8,7 +8,7 @@ from functools import reduce
 from llvmlite import ir
 
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F16, F32, F64, I16, I32, I64, Type, Value, vector
+from polarlm.engine.jit.lang.values import F32, F64, I32, I64, Type, Value, vector
 
 _LEAST = 1e-34  # 32767 divided by less is infinite
 
@@ -29,17 +29,7 @@ def gather_pairs(e: Emitter, pointer: Value, index: Value) -> list[Value]:
 
 def float_to_half(e: Emitter, x: Value) -> Value:
     """Finite float32 of magnitude below 65520 → the nearest float16, ties to even, as int16."""
-    lanes = x.lanes
-    if e.level.converts_halves:
-        half = e.builder.fptrunc(x.ir, vector(F16, lanes) if lanes else F16)
-        return Value(e, half).bits(vector(I16, lanes) if lanes else I16)
-    bits = x.bits(vector(I32, lanes) if lanes else I32)
-    magnitude = bits & 0x7FFFFFFF
-    even = (magnitude >> 13) & 1
-    normal = (magnitude + even + (0xFFF - (112 << 23))) >> 13
-    small = (magnitude.bits(x.type) + 0.5).bits(bits.type) - 0x3F000000  # multiples of 2⁻²⁴
-    half = e.select(magnitude < 113 << 23, small, normal)
-    return (half | ((bits >> 16) & 0x8000)).trunc(I16)
+    return e.level.float_to_half(e, x)
 
 
 def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Value], Value]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.level import Level
 from polarlm.engine.jit.lang.values import I8, I32, I64, POINTER, Number, Type, Value, check_constant, expect
 
 

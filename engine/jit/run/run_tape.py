@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import records
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I64, POINTER, Value
 
 MOST_ENTRIES = 1 << 13  # of a tape
@@ -33,12 +35,41 @@ _ASLEEP = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it s
 MOST_THREADS = 1024
 STATE_BYTES = _ASLEEP + 8 * MOST_THREADS
 
-# A row of a tape's table, in bytes.
-_KERNEL, _ARGUMENTS, _ROW_UNITS, _ROW_GRAIN, _ROW = 0, 8, 16, 24, 32
-
 _SPINS = 2_000  # polls, some tens of microseconds, before a waiting thread offers its core to others
 _IDLE_SPINS = 5_000  # polls before a thread without work goes to sleep
 _NUMBERS = (1 << 31) - 1  # a run's number has 31 bits
+
+
+class Launch(NamedTuple):
+    """A kernel's address, the address of its arguments, its units, and how many of them a thread takes at a time."""
+
+    kernel: Pointer
+    arguments: Pointer
+    units: Int64
+    grain: Int64
+
+
+class Run(NamedTuple):
+    """The state of the threads, the launches of a tape, and how many threads run them."""
+
+    state: Pointer
+    table: Pointer
+    count: Int64
+    threads: Int64
+
+
+class RunAlone(NamedTuple):
+    """The launches of a tape."""
+
+    table: Pointer
+    count: Int64
+
+
+class Serve(NamedTuple):
+    """The state of the threads, and the number of one of them."""
+
+    state: Pointer
+    number: Int64
 
 
 def set_up(state: np.ndarray) -> None:
@@ -113,11 +144,9 @@ class _State:
         return self.pointer + number * 8 + _ASLEEP
 
 
-def _emit_run(
-    e: Emitter, pointer: Value, table: Value, count: Value, threads: Value, begin: Value, end: Value, scratch: Value
-) -> None:
+def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
     """Run a tape on the calling thread and on up to threads - 1 workers, after the callers that came before."""
-    state = _State(e, pointer)
+    state = _State(e, args.state)
     state.lock()
     turn = state.load(_NEXT)
     state.store(turn + 1, _NEXT)
@@ -129,22 +158,22 @@ def _emit_run(
     state.unlock()
 
     run = (state.load(_RUN) + 1) & _NUMBERS
-    ranges = e.least(threads, _MOST_RANGES)
-    with e.loop(0, count) as entry:
-        slot, row = state.slot(entry), table + entry * _ROW
-        units = e.load(row, I64, _ROW_UNITS)
+    ranges = e.least(args.threads, _MOST_RANGES)
+    with e.loop(0, args.count) as entry:
+        slot, launch = state.slot(entry), records.read(e, Launch, args.table, entry)
+        units = launch.units
         each = (units + ranges - 1) // ranges
-        for field, value in ((_UNITS, units), (_GRAIN, e.load(row, I64, _ROW_GRAIN)), (_RANGE_UNITS, each)):
+        for field, value in ((_UNITS, units), (_GRAIN, launch.grain), (_RANGE_UNITS, each)):
             e.store(value, slot, field)
         e.store_atomic(e.i64(0), slot + _COMPLETED, "release")
         with e.loop(0, ranges) as number:
             left = e.most(e.least(units - number * each, each), 0)
             e.store_atomic((run << 32) + left, slot + number * 8 + _LEFT, "release")
-    for field, value in ((_TABLE, table), (_COUNT, count), (_THREADS, threads), (_RANGES, ranges)):
-        e.store(value, pointer, field)
+    for field, value in ((_TABLE, args.table), (_COUNT, args.count), (_THREADS, args.threads), (_RANGES, ranges)):
+        state.store(value, field)
     state.store_shared(run, _RUN)
     asleep = e.variable(e.i64(0))
-    with e.loop(1, e.least(threads, MOST_THREADS)) as number:
+    with e.loop(1, e.least(args.threads, MOST_THREADS)) as number:
         asleep.add(e.load_atomic(state.asleep(number)))
     with e.when(asleep.get() > 0):
         state.lock()
@@ -159,18 +188,17 @@ def _emit_run(
     state.unlock()
 
 
-def _emit_run_alone(e: Emitter, table: Value, count: Value, begin: Value, end: Value, scratch: Value) -> None:
+def _emit_run_alone(e: Emitter, args: RunAlone, begin: Value, end: Value, scratch: Value) -> None:
     """Run a tape on the calling thread alone, whatever others run."""
-    with e.loop(0, count) as entry:
-        row = table + entry * _ROW
-        units = e.load(row, I64, _ROW_UNITS)
-        with e.when(units > 0):
-            e.call(e.load(row, POINTER, _KERNEL), e.load(row, POINTER, _ARGUMENTS), e.i64(0), units, scratch)
+    with e.loop(0, args.count) as entry:
+        launch = records.read(e, Launch, args.table, entry)
+        with e.when(launch.units > 0):
+            e.call(launch.kernel, launch.arguments, e.i64(0), launch.units, scratch)
 
 
-def _emit_serve(e: Emitter, pointer: Value, number: Value, begin: Value, end: Value, scratch: Value) -> None:
+def _emit_serve(e: Emitter, args: Serve, begin: Value, end: Value, scratch: Value) -> None:
     """Take part in all runs of more than `number` threads, and sleep between them. Never returns."""
-    state = _State(e, pointer)
+    state, number = _State(e, args.state), args.number
     served, polls = e.variable(e.i64(0)), e.variable(e.i64(0))
     with e.repeat_while() as again:
         run = state.load_shared(_RUN)
@@ -240,10 +268,9 @@ def _emit_empty_range(
         with e.when(mine):
             size = e.least(left, e.load(slot, I64, _GRAIN))
             with e.when(e.exchange_if(counter, word, word - size)):
-                row = e.load(state.pointer, POINTER, _TABLE) + entry * _ROW
+                launch = records.read(e, Launch, e.load(state.pointer, POINTER, _TABLE), entry)
                 first = e.least((number + 1) * e.load(slot, I64, _RANGE_UNITS), e.load(slot, I64, _UNITS)) - left
-                arguments = e.load(row, POINTER, _ARGUMENTS), first, first + size, scratch
-                e.call(e.load(row, POINTER, _KERNEL), *arguments)
+                e.call(launch.kernel, launch.arguments, first, first + size, scratch)
                 done.add(size)
 
 
@@ -254,6 +281,6 @@ def _wait_a_little(e: Emitter, state: _State, polls: Any) -> None:
     state.relax()
 
 
-RUN = Kernel("run", _emit_run, ("state", "table"), ("count", "threads"))
-RUN_ALONE = Kernel("run_alone", _emit_run_alone, ("table",), ("count",))
-SERVE = Kernel("serve", _emit_serve, ("state",), ("number",))
+RUN = Kernel("run", _emit_run, Run)
+RUN_ALONE = Kernel("run_alone", _emit_run_alone, RunAlone)
+SERVE = Kernel("serve", _emit_serve, Serve)

@@ -21,12 +21,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang.records import pack
 from polarlm.engine.jit.run.buffers import aligned
 from polarlm.engine.jit.run.run_tape import (
     MOST_ENTRIES,
@@ -35,20 +37,15 @@ from polarlm.engine.jit.run.run_tape import (
     RUN_ALONE,
     SERVE,
     STATE_BYTES,
+    Launch,
+    Run,
+    RunAlone,
+    Serve,
     set_up,
 )
 from polarlm.model_loaders.forks import renew_in_children
 
 SCRATCH = 1 << 20  # bytes of each thread
-
-
-class Launch(NamedTuple):
-    """A kernel's address, the address of its arguments, its units, and how many of them a thread takes at a time."""
-
-    kernel: int
-    arguments: int
-    units: int
-    grain: int
 
 
 class Tape:
@@ -61,9 +58,13 @@ class Tape:
         self.units = self._table[:, 2]
         self.address = self._table.ctypes.data
 
+    @cached_property
+    def alone(self) -> bytes:
+        """The arguments of a run on one thread."""
+        return pack(RunAlone(table=self.address, count=len(self.units)))
+
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-_RunArguments, _RunAloneArguments = ctypes.c_int64 * 4, ctypes.c_int64 * 2
 
 
 class Workers:
@@ -82,6 +83,7 @@ class Workers:
         self._state = aligned(STATE_BYTES)
         set_up(self._state)
         self._scratch = aligned(SCRATCH)
+        self._addresses = self._state.ctypes.data, self._scratch.ctypes.data
         self._number = 0  # of workers
         self._starting = threading.Lock()
         self._is_refused = False
@@ -93,7 +95,7 @@ class Workers:
         """
         with self._starting:
             while self._number < min(threads, MOST_THREADS) - 1 and not self._is_refused:
-                arguments = SERVE.pack([self._state.ctypes.data], [self._number + 1])
+                arguments = SERVE.pack(Serve(state=self._state, number=self._number + 1))
                 try:
                     keep = arguments, self._state, self._code, aligned(SCRATCH)
                     threading.Thread(target=self._live, args=keep, name="kernels", daemon=True).start()
@@ -110,13 +112,13 @@ class Workers:
     def run(self, tape: Tape, threads: int) -> None:
         """Run all launches of the tape in order, each on up to `threads` threads. Several threads may call this."""
         if threads == 1:
-            arguments = _RunAloneArguments(tape.address, len(tape.units))
-            self._run_alone(arguments, 0, 0, self._scratch_of_caller())
+            self._run_alone(tape.alone, 0, 0, self._scratch_of_caller())
             return
         if self._number < threads - 1:
             self.start(threads)
-        arguments = _RunArguments(self._state.ctypes.data, tape.address, len(tape.units), threads)
-        self._run(arguments, 0, 0, self._scratch.ctypes.data)
+        state, scratch = self._addresses
+        run = Run(state=state, table=tape.address, count=len(tape.units), threads=threads)
+        self._run(pack(run), 0, 0, scratch)
 
     def _scratch_of_caller(self) -> int:
         """The address of scratch memory that the calling thread has for itself."""

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from tests.jit.levels import every_level, run
 
-from polarlm.engine.backends.native.kernels.best import NONE, best_of_rows  # isort: skip
+from polarlm.engine.backends.native.kernels.best import NONE, BestArguments, best_of_rows  # isort: skip
 from polarlm.engine.jit.isa.levels import Level
 
 FEW = st.integers(1, 3), st.integers(1, 100)
@@ -18,7 +18,7 @@ FEW = st.integers(1, 3), st.integers(1, 100)
 
 def best(level: Level, x: np.ndarray, columns: int) -> list[int]:
     found = np.full(len(x), -7, np.int32)
-    run(best_of_rows(), level, len(x), (x, found), (columns, x.strides[0]))
+    run(best_of_rows(), level, len(x), BestArguments(x=x, best=found, columns=columns, stride=x.strides[0]))
     return found.tolist()
 
 

@@ -24,19 +24,20 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.jit.run import buffers, workers
 from polarlm.engine.jit.run.workers import Workers
+from tests.jit.levels import declared
 from tests.tiny import assert_idle, load_tiny
 
 FILES = {module.__file__ for module in (buffers, graphs, launch, workers)}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
-def emit_add(e: Emitter, x: Value, y: Value, begin: Value, end: Value, scratch: Value) -> None:
+def emit_add(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
     """y = x + 1, units of 16 numbers."""
     with e.loop(begin, end) as unit:
-        e.store(e.load(x + unit * 64, vector(F32, 16)) + 1.0, y + unit * 64)
+        e.store(e.load(args.x + unit * 64, vector(F32, 16)) + 1.0, args.y + unit * 64)
 
 
-ADD = Kernel("test_add", emit_add, ("x", "y"))
+ADD = Kernel("test_add", emit_add, declared("x y"))
 
 
 def interrupted(line: int, work: Callable[[], object]) -> bool:
@@ -71,8 +72,8 @@ def test_a_step_interrupted_at_any_line_is_right_the_next_time(is_recorded: bool
 
     def add_two(x: np.ndarray) -> np.ndarray:
         rows, first, second = len(x), launcher.empty(x.shape), launcher.empty(x.shape)
-        launcher(ADD, rows, (x, first))
-        launcher(ADD, lambda: rows, (first, second))
+        launcher(ADD, rows, ADD.arguments(x=x, y=first))
+        launcher(ADD, lambda: rows, ADD.arguments(x=first, y=second))
         return second
 
     for line in itertools.count():

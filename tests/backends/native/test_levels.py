@@ -7,14 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends import select as selection
+from polarlm.engine.backends.kv import Place, SpanView
 from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.native.prompts import PromptOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
 from polarlm.engine.errors import EngineError, KernelError
@@ -23,7 +26,9 @@ from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.target import VARIABLE, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.loading import assembly
-from tests.jit.levels import every_level
+from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
+from tests.backends.native.launching import launcher
+from tests.jit.levels import Narrow, every_level
 from tests.test_bare_python import ROOT, run_without
 
 
@@ -139,6 +144,28 @@ def test_a_wrong_name_is_an_error_with_the_right_ones(monkeypatch: pytest.Monkey
         select("cpu", 1, compiled=True)
     for part in (VARIABLE, "avx1024", *(level.name for level in levels())):
         assert part in str(raised.value)
+
+
+# -- a level that no file has ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("types", [("f16", "q8_0"), ("ring4", "turbo3")])
+def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    level, plain = Narrow(), NumpyOps()
+    libraries = {one: library.Library(one, None) for one in (level, LEVELS[0])}
+    monkeypatch.setattr("polarlm.engine.backends.native.launch.library", lambda level, sources: libraries[level])
+    self_test.check(level)
+    case = step(Shape(types=types), [Sequence_(100), Sequence_(37, rows=2)], None)
+    np.testing.assert_array_equal(attended(case, level, None), attended(case, LEVELS[0], None))
+    prompts = PromptOps(launcher(level), plain)
+    buffer = plain.buffer(case.cache.format, 64)
+    for side, x in zip(buffer, (case.keys[0], case.values[0]), strict=True):
+        side[:, :64] = x[:64].swapaxes(0, 1)
+    span = SpanView(slice(0, 50), 0, Place(buffer, 0), 0, None, [], 0)
+    q = np.random.default_rng(1).standard_normal((50, *case.q.shape[1:])).astype(np.float32)
+    wanted = plain.attention(q, case.cache, plain.spans([span], 16), SCALE, None)
+    np.testing.assert_allclose(prompts.attention(q, case.cache, [span], SCALE, None), wanted, rtol=1e-4, atol=1e-5)
+    assert level.dots > 0
 
 
 # -- the test at the start ---------------------------------------------------------------------------------------------

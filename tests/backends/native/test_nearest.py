@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from tests.jit.levels import every_level, run
+from tests.jit.levels import declared, every_level, run
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
 from polarlm.engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
@@ -21,7 +22,7 @@ from polarlm.engine.jit.lang.values import F32, Value, vector
 def kernel(bits: int, width: int) -> Kernel:
     """Nearest points of 16 vectors of `width` coordinates, unit by 16: x and points (units, width, 16)."""
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         x, codes, points = args
         search = (NearestOfRings if width == 2 else NearestLevels)(e, bits)
         with e.loop(begin, end) as unit:
@@ -31,7 +32,7 @@ def kernel(bits: int, width: int) -> Kernel:
             for axis, point in enumerate(found.points):
                 e.store(point, points + at, 64 * axis)
 
-    return Kernel(f"nearest_{bits}_{width}", emit, ("x", "codes", "points"))
+    return Kernel(f"nearest_{bits}_{width}", emit, declared("x codes points"))
 
 
 def pairs() -> np.ndarray:

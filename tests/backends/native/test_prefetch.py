@@ -17,8 +17,23 @@ from tests.jit.levels import run
 
 from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.kernels import prefetch
-from polarlm.engine.backends.native.kernels.prefetch import NOTHING, PIECE, Offer, Prefetch, assign, list_pieces
-from polarlm.engine.backends.native.kernels.product import Product, prefetched_pieces, product, rows_at_once, units
+from polarlm.engine.backends.native.kernels.prefetch import (
+    NOTHING,
+    PIECE,
+    Offer,
+    PieceArguments,
+    Prefetch,
+    assign,
+    list_pieces,
+)
+from polarlm.engine.backends.native.kernels.product import (
+    Product,
+    ProductArguments,
+    prefetched_pieces,
+    product,
+    rows_at_once,
+    units,
+)
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable
 from polarlm.engine.jit.compile.target import best
@@ -34,8 +49,18 @@ def test_the_pieces_are_what_a_step_attends_to(shape: Shape, window: int | None)
     table, keys = StepTable(case.views, shape.block_size), case.cache.full_k
     block_bytes = keys[0, 0].nbytes
     pieces = np.zeros(2 + keys.nbytes // min(block_bytes, PIECE), np.int64)
-    integers = len(table), table.arrays.full.shape[1], shape.kv_heads, block_bytes, block_bytes // shape.block_size
-    run(list_pieces(), best(), 1, (table.arrays.headers, table.arrays.full, pieces), (*integers, window or NO_WINDOW))
+    arguments = PieceArguments(
+        headers=table.arrays.headers,
+        full=table.arrays.full,
+        pieces=pieces,
+        sequences=len(table),
+        most_full=table.arrays.full.shape[1],
+        kv_heads=shape.kv_heads,
+        block_bytes=block_bytes,
+        token_bytes=block_bytes // shape.block_size,
+        window=window or NO_WINDOW,
+    )
+    run(list_pieces(), best(), 1, arguments)
     count, offsets = pieces[0], pieces[1 : 1 + pieces[0]]
     assert len(set(offsets.tolist())) == count
 
@@ -95,8 +120,21 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     marking = replace(product(spec), name=f"marking_{spec.name}")
     x, *_ = quantized(rng.standard_normal((rows, columns)).astype(np.float32), at_once, level)
     y = np.empty((rows, tiles * 16), np.float32)
-    integers = blocks, packed.shape[1], x.strides[0], y.strides[0], rows, tiles * 16, tiles
-    run(marking, level, count_of_units, (packed, x, y, y, ahead), integers)
+    arguments = ProductArguments(
+        weights=packed,
+        x=x,
+        y=y,
+        bias=None,
+        ahead=ahead,
+        blocks=blocks,
+        tile_bytes=packed.shape[1],
+        x_stride=x.strides[0],
+        y_stride=y.strides[0],
+        rows=rows,
+        outputs=tiles * 16,
+        tiles=tiles,
+    )
+    run(marking, level, count_of_units, arguments)
     marks = np.stack([keys, values], axis=1)[pieces[1:] // PIECE].reshape(count, PIECE)  # in order of their numbers
     wanted = np.zeros(count, np.uint8)
     wanted[first : first + can] = 1

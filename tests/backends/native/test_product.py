@@ -12,10 +12,10 @@ from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
 from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import tiles  # isort: skip
-from polarlm.engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
-from polarlm.engine.backends.native.kernels.dequantize import dequantize_rows
+from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
+from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.prefetch import NOTHING
-from polarlm.engine.backends.native.kernels.product import Product, product, rows_at_once, units
+from polarlm.engine.backends.native.kernels.product import Product, ProductArguments, product, rows_at_once, units
 from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
@@ -33,11 +33,35 @@ def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tupl
     return format, tiles.pack(raw, format), values
 
 
+def _rows(x: np.ndarray, out: np.ndarray, weight: np.ndarray | None = None) -> RowArguments:
+    return RowArguments(x=x, weight=weight, out=out, columns=x.shape[1], stride=x.strides[0], eps=1e-5)
+
+
+def _products(
+    format: WeightFormat, packed: np.ndarray, x: np.ndarray, y: np.ndarray, bias: np.ndarray, columns: int, rows: int
+) -> ProductArguments:
+    """With as many tiles as there are outputs for."""
+    return ProductArguments(
+        weights=packed,
+        x=x,
+        y=y,
+        bias=bias,
+        ahead=NOTHING,
+        blocks=columns // format.values,
+        tile_bytes=packed.shape[1],
+        x_stride=x.strides[0],
+        y_stride=y.strides[0],
+        rows=rows,
+        outputs=y.shape[1],
+        tiles=-(-y.shape[1] // 16),
+    )
+
+
 def quantized(x: np.ndarray, at_once: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4)."""
     count, columns = x.shape
     out = np.zeros((-(-count // at_once), panel_bytes(columns, at_once)), np.uint8)
-    run(quantize_rows(False, at_once), level, count, (x, x, out), (columns, x.strides[0]), (0.0,))
+    run(quantize_rows(False, at_once), level, count, _rows(x, out))
     groups = out.reshape(len(out), columns // 32, -1)
     words = (
         np.ascontiguousarray(groups[..., : 64 * at_once])
@@ -54,7 +78,7 @@ def interleaved(x: np.ndarray, at_once: int, level: Level) -> np.ndarray:
     """x in panels of `interleave_rows`."""
     count, columns = x.shape
     out = np.full((-(-count // at_once), columns, at_once), 9, np.float32)
-    run(interleave_rows(False, at_once), level, count, (x, x, out), (columns, x.strides[0]), (0.0,))
+    run(interleave_rows(False, at_once), level, count, _rows(x, out))
     return out
 
 
@@ -83,7 +107,7 @@ def test_rows_are_normed_and_interleaved(level: Level, columns: int) -> None:
     rng = np.random.default_rng(5)
     x, weight = rng.standard_normal((3, columns)).astype(np.float32), rng.standard_normal(columns).astype(np.float32)
     out = np.zeros((2, columns, 2), np.float32)
-    run(interleave_rows(True, 2), level, 3, (x, weight, out), (columns, x.strides[0]), (1e-5,))
+    run(interleave_rows(True, 2), level, 3, _rows(x, out, weight))
     wide = x.astype(np.float64)
     want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
     np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
@@ -106,8 +130,8 @@ def test_product(name: str, level: Level, count: int) -> None:
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
     kernel = product(spec := Product(format, at_once, adds=True, has_bias=True))
-    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36, len(packed)
-    run(kernel, level, units(spec, len(packed), level), (packed, given, y, bias, NOTHING), integers)
+    arguments = _products(format, packed, given, y, bias, 512, count)
+    run(kernel, level, units(spec, len(packed), level), arguments)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
@@ -131,8 +155,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
         exact = read_back(*parts)
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
     kernel = product(Product(format, at_once, has_bias=True, activation=activation))
-    integers = 256 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 32, 2
-    run(kernel, level, 2, (packed, given, y, bias, NOTHING), integers)
+    run(kernel, level, 2, _products(format, packed, given, y, bias, 256, count))
     both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     want = ACTIVATIONS[activation](both)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1).max()
@@ -146,8 +169,9 @@ def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None
     format, packed, values = stored(rng, name, 36, 256)
     ids = np.array([35, 0, 17, 17], np.int32)
     out = np.empty((4, 256), np.float32)
-    integers = 256 // format.values, packed.shape[1], 256
-    run(dequantize_rows(format), level, 4, (packed, ids, out), integers, (1.0,))
+    sizes = {"blocks": 256 // format.values, "tile_bytes": packed.shape[1], "columns": 256}
+    arguments = DequantizeArguments(weights=packed, ids=ids, y=out, factor=1.0, **sizes)
+    run(dequantize_rows(format), level, 4, arguments)
     np.testing.assert_array_equal(out, values[ids])
 
 

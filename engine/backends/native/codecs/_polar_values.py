@@ -68,7 +68,7 @@ class PolarValues(PolarTiles):
                 e.store(both.trunc(I8), out, 16 * pair + 8 * half)
 
     def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
-        groups, size = self.tokens // 16, 32 if e.level.lanes == 8 else 64  # bytes of a register
+        groups, size = self.tokens // 16, e.level.byte_register or 64
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
         with e.loop(0, self.units) as unit:  # of all units at first: each waits for several operations in turn
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at

@@ -211,7 +211,7 @@ class GroupedValues(_GroupedTiles):
         rounded = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)
         # Both halves of a group at a time share the loads of weights, where their sums fit the registers.
-        halves = [(0, 1)] if e.level.lanes == 16 else [(0,), (1,)]
+        halves = [(0, 1)] if e.level.has_room else [(0,), (1,)]
         e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
             e.prefetch(after + group * (2 * half_bytes), 2 * half_bytes)

@@ -13,11 +13,13 @@ for prompts and large batches, since a step waits for the weights.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I16, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
@@ -29,25 +31,35 @@ def panel_bytes(columns: int, at_once: int) -> int:
     return columns // GROUP * ROW_BYTES * at_once
 
 
+class RowArguments(NamedTuple):
+    """Of the kernels that make panels."""
+
+    x: Pointer
+    weight: Pointer
+    out: Pointer
+    columns: Int64
+    stride: Int64
+    eps: Float32
+
+
 @cache
-def quantize_rows(normed: bool, at_once: int) -> Kernel:
+def quantize_rows(normed: bool, at_once: int) -> Kernel[RowArguments]:
     """Rows of x → panels, unit by row. x ≈ scale · word, with the largest magnitude of a group at ±32767.
 
     normed: after an RMS norm, x / rms(x) * weight. columns is a multiple of 32. stride: bytes from row to row of x.
     """
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        x, weight, out, columns, stride, eps = args
-        f16, groups = vector(F32, 16), columns // 32
+    def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
+        f16, groups = vector(F32, 16), args.columns // 32
         with e.loop(begin, end) as row:
             panel, place = row // at_once, row % at_once
-            source, start = x + row * stride, out + panel * groups * (ROW_BYTES * at_once)
+            source, start = args.x + row * args.stride, args.out + panel * groups * (ROW_BYTES * at_once)
             if normed:
-                factor = inverse_rms(e, source, columns, eps)
+                factor = inverse_rms(e, source, args.columns, args.eps)
             with e.loop(0, groups) as group:
                 halves = [e.load(source + group * 128, f16, 64 * half) for half in (0, 1)]
                 if normed:
-                    norms = [e.load(weight + group * 128, f16, 64 * half) for half in (0, 1)]
+                    norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, 32767.0)
                 totals = [e.sum_lanes(half) for half in integers]
@@ -59,29 +71,28 @@ def quantize_rows(normed: bool, at_once: int) -> Kernel:
                 e.store(e.collect([top * (1 / 32767), *(total.to_float() for total in sums)]), numbers)
 
     name = f"quantize{'_normed' * normed}_{at_once}"
-    return Kernel(name, emit, ("x", "weight", "out"), ("columns", "stride"), ("eps",))
+    return Kernel(name, emit, RowArguments)
 
 
 @cache
-def interleave_rows(normed: bool, at_once: int) -> Kernel:
+def interleave_rows(normed: bool, at_once: int) -> Kernel[RowArguments]:
     """Rows of x → panels of float32, unit by row; the arguments are those of `quantize_rows`, for any columns."""
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        x, weight, out, columns, stride, eps = args
+    def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            source, panel = x + row * stride, out + row // at_once * columns * (4 * at_once)
+            source, panel = args.x + row * args.stride, args.out + row // at_once * args.columns * (4 * at_once)
             target = panel + row % at_once * 4
-            factor = inverse_rms(e, source, columns, eps) if normed else None
+            factor = inverse_rms(e, source, args.columns, args.eps) if normed else None
 
             def write(offset: Value, kind: Type) -> None:
                 value = e.load(source + offset, kind)
                 if factor is not None:
-                    value = value * factor * e.load(weight + offset, kind)
+                    value = value * factor * e.load(args.weight + offset, kind)
                 for lane in range(value.lanes or 1):
                     number = e.extract(value, lane) if value.lanes else value
                     e.store(number, target + offset * at_once, 4 * at_once * lane)
 
-            over_columns(e, columns, write)
+            over_columns(e, args.columns, write)
 
     name = f"interleave{'_normed' * normed}_{at_once}"
-    return Kernel(name, emit, ("x", "weight", "out"), ("columns", "stride"), ("eps",))
+    return Kernel(name, emit, RowArguments)

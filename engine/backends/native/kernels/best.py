@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 NONE = -1
@@ -15,20 +17,28 @@ _LANES = 16
 _LOWEST = -3.4028234663852886e38  # of float32
 
 
+class BestArguments(NamedTuple):
+    """Of `best_of_rows`."""
+
+    x: Pointer
+    best: Pointer
+    columns: Int64
+    stride: Int64
+
+
 @cache
-def best_of_rows() -> Kernel:
+def best_of_rows() -> Kernel[BestArguments]:
     """The column of the maximum of each row, the first of equal ones, unit by row.
 
     x: float32 rows of `columns`, `stride` bytes from each other. best (rows,) int32: NONE where a number of the row is
     not finite. There may be 2²⁴ columns.
     """
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        x, best, columns, stride = args
+    def emit(e: Emitter, args: BestArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            e.store(_best(e, x + row * stride, columns), best + row * 4)
+            e.store(_best(e, args.x + row * args.stride, args.columns), args.best + row * 4)
 
-    return Kernel("best_of_rows", emit, ("x", "best"), ("columns", "stride"))
+    return Kernel("best_of_rows", emit, BestArguments)
 
 
 def _best(e: Emitter, x: Value, columns: Value) -> Value:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.codecs import DecodedTiles, KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.rotation import pieces
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 
@@ -33,8 +35,24 @@ def decodes(keys: KeyTiles, values: ValueTiles) -> bool:
     return isinstance(keys, DecodedTiles) and isinstance(values, DecodedTiles)
 
 
+class DecodeArguments(NamedTuple):
+    """Of `decode`."""
+
+    keys: Pointer
+    values: Pointer
+    mean: Pointer
+    mean_scale: Pointer
+    ids: Pointer
+    k: Pointer
+    v: Pointer
+    blocks: Int64
+    count: Int64
+    key_stride: Int64
+    value_stride: Int64
+
+
 @cache
-def decode(spec: Decoding) -> Kernel:
+def decode(spec: Decoding) -> Kernel[DecodeArguments]:
     """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with their means; unit by KV head and block.
 
     keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head. mean, mean_scale
@@ -43,26 +61,27 @@ def decode(spec: Decoding) -> Kernel:
     n, dim = spec.block_size, spec.head_dim
     nbytes = 4 * n * dim
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        keys, values, mean, mean_scale, ids, k, v, blocks, count, key_stride, value_stride = args
+    def emit(e: Emitter, args: DecodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         assert isinstance(spec.keys, DecodedTiles)
         assert isinstance(spec.values, DecodedTiles)
         with e.loop(begin, end) as unit:
-            head, block = unit // count, e.load(ids + unit % count * 8, I64)
-            key, value = k + unit * nbytes, v + unit * nbytes
-            spec.keys.emit_decode(e, keys + (head * key_stride + block * spec.keys.nbytes), key, scratch)
+            head, block = unit // args.count, e.load(args.ids + unit % args.count * 8, I64)
+            key, value = args.k + unit * nbytes, args.v + unit * nbytes
+            tile = args.keys + (head * args.key_stride + block * spec.keys.nbytes)
+            spec.keys.emit_decode(e, tile, key, scratch)
             if spec.mean_bits:
-                own = head * blocks + block
-                _mean(e, spec, mean + own * (dim * spec.mean_bits // 8), mean_scale + own * 2, scratch)
+                own = head * args.blocks + block
+                mean = args.mean + own * (dim * spec.mean_bits // 8)
+                _mean(e, spec, mean, args.mean_scale + own * 2, scratch)
                 with e.loop(0, n) as token:
                     row = key + token * (4 * dim)
                     for first, lanes in pieces(dim):
                         kind = vector(F32, lanes)
                         e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
-            spec.values.emit_decode(e, values + (head * value_stride + block * spec.values.nbytes), value, scratch)
+            tile = args.values + (head * args.value_stride + block * spec.values.nbytes)
+            spec.values.emit_decode(e, tile, value, scratch)
 
-    pointers = "keys", "values", "mean", "mean_scale", "ids", "k", "v"
-    return Kernel(spec.name, emit, pointers, ("blocks", "count", "key_stride", "value_stride"), scratch=nbytes)
+    return Kernel(spec.name, emit, DecodeArguments, scratch=nbytes)
 
 
 def _mean(e: Emitter, spec: Decoding, mean: Value, scale: Value, out: Value) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,29 +11,40 @@ from polarlm.engine.backends.native.kernels.tile_reads import read_pair, read_pl
 from polarlm.engine.backends.native.tiles import layout
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I32, I64, Value
 from polarlm.engine.weight_formats import WeightFormat
 
 
+class DequantizeArguments(NamedTuple):
+    """Of `dequantize_rows`."""
+
+    weights: Pointer
+    ids: Pointer
+    y: Pointer
+    blocks: Int64
+    tile_bytes: Int64
+    columns: Int64
+    factor: Float32
+
+
 @cache
-def dequantize_rows(format: WeightFormat) -> Kernel:
+def dequantize_rows(format: WeightFormat) -> Kernel[DequantizeArguments]:
     """Rows `ids` of a matrix times `factor` → float32 (ids, inputs), unit by id."""
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        weights, ids, y, blocks, tile_bytes, columns, factor = args
+    def emit(e: Emitter, args: DequantizeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
-            row = e.load(ids + number * 4, I32).zext(I64)
-            tile, lane = weights + (row // 16) * tile_bytes, row & 15
-            target = y + number * columns * 4
+            row = e.load(args.ids + number * 4, I32).zext(I64)
+            tile, lane = args.weights + (row // 16) * args.tile_bytes, row & 15
+            target = args.y + number * args.columns * 4
             if format.unpack is None:
-                with e.loop(0, columns) as column:
+                with e.loop(0, args.columns) as column:
                     at = tile + (column * 16 + lane) * format.nbytes
-                    e.store(read_plain(e, at, format, 0) * factor, target + column * 4)
+                    e.store(read_plain(e, at, format, 0) * args.factor, target + column * 4)
             else:
-                _dequantize_lane(e, format, tile, lane, blocks, target, factor)
+                _dequantize_lane(e, format, tile, lane, args.blocks, target, args.factor)
 
-    integers = "blocks", "tile_bytes", "columns"
-    return Kernel(f"dequantize_{format.name}", emit, ("weights", "ids", "y"), integers, ("factor",))
+    return Kernel(f"dequantize_{format.name}", emit, DequantizeArguments)
 
 
 def _dequantize_lane(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
 from polarlm.engine.backends.native.kernels.rows import inverse_rms
+from polarlm.engine.backends.native.spans import RowPlace
 from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import float_to_half
-from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
+from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 _TOGETHER = 4  # vectors that are multiplied by a matrix
 
@@ -36,8 +39,33 @@ class Heads:
         return f"heads_{self.dim}{'_norm' * self.has_norms}_{sides}{'_slots' * self.in_slots}"
 
 
+class HeadArguments(NamedTuple):
+    """Of `transform`."""
+
+    qkv: Pointer
+    cos: Pointer
+    sin: Pointer
+    q_norm: Pointer
+    k_norm: Pointer
+    key_factor: Pointer
+    value_factor: Pointer
+    key_rotation: Pointer
+    value_rotation: Pointer
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    places: Pointer
+    group: Int64
+    kv_heads: Int64
+    row_stride: Int64
+    head_stride: Int64
+    key_factor_stride: Int64
+    value_factor_stride: Int64
+    eps: Float32
+
+
 @cache
-def transform(spec: Heads) -> Kernel:
+def transform(spec: Heads) -> Kernel[HeadArguments]:
     """qkv (T, H + 2K, D) → q (T, H, D), and keys and values at their places; unit by row and KV head.
 
     group: H / K. cos, sin (T, D/2). key_factor (H + K, D) and value_factor (K, D), or one row for all heads, if
@@ -47,61 +75,58 @@ def transform(spec: Heads) -> Kernel:
     """
     dim, row_bytes, order = spec.dim, 4 * spec.dim, spec.keys[1]
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        qkv, cos, sin, q_norm, k_norm, key_factor, value_factor, key_rotation, value_rotation, *rest = args
-        q, k, v, places, *rest = rest
-        group, kv_heads, row_stride, head_stride, key_factor_stride, value_factor_stride, eps = rest
+    def emit(e: Emitter, args: HeadArguments, begin: Value, end: Value, scratch: Value) -> None:
+        group, kv_heads = args.group, args.kv_heads
         queries = group * kv_heads
         with e.loop(begin, end) as unit:
             row, head = unit // kv_heads, unit % kv_heads
-            heads_at, half_at = qkv + row * (queries + kv_heads * 2) * row_bytes, row * (row_bytes // 2)
+            heads_at, half_at = args.qkv + row * (queries + kv_heads * 2) * row_bytes, row * (row_bytes // 2)
             if spec.in_slots:
-                at = places + row * 16
-                place = e.load(at, I64) * row_stride + head * head_stride + e.load(at, I64, 8) * (2 * dim)
+                at = read(e, RowPlace, args.places, row)
+                place = at.slot * args.row_stride + head * args.head_stride + at.offset * (2 * dim)
                 # Float32 on its way to a slot: after the vectors for a matrix.
                 own_k = own_v = scratch + (group + (1 + _TOGETHER)) * row_bytes
             else:
-                place = row * row_stride + head * head_stride
-                own_k, own_v = k + place, v + place
+                place = row * args.row_stride + head * args.head_stride
+                own_k, own_v = args.k + place, args.v + place
 
             def target_of(i: Value) -> Value:
                 """Where query i of the group goes, or its key, which follows the queries."""
-                query = q + (row * queries + head * group + i) * row_bytes
+                query = args.q + (row * queries + head * group + i) * row_bytes
                 return e.select(i >= group, own_k, query)
 
             # For a matrix, all of them lie in scratch first, so that several share each pass over it.
             with e.loop(0, group + 1) as i:
                 is_key = i >= group
                 number = e.select(is_key, queries + head, head * group + i)
-                weight = e.select(is_key, k_norm, q_norm)
-                source, factor = heads_at + number * row_bytes, key_factor + number * key_factor_stride
+                weight = e.select(is_key, args.k_norm, args.q_norm)
+                source, factor = heads_at + number * row_bytes, args.key_factor + number * args.key_factor_stride
                 ready = scratch + i * row_bytes if order == 0 else scratch
-                _norm_and_rope(e, spec, source, ready, weight, eps, cos + half_at, sin + half_at, factor)
+                turns = args.cos + half_at, args.sin + half_at
+                _norm_and_rope(e, spec, source, ready, weight, args.eps, *turns, factor)
                 if order != 0:
-                    rotate(e, scratch, target_of(i), key_rotation, dim, order)
+                    rotate(e, scratch, target_of(i), args.key_rotation, dim, order)
             if order == 0:
                 with e.loop(0, group + 1, _TOGETHER) as first:
-                    for offset, vectors in rotate_dense(e, scratch + first * row_bytes, key_rotation, dim, _TOGETHER):
+                    own = scratch + first * row_bytes
+                    for offset, vectors in rotate_dense(e, own, args.key_rotation, dim, _TOGETHER):
                         for member, value in enumerate(vectors):
                             with e.when(first + member <= group):
                                 e.store(value, target_of(first + member), offset)
             if spec.in_slots:
-                _put(e, own_k, k + place, dim)
+                _put(e, own_k, args.k + place, dim)
             source = heads_at + (queries + kv_heads + head) * row_bytes
             if spec.values[0]:
-                factor = value_factor + head * value_factor_stride
+                factor = args.value_factor + head * args.value_factor_stride
                 for channel, lanes in pieces(dim):
                     kind, offset = vector(F32, lanes), 4 * channel
                     e.store(e.load(source, kind, offset) * e.load(factor, kind, offset), scratch, offset)
                 source = scratch
-            rotate(e, source, own_v, value_rotation, dim, spec.values[1])
+            rotate(e, source, own_v, args.value_rotation, dim, spec.values[1])
             if spec.in_slots:
-                _put(e, own_v, v + place, dim)
+                _put(e, own_v, args.v + place, dim)
 
-    factors = "key_factor", "value_factor", "key_rotation", "value_rotation"
-    strides = "row_stride", "head_stride", "key_factor_stride", "value_factor_stride"
-    pointers = "qkv", "cos", "sin", "q_norm", "k_norm", *factors, "q", "k", "v", "places"
-    return Kernel(spec.name, emit, pointers, ("group", "kv_heads", *strides), ("eps",), scratch=row_bytes)
+    return Kernel(spec.name, emit, HeadArguments, scratch=row_bytes)
 
 
 def _norm_and_rope(
@@ -123,19 +148,29 @@ def _norm_and_rope(
             e.store(part * e.load(factor, kind, place) if spec.keys[0] else part, target, place)
 
 
+class SlotArguments(NamedTuple):
+    """Of `to_slot`."""
+
+    from_k: Pointer
+    from_v: Pointer
+    to_k: Pointer
+    to_v: Pointer
+    tokens: Int64
+    from_stride: Int64
+    to_stride: Int64
+
+
 @cache
-def to_slot(dim: int) -> Kernel:
+def to_slot(dim: int) -> Kernel[SlotArguments]:
     """Tokens of k and v (K, tokens, D) float32 → a slot, float16; unit by KV head. Strides: bytes from head to head."""
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        from_k, from_v, to_k, to_v, tokens, from_stride, to_stride = args
-        with e.loop(begin, end) as head, e.loop(0, tokens) as token:
-            for source, target in ((from_k, to_k), (from_v, to_v)):
-                own, place = source + head * from_stride, target + head * to_stride
+    def emit(e: Emitter, args: SlotArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as head, e.loop(0, args.tokens) as token:
+            for source, target in ((args.from_k, args.to_k), (args.from_v, args.to_v)):
+                own, place = source + head * args.from_stride, target + head * args.to_stride
                 _put(e, own + token * (4 * dim), place + token * (2 * dim), dim)
 
-    pointers = "from_k", "from_v", "to_k", "to_v"
-    return Kernel(f"to_slot_{dim}", emit, pointers, ("tokens", "from_stride", "to_stride"))
+    return Kernel(f"to_slot_{dim}", emit, SlotArguments)
 
 
 def _put(e: Emitter, x: Value, target: Value, dim: int) -> None:

@@ -10,11 +10,13 @@ A partial result is for a row, a query head and the tokens of a chunk:
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
-from polarlm.engine.backends.native.spans import HEADER, SpanHeader
+from polarlm.engine.backends.native.spans import SpanHeader
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I64, Value, vector
 
 LOWEST = -1e30  # the score of a token that is not seen: finite, so that differences of two are no NaN
@@ -33,20 +35,33 @@ def partial_bytes(head_dim: int) -> int:
     return MIX + padded(head_dim)
 
 
+class MergeArguments(NamedTuple):
+    """Of `merge`."""
+
+    parts: Pointer
+    headers: Pointer
+    row_sequences: Pointer
+    scale_back: Pointer
+    before: Pointer
+    memory: Pointer
+    out: Pointer
+    heads: Int64
+    most_chunks: Int64
+
+
 @cache
-def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel:
+def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArguments]:
     """Partial results → out (T, H, D), unit by row and head.
 
     Each result is multiplied by scale_back (H,) if is_scaled, and then rotated; order, memory, before: of a `Rotation`.
     """
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        parts, headers, row_sequences, scale_back, before, memory, out, heads, most_chunks = args
+    def emit(e: Emitter, args: MergeArguments, begin: Value, end: Value, scratch: Value) -> None:
         size, offsets = partial_bytes(head_dim), range(0, padded(head_dim), 64)
         with e.loop(begin, end) as unit:
-            header = headers + e.load(row_sequences + (unit // heads) * 8, I64) * (8 * HEADER)
-            chunks = e.load(header, I64, 8 * SpanHeader._fields.index("chunks"))
-            own = parts + unit * most_chunks * size
+            sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
+            chunks = read(e, SpanHeader, args.headers, sequence).chunks
+            own = args.parts + unit * args.most_chunks * size
             top = e.variable(e.constant(F32, LOWEST))
             with e.loop(0, chunks) as chunk:
                 top.set(e.maximum(top.get(), e.load(own + chunk * size, F32)))
@@ -60,15 +75,14 @@ def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel:
                     mix.set(e.fma(e.load(part, _F16, MIX + offset), fade, mix.get()))
             factor = e.like(1.0, total.get()) / total.get()
             if is_scaled:
-                factor = factor * e.load(scale_back + (unit % heads) * 4, F32)
+                factor = factor * e.load(args.scale_back + (unit % args.heads) * 4, F32)
             for offset, mix in zip(offsets, sums, strict=True):
                 e.store(mix.get() * factor, scratch, offset)
             if order > 1:
                 for channel, lanes in pieces(head_dim):
-                    signs = e.load(before, vector(F32, lanes), 4 * channel)
+                    signs = e.load(args.before, vector(F32, lanes), 4 * channel)
                     e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
-            rotate(e, scratch, out + unit * (4 * head_dim), memory, head_dim, order)
+            rotate(e, scratch, args.out + unit * (4 * head_dim), args.memory, head_dim, order)
 
-    pointers = "parts", "headers", "row_sequences", "scale_back", "before", "memory", "out"
     name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}"
-    return Kernel(name, emit, pointers, ("heads", "most_chunks"))
+    return Kernel(name, emit, MergeArguments)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.spans import FULL, HEADER, SpanHeader
+from polarlm.engine.backends.native.spans import FullBlock, SpanHeader
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I64, POINTER, Value
+from polarlm.engine.jit.lang.records import Int64, Pointer, read, words
+from polarlm.engine.jit.lang.values import I64, Value
 
 PIECE = 4096
 """Bytes that are prefetched together."""
@@ -25,13 +26,22 @@ STEPS = PIECE // _STEP
 """Steps in which a product prefetches a piece."""
 
 _EMPTY = np.zeros(1, np.int64)
-NOTHING = np.array([0, 0, _EMPTY.ctypes.data, 0], np.int64)
-"""The words that tell a product what to prefetch: the addresses of `full_k`, of `full_v` and of a list of pieces, and
-the number of its first piece. These say: nothing."""
+
+
+class Ahead(NamedTuple):
+    """What a product prefetches: pieces of `full_k` and `full_v` in a list, from the one with a number on."""
+
+    keys: Pointer
+    values: Pointer
+    pieces: Pointer
+    first: Int64
+
+
+NOTHING = words(Ahead(keys=None, values=None, pieces=_EMPTY, first=0))
 
 
 class Offer(NamedTuple):
-    """A product's words, and the number of pieces that it can prefetch."""
+    """What a product prefetches, and the number of pieces that it has the time for."""
 
     ahead: np.ndarray
     pieces: int
@@ -44,7 +54,7 @@ def assign(offers: Sequence[Offer], keys: np.ndarray, values: np.ndarray, pieces
     """
     first = 0
     for offer in reversed(offers):
-        offer.ahead[:] = keys.ctypes.data, values.ctypes.data, pieces.ctypes.data, first
+        offer.ahead[:] = words(Ahead(keys=keys, values=values, pieces=pieces, first=first))
         first += offer.pieces
 
 
@@ -52,10 +62,9 @@ class Prefetch:
     """Emits the prefetches of a product."""
 
     def __init__(self, e: Emitter, ahead: Value) -> None:
-        """ahead: words as `NOTHING`."""
+        """ahead: an `Ahead`."""
         self._e = e
-        self._keys, self._values, self._pieces = (e.load(ahead, POINTER, 8 * i) for i in range(3))
-        self._first = e.load(ahead, I64, 24)
+        self._keys, self._values, self._pieces, self._first = read(e, Ahead, ahead)
         self._count = e.load(self._pieces, I64) * 2
 
     def step(self, step: Value) -> None:
@@ -68,31 +77,42 @@ class Prefetch:
             e.prefetch(base + offset + step % STEPS * _STEP, _STEP)
 
 
+class PieceArguments(NamedTuple):
+    """Of `list_pieces`."""
+
+    headers: Pointer
+    full: Pointer
+    pieces: Pointer
+    sequences: Int64
+    most_full: Int64
+    kv_heads: Int64
+    block_bytes: Int64
+    token_bytes: Int64
+    window: Int64
+
+
 @cache
-def list_pieces() -> Kernel:
+def list_pieces() -> Kernel[PieceArguments]:
     """The pieces of the blocks in full precision that the sequences of a step attend to. One unit.
 
     headers, full: of a `StepTable`, with rows of `most_full`. pieces: their number P, then P offsets in bytes from the
     first key, or value. block_bytes, token_bytes: of a head. A row sees the positions above its own minus `window`.
     """
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        headers, full, pieces, sequences, most_full, kv_heads, block_bytes, token_bytes, window = args
+    def emit(e: Emitter, args: PieceArguments, begin: Value, end: Value, scratch: Value) -> None:
+        block_bytes, token_bytes = args.block_bytes, args.token_bytes
         count = e.variable(e.i64(0))
-        with e.loop(0, sequences) as sequence:
-            words = (e.load(headers + sequence * (8 * HEADER), I64, 8 * i) for i in range(HEADER))
-            header: Any = SpanHeader._make(words)
+        with e.loop(0, args.sequences) as sequence:
+            header = read(e, SpanHeader, args.headers, sequence)
             with e.loop(0, header.full) as number:
-                at = full + (sequence * most_full + number) * (8 * FULL)
-                slot, start = e.load(at, I64), e.load(at, I64, 8)
+                slot, start = read(e, FullBlock, args.full, sequence * args.most_full + number)
                 tokens_end = (header.position + header.rows - start) * token_bytes
-                is_seen = start * token_bytes + block_bytes > (header.position - window + 1) * token_bytes
-                with e.when(is_seen), e.loop(0, kv_heads) as head:
-                    first = (slot * kv_heads + head) * block_bytes
+                is_seen = start * token_bytes + block_bytes > (header.position - args.window + 1) * token_bytes
+                with e.when(is_seen), e.loop(0, args.kv_heads) as head:
+                    first = (slot * args.kv_heads + head) * block_bytes
                     with e.loop(0, e.least(tokens_end, block_bytes), PIECE) as offset:
-                        e.store(first + offset, pieces + count.get() * 8, 8)
+                        e.store(first + offset, args.pieces + count.get() * 8, 8)
                         count.add(e.i64(1))
-        e.store(count.get(), pieces)
+        e.store(count.get(), args.pieces)
 
-    integers = ("sequences", "most_full", "kv_heads", "block_bytes", "token_bytes", "window")
-    return Kernel("list_pieces", emit, ("headers", "full", "pieces"), integers)
+    return Kernel("list_pieces", emit, PieceArguments)

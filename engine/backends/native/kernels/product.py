@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from polarlm.engine.backends.native.kernels.activations import GROUP, ROW_BYTES
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
@@ -17,6 +17,7 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.byte_ops import Table, dot2
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
@@ -45,7 +46,7 @@ def most_rows(level: Level, *, packed: bool) -> int:
 def _tiles(level: Level) -> int:
     """Tiles without codes that are multiplied with each input, where registers have room for their sums: an input is
     then loaded once for both."""
-    return 2 if level.lanes == 16 else 1
+    return 2 if level.has_room else 1
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,25 @@ class Product:
         return f"product_{self.format.name}_{self.at_once}{options}"
 
 
+class ProductArguments(NamedTuple):
+    """Of `product`."""
+
+    weights: Pointer
+    x: Pointer
+    y: Pointer
+    bias: Pointer
+    ahead: Pointer
+    blocks: Int64
+    tile_bytes: Int64
+    x_stride: Int64
+    y_stride: Int64
+    rows: Int64
+    outputs: Int64
+    tiles: Int64
+
+
 @cache
-def product(spec: Product) -> Kernel:
+def product(spec: Product) -> Kernel[ProductArguments]:
     """y = x @ wᵀ, unit by tile of 16 outputs, or by two; see `units`.
 
     x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; `rows` of their rows count.
@@ -78,20 +96,20 @@ def product(spec: Product) -> Kernel:
     (`engine.backends.native.kernels.prefetch`), `prefetched_pieces` of it.
     """
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        weights, x, y, bias, ahead, blocks, tile_bytes, x_stride, y_stride, rows, outputs, tiles = args
-        prefetch = Prefetch(e, ahead) if _prefetches(spec) else None
-        parts, steps = _parts(spec, e.level), _steps(spec, blocks)
+    def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
+        rows, tiles = args.rows, args.tiles
+        prefetch = Prefetch(e, args.ahead) if _prefetches(spec) else None
+        parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
         wide = _tiles_of_unit(spec, e.level)
         with e.loop(begin, end) as unit, e.loop(0, rows, spec.at_once) as first:
             tile = unit * wide
             others = [tile + tiles] if spec.activation else [e.least(tile + i, tiles - 1) for i in range(1, wide)]
-            starts = [weights + number * tile_bytes for number in (tile, *others)]
+            starts = [args.weights + number * args.tile_bytes for number in (tile, *others)]
             passed = unit * ((rows + spec.at_once - 1) // spec.at_once) + first // spec.at_once
 
             def multiply(part: int) -> list[list[Value]]:
                 """The sums of each tile of a part, and row."""
-                own, inputs = starts[part::parts], (x, first, blocks, x_stride)
+                own, inputs = starts[part::parts], (args.x, first, args.blocks, args.x_stride)
                 if spec.format.unpack is None:
                     return _plain(e, spec, own, *inputs)
                 return _packed(e, spec, own, *inputs, prefetch, (passed * parts + part) * steps)
@@ -108,11 +126,10 @@ def product(spec: Product) -> Kernel:
             for number, own in enumerate(by_tile):
                 for row, totals in enumerate(zip(*own, strict=True)):
                     with e.when(first + row < rows) if spec.at_once > 1 else nullcontext():
-                        at = y + (first + row) * y_stride
-                        _write(e, spec, totals, at, bias, (tile + number, tiles), outputs, scratch)
+                        at = args.y + (first + row) * args.y_stride
+                        _write(e, spec, totals, at, args.bias, (tile + number, tiles), args.outputs, scratch)
 
-    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "outputs", "tiles"
-    return Kernel(spec.name, emit, ("weights", "x", "y", "bias", "ahead"), integers)
+    return Kernel(spec.name, emit, ProductArguments)
 
 
 def units(spec: Product, tiles: int, level: Level) -> int:
@@ -258,7 +275,7 @@ def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec:
     """Products of a group's codes, of 16 outputs, with the words of each row: int32."""
     size = spec.format.group // 2
     # Two sums a row, where they fit the registers: one alone would wait for each of its products.
-    chains = 2 if spec.at_once == 1 or e.level.lanes == 16 else 1
+    chains = 2 if spec.at_once == 1 or e.level.has_room else 1
     sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
     # Pairs that share vectors of codes follow each other, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)

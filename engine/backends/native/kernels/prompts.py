@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import multiply
 from polarlm.engine.backends.native.kernels.partials import LOWEST
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I32, I64, POINTER, Value, vector
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
+from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
 KEYS = 128  # of a tile
 MOST_QUERIES = 192  # of a unit
-SEGMENT_FIELDS = 5
 _AT_ONCE = 6  # queries whose sums stay in registers
 _F16 = vector(F32, 16)
 
@@ -67,59 +68,85 @@ def supports(dim: int, group: int) -> bool:
     return group <= MOST_QUERIES and _Scratch(dim).end <= SCRATCH
 
 
+class Segment(NamedTuple):
+    """Consecutive keys and values (K, …, D) float32, of a token at least: their addresses, the bytes from head to head,
+    the position of the first token, and how many they are."""
+
+    k: Pointer
+    v: Pointer
+    head_stride: Int64
+    start: Int64
+    tokens: Int64
+
+
+class PromptArguments(NamedTuple):
+    """Of `attend`."""
+
+    q: Pointer
+    out: Pointer
+    segments: Pointer
+    top: Pointer
+    total: Pointer
+    scale_back: Pointer
+    before: Pointer
+    rotation: Pointer
+    rows: Int64
+    group: Int64
+    kv_heads: Int64
+    tile: Int64
+    position: Int64
+    count: Int64
+    window: Int64
+    is_first: Int64
+    is_last: Int64
+    scale: Float32
+
+
 @cache
-def attend(spec: Prompt) -> Kernel:
+def attend(spec: Prompt) -> Kernel[PromptArguments]:
     """Attention of q (T, H, D) over segments of keys and values → out (T, H, D); unit by KV head and `tile` rows.
 
     Row t has `position` + t and sees keys at positions up to its own, and after that minus `window`. group: H / K.
-    tile · group is at most MOST_QUERIES. scale: multiplies the scores. segments (…, SEGMENT_FIELDS) int64: address of
-    k, address of v, bytes from head to head, position of the first token, tokens; a token's D channels follow those of
-    the token before it. Segments have a token at least.
+    tile · group is at most MOST_QUERIES. scale: multiplies the scores. segments: `count` of `Segment`.
     Several launches may attend to the segments of a sequence, one after another: is_first, is_last. Until the last one,
     top and total (T, H) and out have the maximum, the sum of weights and the weighted sum. The last multiplies the
     result by scale_back (H,), and rotates it: before (D,) and rotation are those of a `Rotation`.
     """
     layout, row_bytes = _Scratch(spec.dim), 4 * spec.dim
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        q, out, segments, top, total, scale_back, before, rotation, *rest = args
-        rows, group, kv_heads, tile, position, count, window, is_first, is_last, scale = rest
+    def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
+        group, kv_heads, out = args.group, args.kv_heads, args.out
         unit_state = _Unit(e, spec, layout, scratch)
         with e.loop(begin, end) as unit:
-            head, first_row = unit % kv_heads, unit // kv_heads * tile
-            own_rows = e.least(rows - first_row, tile)
+            head, first_row = unit % kv_heads, unit // kv_heads * args.tile
+            own_rows = e.least(args.rows - first_row, args.tile)
             queries = own_rows * group
-            first_position = position + first_row
+            first_position = args.position + first_row
             last_position = first_position + own_rows - 1
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
-                unit_state.open(row * group + member, first_position + row, q + number * row_bytes, scale)
-                with e.when(is_first < 1):
-                    unit_state.resume(row * group + member, out + number * row_bytes, top, total, number)
+                unit_state.open(row * group + member, first_position + row, args.q + number * row_bytes, args.scale)
+                with e.when(args.is_first < 1):
+                    unit_state.resume(row * group + member, out + number * row_bytes, args.top, args.total, number)
             unit_state.fill_up(queries, last_position)
-            with e.loop(0, count) as index:
-                segment = segments + index * (8 * SEGMENT_FIELDS)
-                k, v = (e.load(segment, POINTER, 8 * field) for field in (0, 1))
-                head_stride, start, tokens = (e.load(segment, I64, 8 * field) for field in (2, 3, 4))
-                from_key = e.most(first_position - window + 1 - start, 0) // KEYS * KEYS
+            with e.loop(0, args.count) as index:
+                k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
+                from_key = e.most(first_position - args.window + 1 - start, 0) // KEYS * KEYS
                 to_key = e.least(tokens, last_position + 1 - start)
                 with e.loop(from_key, to_key, KEYS) as first:
                     at = head * head_stride + first * row_bytes
                     left = e.least(tokens - first, KEYS)
-                    unit_state.attend(k + at, v + at, start + first, left, queries, window)
+                    unit_state.attend(k + at, v + at, start + first, left, queries, args.window)
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 target = out + number * row_bytes
-                with e.when(is_last < 1):
-                    unit_state.suspend(row * group + member, target, top, total, number)
-                with e.when(is_last > 0):
-                    own_scale = scale_back + (head * group + member) * 4
-                    unit_state.finish(row * group + member, target, own_scale, before, rotation)
+                with e.when(args.is_last < 1):
+                    unit_state.suspend(row * group + member, target, args.top, args.total, number)
+                with e.when(args.is_last > 0):
+                    own_scale = args.scale_back + (head * group + member) * 4
+                    unit_state.finish(row * group + member, target, own_scale, args.before, args.rotation)
 
-    sizes = "rows", "group", "kv_heads", "tile", "position", "count", "window"
-    integers = *sizes, "is_first", "is_last"
-    pointers = "q", "out", "segments", "top", "total", "scale_back", "before", "rotation"
-    return Kernel(spec.name, emit, pointers, integers, ("scale",), scratch=layout.end)
+    return Kernel(spec.name, emit, PromptArguments, scratch=layout.end)
 
 
 class _Unit:
@@ -130,7 +157,9 @@ class _Unit:
         self._keys, self._weights, self._fade = (scratch + at for at in (layout.keys, layout.weights, layout.fade))
         self._position, self._query, self._mix = (scratch + at for at in (layout.position, layout.query, layout.mix))
         self._top, self._total = scratch + layout.top, scratch + layout.total
-        self._rows, self._vectors = {16: (_AT_ONCE, 4), 8: (_AT_ONCE, 1), 4: (2, 1)}[e.level.lanes]
+        rows, vectors = e.level.float_tile
+        self._rows = max(n for n in (1, 2, 3, 4, _AT_ONCE) if n <= rows)  # divisors of MOST_QUERIES
+        self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of those of KEYS
 
     def _row(self, i: Value) -> tuple[Value, Value]:
         """Where query i and its weighted sum lie."""

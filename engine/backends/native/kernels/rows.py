@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I32, Type, Value, vector
 
 _F16 = vector(F32, 16)
@@ -34,47 +36,63 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
     return e.like(1.0, mean) / e.sqrt(mean)
 
 
+class NormArguments(NamedTuple):
+    """Of `norm_rows`."""
+
+    x: Pointer
+    weight: Pointer
+    target: Pointer
+    columns: Int64
+    x_stride: Int64
+    stride: Int64
+    eps: Float32
+
+
 @cache
-def norm_rows(*, adds: bool) -> Kernel:
+def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
     """target = x / rms(x) * weight, unit by row; adds: it is added to target. target may be x.
 
     x_stride, stride: bytes from row to row of x and of target.
     """
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        x, weight, target, columns, x_stride, stride, eps = args
+    def emit(e: Emitter, args: NormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            source, into = x + row * x_stride, target + row * stride
-            factor = inverse_rms(e, source, columns, eps)
+            source, into = args.x + row * args.x_stride, args.target + row * args.stride
+            factor = inverse_rms(e, source, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
-                value = e.load(source + offset, kind) * factor * e.load(weight + offset, kind)
+                value = e.load(source + offset, kind) * factor * e.load(args.weight + offset, kind)
                 e.store(e.load(into + offset, kind) + value if adds else value, into + offset)
 
-            over_columns(e, columns, write)
+            over_columns(e, args.columns, write)
 
-    return Kernel(
-        f"norm_rows{'_add' * adds}", emit, ("x", "weight", "target"), ("columns", "x_stride", "stride"), ("eps",)
-    )
+    return Kernel(f"norm_rows{'_add' * adds}", emit, NormArguments)
+
+
+class GateArguments(NamedTuple):
+    """Of `gate`."""
+
+    both: Pointer
+    out: Pointer
+    columns: Int64
 
 
 @cache
-def gate(activation: str) -> Kernel:
+def gate(activation: str) -> Kernel[GateArguments]:
     """[gate | up] (rows, 2·columns) → activation(gate) * up (rows, columns), unit by row."""
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        both, out, columns = args
+    def emit(e: Emitter, args: GateArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            first, target = both + row * columns * 8, out + row * columns * 4
-            second = first + columns * 4
+            first, target = args.both + row * args.columns * 8, args.out + row * args.columns * 4
+            second = first + args.columns * 4
 
             def write(offset: Value, kind: Type) -> None:
                 x, up = e.load(first + offset, kind), e.load(second + offset, kind)
                 e.store(gated(e, activation, x, up), target + offset)
 
-            over_columns(e, columns, write)
+            over_columns(e, args.columns, write)
 
-    return Kernel(f"gate_{activation}", emit, ("both", "out"), ("columns",))
+    return Kernel(f"gate_{activation}", emit, GateArguments)
 
 
 def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:

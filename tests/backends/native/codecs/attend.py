@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 pytest.importorskip("llvmlite")
@@ -9,6 +12,7 @@ pytest.importorskip("llvmlite")
 import numpy as np
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
+from polarlm.engine.backends.native.kernels.decoding import DecodeArguments
 from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import levels
@@ -16,7 +20,7 @@ from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.jit.run.workers import aligned
-from tests.jit.levels import run
+from tests.jit.levels import declared, run
 
 # (head dim, block size, queries that read a block together)
 SIZES = ((64, 64, 3), (48, 16, 2), (128, 64, 4), (80, 64, 1), (8, 128, 4), (96, 16, 3), (16, 64, 1), (256, 64, 2))
@@ -54,26 +58,50 @@ def prepared(tiles: KeyTiles, level: Level, queries: np.ndarray) -> np.ndarray:
     padded = np.zeros((len(queries), -(-queries.shape[1] // 16) * 16), np.float32)
     padded[:, : queries.shape[1]] = queries
 
-    def emit(e: Emitter, q: Value, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as head:
-            tiles.emit_query(e, q + head * padded.strides[0], out + head * tiles.query_bytes)
+            tiles.emit_query(e, args.q + head * padded.strides[0], args.out + head * tiles.query_bytes)
 
     out = aligned(len(queries) * tiles.query_bytes)
-    run(Kernel(f"query_{tiles.name}", emit, ("q", "out")), level, len(queries), (in_memory(padded), out))
+    run(Kernel(f"query_{tiles.name}", emit, declared("q out")), level, len(queries), (in_memory(padded), out))
     return out.reshape(len(queries), -1)
+
+
+def decoded(
+    memory: Sequence[np.ndarray],
+    ids: np.ndarray,
+    out: np.ndarray,
+    mean: np.ndarray | None = None,
+    mean_scale: np.ndarray | None = None,
+) -> DecodeArguments:
+    """Tiles of keys and of values (K, blocks, nbytes), the blocks `ids` of which are decoded to out (2, K, B, N, D)."""
+    (keys, values), (k, v) = memory, out
+    return DecodeArguments(
+        keys=keys,
+        values=values,
+        mean=mean,
+        mean_scale=mean_scale,
+        ids=ids,
+        k=k,
+        v=v,
+        blocks=keys.shape[1],
+        count=len(ids),
+        key_stride=keys.strides[0],
+        value_stride=values.strides[0],
+    )
 
 
 def scores_kernel(tiles: KeyTiles, n: int, heads: int) -> Kernel:
     """Scores of all heads with one tile after another: float32 (blocks, H, N)."""
 
-    def emit(e: Emitter, blocks: Value, queries: Value, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as block:
-            own = [queries + head * tiles.query_bytes for head in range(heads)]
-            targets = [out + (block * heads + head) * (4 * n) for head in range(heads)]
-            at = blocks + block * tiles.nbytes
+            own = [args.queries + head * tiles.query_bytes for head in range(heads)]
+            targets = [args.out + (block * heads + head) * (4 * n) for head in range(heads)]
+            at = args.blocks + block * tiles.nbytes
             tiles.emit_scores(e, at, at, own, targets)
 
-    return Kernel(f"scores_{tiles.name}_{heads}", emit, ("blocks", "queries", "out"))
+    return Kernel(f"scores_{tiles.name}_{heads}", emit, declared("blocks queries out"))
 
 
 def scores(tiles: KeyTiles, level: Level, packed: np.ndarray, queries: np.ndarray, n: int) -> np.ndarray:
@@ -87,18 +115,18 @@ def scores(tiles: KeyTiles, level: Level, packed: np.ndarray, queries: np.ndarra
 def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
     """The sums of all blocks; weights (blocks, H, N) float32, sums (H, D rounded up to 16)."""
 
-    def emit(e: Emitter, blocks: Value, weights: Value, sums: Value, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as block:
             own = [scratch + head * (4 * n) for head in range(heads)]
             for head, target in enumerate(own):
                 for first in range(0, 4 * n, 64):
-                    weight = e.load(weights + (block * heads + head) * (4 * n), vector(F32, 16), first)
+                    weight = e.load(args.weights + (block * heads + head) * (4 * n), vector(F32, 16), first)
                     e.store(weight, target, first)
-            targets = [sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
-            at = blocks + block * tiles.nbytes
+            targets = [args.sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
+            at = args.blocks + block * tiles.nbytes
             tiles.emit_mix(e, at, at, own, targets)
 
-    return Kernel(f"mix_{tiles.name}_{heads}", emit, ("blocks", "weights", "sums"))
+    return Kernel(f"mix_{tiles.name}_{heads}", emit, declared("blocks weights sums"))
 
 
 def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarray, d: int) -> np.ndarray:

@@ -40,9 +40,8 @@ def check(name: str, level: Level, n: int, d: int, seed: int) -> None:
         own = mean * scale[..., None].astype(np.float64) if bits == 8 else mean.astype(np.float64)
         wanted[0] = wanted[0] + own[:, ids, None]
     found = np.full((2, heads, len(ids), n, d), np.nan, np.float32)
-    integers = blocks, len(ids), *(side.strides[0] for side in memory)
     kernel = decode(Decoding(keys, values, bits, n, d))
-    run(kernel, level, heads * len(ids), (*memory, mean, scale, ids, *found), integers)
+    run(kernel, level, heads * len(ids), attend.decoded(memory, ids, found, mean, scale))
     for side, exact in zip(found, wanted, strict=True):
         assert (np.abs(side - exact) <= 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)).all()
 

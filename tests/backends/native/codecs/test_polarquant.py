@@ -92,7 +92,7 @@ def test_scores(level: Level, number: int) -> None:
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     got = attend.scores(own, level, own.pack(fields), queries, n)
 
-    pairs, has_permutes = Pairs.read(fields, d), level.has("avx512vbmi")
+    pairs, has_permutes = Pairs.read(fields, d), level.wide_tables
     exact = np.einsum("hd,bnd->bhn", queries.astype(np.float64), CODEC.decode(fields).astype(np.float64))
     by_pair = queries.reshape(heads, -1, 2).astype(np.float64)
     largest = np.sqrt((by_pair**2).sum(-1).max(-1))[:, None, None, None]
@@ -214,7 +214,7 @@ def test_instructions(level: Level, side: str) -> None:
     loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
     if side == "values":
         wanted = {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_SMALL_BYTES[level.name]: 12}
-    elif level.has("avx512vbmi"):
+    elif "avx512vbmi" in level.needs:
         wanted = {"vpermb": 6, "vpdpbusd": 6}
     else:
         wanted = {"vpshufb": 6, "vpmaddubsw": 6, "vpmulhrsw": 3}

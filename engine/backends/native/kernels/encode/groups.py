@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import load, load_halves
 from polarlm.engine.backends.native.kernels.encode.rounding import write_codes
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, PackedTiles, Unit
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, EncodeArguments, Encoding, PackedTiles, Unit
 from polarlm.engine.codecs._arrays import HALF_MAX, SATURATION
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
@@ -15,17 +15,16 @@ _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 _GROUP = 32
 
 
-def encode_groups(encoding: Encoding, tiles: PackedTiles) -> Kernel:
+def encode_groups(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
     """Blocks as `q8_0` (8 bits) or `q4_0` (4 bits) into tiles; arguments as of `encode`."""
     choose = _round_to_bytes if encoding.bits == 8 else _round_to_nibbles
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        addresses, damaged, dim, is_half = args
+    def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
-            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, is_half, scratch)
-            e.store(load(unit, float(SATURATION)), damaged + number)
-            scales = unit.take(dim // _GROUP * unit.row)
-            with e.loop(0, dim // _GROUP) as group, unit.vectors() as offset:
+            unit = Unit(e, encoding, args, number, scratch)
+            e.store(load(unit, float(SATURATION)), args.damaged + number)
+            scales = unit.take(args.dim // _GROUP * unit.row)
+            with e.loop(0, args.dim // _GROUP) as group, unit.vectors() as offset:
                 first = group * (_GROUP * unit.row) + offset
                 scale = choose(unit, unit.x + first, unit.codes + first)
                 e.store(scale, scales + group * unit.row + offset)
@@ -33,9 +32,9 @@ def encode_groups(encoding: Encoding, tiles: PackedTiles) -> Kernel:
             if tiles.by_token:
                 write_codes(unit, unit.errors)
                 codes = unit.errors
-            tiles.emit_pack(e, codes, scales, unit.given["tiles"])
+            tiles.emit_pack(e, codes, scales, unit.block.tiles)
 
-    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, ("addresses", "damaged"), ("dim", "is_half"))
+    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, EncodeArguments)
 
 
 def _inverse(e: Emitter, scale: Value) -> Value:
@@ -79,19 +78,18 @@ def _round_to_nibbles(unit: Unit, x: Value, codes: Value) -> Value:
     return scale
 
 
-def encode_halves(encoding: Encoding, is_keys: bool, name: str) -> Kernel:
+def encode_halves(encoding: Encoding, is_keys: bool, name: str) -> Kernel[EncodeArguments]:
     """Blocks as `f16` into tiles of this name; arguments as of `encode`."""
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        addresses, damaged, dim, is_half = args
+    def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
-            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, is_half, scratch)
-            tile = unit.given["tiles"]
+            unit = Unit(e, encoding, args, number, scratch)
+            tile = unit.block.tiles
             if is_keys:
-                e.store(load(unit, float(HALF_MAX)), damaged + number)
-                with e.loop(0, dim * unit.row, 64) as offset:
+                e.store(load(unit, float(HALF_MAX)), args.damaged + number)
+                with e.loop(0, args.dim * unit.row, 64) as offset:
                     e.store(float_to_half(e, e.load(unit.x + offset, _F16)), tile + (offset >> 1))
             else:
-                e.store(load_halves(unit, tile), damaged + number)
+                e.store(load_halves(unit, tile), args.damaged + number)
 
-    return Kernel(f"encode_mean{encoding.mean_bits}_{name}", emit, ("addresses", "damaged"), ("dim", "is_half"))
+    return Kernel(f"encode_mean{encoding.mean_bits}_{name}", emit, EncodeArguments)

@@ -56,8 +56,8 @@ def _as_floats(unit: Unit) -> Value:
     """The address of x (N, D) as float32; if it is given as halves, these are written to `errors`."""
     e = unit.e
     with e.when(unit.is_half > 0), e.loop(0, unit.dim * unit.tokens, LANES) as i:
-        e.store(e.half_to_float(e.load(unit.given["x"] + i * 2, vector(I16, LANES))), unit.errors + i * 4)
-    return e.select(unit.is_half > 0, unit.errors, unit.given["x"])
+        e.store(e.half_to_float(e.load(unit.block.x + i * 2, vector(I16, LANES))), unit.errors + i * 4)
+    return e.select(unit.is_half > 0, unit.errors, unit.block.x)
 
 
 def _clipped(e: Emitter, value: Value, limit: float, bad: Variable) -> Value:
@@ -99,18 +99,18 @@ def _centre(unit: Unit, source: Value) -> None:
         top.set(e.maximum(top.get(), e.absolute(mean)))
     if unit.encoding.mean_bits == 8:
         half = float_to_half(e, e.maximum_lanes(top.get()) / 127.0)
-        e.store(half, unit.given["mean_scale"])
+        e.store(half, unit.block.mean_scale)
         scale = e.half_to_float(half)
         step = e.splat(e.select(scale > 0.0, scale, e.constant(F32, 1.0)), 8)
     with e.loop(0, unit.dim, 8) as channel:
         mean = e.load(unit.mean + channel * 4, _F8)
         if unit.encoding.mean_bits == 8:
             code = e.least(e.most(e.round(mean / step), -127), 127)
-            e.store(code.trunc(I8), unit.given["mean"] + channel)
+            e.store(code.trunc(I8), unit.block.mean + channel)
             back = code.to_float() * scale
         else:
             half = float_to_half(e, mean)
-            e.store(half, unit.given["mean"] + channel * 2)
+            e.store(half, unit.block.mean + channel * 2)
             back = e.half_to_float(half)
         e.store(back, unit.mean + channel * 4)
 

@@ -21,13 +21,13 @@ def write_norms(unit: Unit) -> None:
         _decode(unit, sources)
         by_vector = [_Sums(e, tilted) for _ in range(at_once)]
         with e.loop(0, unit.dim, 2) as channel:
-            rows = [unit.given["matrix"] + (channel + row) * (unit.dim * 4) for row in (0, 1)]
+            rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
             sums = unit.products(rows, sources, channel)
             here = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
             diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(here)]
             between = e.splat(e.extract(here[1], 0), LANES)
             means = (
-                [e.broadcast(unit.given["mean_query"] + channel * 4, F32, LANES, 4 * row) for row in (0, 1)]
+                [e.broadcast(unit.block.mean_query + channel * 4, F32, LANES, 4 * row) for row in (0, 1)]
                 if tilted
                 else []
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from polarlm.engine.backends.native.codecs._polar import PolarTiles
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, Unit
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, EncodeArguments, Encoding, Unit
 from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.codecs.polarquant import TAN_SQUARED
 from polarlm.engine.jit.compile.compiler import Kernel
@@ -17,14 +17,13 @@ from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
 
-def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel:
+def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel[EncodeArguments]:
     """Blocks into tiles; arguments as of `encode`."""
 
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        addresses, damaged, dim, is_half = args
+    def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
-            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, is_half, scratch)
-            e.store(load(unit, ANY), damaged + number)
+            unit = Unit(e, encoding, args, number, scratch)
+            e.store(load(unit, ANY), args.damaged + number)
 
             def write(channels: Value, halves: int) -> None:
                 """The codes of 16 channels, or of the first 8."""
@@ -33,14 +32,14 @@ def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel:
                         e.load(unit.x + channels * (16 * unit.row) + offset, _F16, unit.row * channel)
                         for channel in range(8 * halves)
                     ]
-                    tiles.emit_pack(e, *_quantize(e, x, tiles.levels), unit.given["tiles"], channels, offset)
+                    tiles.emit_pack(e, *_quantize(e, x, tiles.levels), unit.block.tiles, channels, offset)
 
             with e.loop(0, tiles.head_dim // 16) as channels:
                 write(channels, 2)
             if tiles.head_dim % 16:
                 write(e.i64(tiles.head_dim // 16), 1)
 
-    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, ("addresses", "damaged"), ("dim", "is_half"))
+    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, EncodeArguments)
 
 
 def _quantize(e: Emitter, x: Sequence[Value], levels: int) -> tuple[list[Value], list[Value], list[Value]]:

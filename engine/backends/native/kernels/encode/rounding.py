@@ -17,7 +17,7 @@ def round_all_tokens(unit: Unit) -> None:
     unit.clear(unit.errors, unit.dim * unit.row)
     at_once = unit.at_once(8 // width)
     with e.loop(0, unit.pairs) as pair:
-        rows = [unit.given["feedback"] + (pair * width + row) * (unit.dim * 4) for row in range(width)]
+        rows = [unit.block.feedback + (pair * width + row) * (unit.dim * 4) for row in range(width)]
         before = (pair * width + 1) & -2  # an odd number of them is followed by coefficients of 0
         here = pair * unit.row_of_pairs
         with e.loop(0, unit.row, 64 * at_once) as offset:

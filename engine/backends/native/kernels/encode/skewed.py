@@ -62,7 +62,7 @@ def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
     """Error feedback from earlier tokens to 16 cells. errors: of these cells; token: of the first."""
     e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
     sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
-    coefficients = unit.given["along"] + (-token + (ROW_PAD + unit.tokens - 1)) * 4
+    coefficients = unit.block.along + (-token + (ROW_PAD + unit.tokens - 1)) * 4
     with e.loop(1, e.least(token + 1, e.i64(unit.tokens)), 2) as lag:
         factors = coefficients + lag * diagonal
         for step in (0, 1):
@@ -78,7 +78,7 @@ def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Valu
     """Error feedback from earlier pairs of the same tokens to 16 cells. errors: of these cells; pair: of the first."""
     e, width, diagonal = unit.e, unit.width, unit.row_of_lanes
     sums = [[e.variable(e.zero(_F16)) for _ in range(2 * width)] for _ in range(width)]
-    coefficients = unit.given["feedback"] + pair * 4
+    coefficients = unit.block.feedback + pair * 4
     lags = e.least(e.least(pair + (LANES - 1), unit.pairs - 1), row)
     with e.loop(1, lags + 1, 2) as lag:
         for step in (0, 1):

@@ -8,20 +8,45 @@ import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from polarlm.engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, POINTER, Type, Value, Variable, vector
+from polarlm.engine.jit.lang.records import Int64, Pointer, read
+from polarlm.engine.jit.lang.values import F32, I8, I16, Type, Value, Variable, vector
 
 LANES = 16
 _F16 = vector(F32, LANES)
 
-# Addresses of a unit, int64 each: x (N, D) float32 or float16; the metric's arrays of its KV head, as `Encoding`
-# describes them; where the results are written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the
-# fields of the mean.
-POINTERS = ("x", "feedback", "matrix", "mean_query", "along", "codes", "norms", "tiles", "mean", "mean_scale")
 ROW_PAD = LANES  # zeros before and after the coefficients of a row of tokens
+
+
+class EncodeArguments(NamedTuple):
+    """Of `encode`."""
+
+    blocks: Pointer
+    damaged: Pointer
+    dim: Int64
+    is_half: Int64
+
+
+class Block(NamedTuple):
+    """What a unit reads and writes.
+
+    x (N, D) float32 or float16; the metric's arrays of its KV head, as `Encoding` describes them; where the results are
+    written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the fields of the mean.
+    """
+
+    x: Pointer
+    feedback: Pointer
+    matrix: Pointer
+    mean_query: Pointer
+    along: Pointer
+    codes: Pointer
+    norms: Pointer
+    tiles: Pointer
+    mean: Pointer
+    mean_scale: Pointer
 
 
 @dataclass(frozen=True)
@@ -95,26 +120,23 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
 class Unit:
     """Writes the code for one block."""
 
-    def __init__(
-        self, e: Emitter, encoding: Encoding, addresses: Value, dim: Value, is_half: Value, scratch: Value
-    ) -> None:
-        """is_half: above 0 if x is float16."""
-        self.e, self.encoding, self.dim, self.is_half = e, encoding, dim, is_half
-        self.given = {name: e.load(addresses, POINTER, 8 * place) for place, name in enumerate(POINTERS)}
+    def __init__(self, e: Emitter, encoding: Encoding, args: EncodeArguments, number: Value, scratch: Value) -> None:
+        self.e, self.encoding, self.dim, self.is_half = e, encoding, args.dim, args.is_half
+        self.block = read(e, Block, args.blocks, number)
         self.width, self.tokens = encoding.width, encoding.tokens
         self.row = 4 * self.tokens  # bytes
         self.row_of_pairs = self.width * self.row
-        self.pairs = dim // self.width
+        self.pairs = self.dim // self.width
         self.row_of_lanes = (self.pairs * 4 + 63) & -64  # bytes of a skewed row of one channel of all pairs
         self.scratch = scratch
         self.target_of_pair = self.take(self.row_of_pairs)
         self.norms, self.inverses = self.take(self.row), self.take(self.row)
-        self.x = self.take(dim * self.row)  # (D, N)
-        self.errors = self.take(dim * self.row)  # (D, N)
+        self.x = self.take(self.dim * self.row)  # (D, N)
+        self.errors = self.take(self.dim * self.row)  # (D, N)
         self.codes = self.take(
             encoding.rows(self.pairs) * self.row_of_lanes if encoding.along_tokens else self.pairs * self.row
         )
-        self.mean = self.take(dim * 4)
+        self.mean = self.take(self.dim * 4)
 
     def take(self, nbytes: int | Value) -> Value:
         """The next bytes of the scratch memory."""
@@ -128,7 +150,7 @@ class Unit:
 
     def at_once(self, vectors: int) -> int:
         """How many vectors of tokens are multiplied together: their sums stay in registers."""
-        most = {16: vectors, 8: 1, 4: 1}[self.e.level.lanes]
+        most = vectors if self.e.level.has_room else 1
         return max(n for n in range(1, most + 1) if self.tokens // LANES % n == 0)
 
     def clear(self, start: Value, nbytes: Value) -> None:

@@ -1,0 +1,248 @@
+"""The levels of x86-64: AVX2 and AVX-512, with or without VNNI's dot products and VBMI's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+
+from polarlm.engine.jit.isa.generic import Generic
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F16, F32, I8, I16, Value, vector
+
+_PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
+_WORD_PRODUCTS = {32: "avx2.pmadd.wd", 64: "avx512.pmaddw.d.512"}
+_SCALED_PRODUCTS = {32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}
+_PACK = {32: "avx2.packuswb", 64: "avx512.packuswb.512"}
+_SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
+
+_PARTS = 8  # of 16 entries each: 128 entries, up to which an index is not negative as a signed byte
+
+
+class Avx2(Generic):
+    """AVX2, with FMA and F16C."""
+
+    name = "avx2"
+    cpu = "x86-64-v3"
+    needs: tuple[str, ...] = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
+    lanes = 8
+    sums = 3
+    float_tile = 6, 1
+    byte_register = 32
+    fuses = True
+
+    def by_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
+        """operation(bytes of a register, parts of the operands), joined; operands have as many bytes as the result."""
+        first = operands[0]
+        width = 64 if first.lanes * first.element.width == 8 * self.byte_register == 512 else 32
+        return e.by_parts(8 * width // first.element.width, partial(operation, width), *operands)
+
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+        if not fits:  # by bytes as words: those of even numbers, and those of odd ones
+            words = vector(I16, 2 * total.lanes)
+            a, b = unsigned.bits(words), signed.bits(words)
+            total = self.dot2(e, total, (a & 255).bits(total.type), (b << 8).ashr(8).bits(total.type))
+            return self.dot2(e, total, (a >> 8).bits(total.type), b.ashr(8).bits(total.type))
+
+        def add(width: int, total: Value, unsigned: Value, signed: Value) -> Value:
+            bytes_, words = vector(I8, width), vector(I16, width // 2)
+            name = f"llvm.x86.{_PAIR_PRODUCTS[width]}"
+            products = e.intrinsic(name, words, unsigned.bits(bytes_), signed.bits(bytes_))
+            name = f"llvm.x86.{_WORD_PRODUCTS[width]}"
+            return total + e.intrinsic(name, total.type, products, e.constant(words, 1))
+
+        return self.by_registers(e, add, total, unsigned, signed)
+
+    def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        def add(width: int, total: Value, a: Value, b: Value) -> Value:
+            words = vector(I16, width // 2)
+            name = f"llvm.x86.{_WORD_PRODUCTS[width]}"
+            return total + e.intrinsic(name, total.type, a.bits(words), b.bits(words))
+
+        return self.by_registers(e, add, total, a, b)
+
+    def pair_products(self, e: Emitter, unsigned: Value, signed: Value) -> Value:
+        def multiply(width: int, a: Value, b: Value) -> Value:
+            return e.intrinsic(f"llvm.x86.{_PAIR_PRODUCTS[width]}", vector(I16, width // 2), a, b)
+
+        return self.by_registers(e, multiply, unsigned, signed)
+
+    def scaled_product(self, e: Emitter, a: Value, b: Value) -> Value:
+        def multiply(width: int, a: Value, b: Value) -> Value:
+            return e.intrinsic(f"llvm.x86.{_SCALED_PRODUCTS[width]}", a.type, a, b)
+
+        return self.by_registers(e, multiply, a, b)
+
+    def join_words(self, e: Emitter, low: Value, high: Value) -> Value:
+        def join(width: int, a: Value, b: Value) -> Value:
+            return e.intrinsic(f"llvm.x86.{_PACK[width]}", vector(I8, width), a, b)
+
+        return self.by_registers(e, join, low, high)
+
+    def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
+        def find(width: int, a: Value, b: Value) -> Value:
+            return e.intrinsic(f"llvm.x86.{_SHUFFLE[width]}", a.type, a, b)
+
+        return self.by_registers(e, find, table, index)
+
+    def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
+        parts = self._parts(e, pointer, entries)
+        return lambda index: _shuffled(e, [parts], index)[0]
+
+    def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
+        tables = [self._parts(e, e.constant_bytes(side), len(side)) for side in (first, second)]
+
+        def find(index: Value) -> tuple[Value, Value]:
+            a, b = _shuffled(e, tables, index)
+            return a, b
+
+        return find
+
+    def _parts(self, e: Emitter, pointer: Value, entries: int) -> list[Value]:
+        """A table cut into parts of 16 entries for `pshufb`, which gives 0 for an index with its highest bit set.
+
+        A part holds its entries, by exclusive or with those of the part before. From part to part the index is reduced
+        by 16, and the exclusive or of all that is found is the entry: parts above the index's own find 0, since the
+        reduced index is negative there.
+        """
+        lines = [e.load(pointer, vector(I8, 16), first) for first in range(0, entries, 16)]
+        steps = [line ^ lines[i - 1] if i % _PARTS else line for i, line in enumerate(lines)]
+        return [e.shuffle(step, step, [i % 16 for i in range(self.byte_register)]) for step in steps]
+
+    def half_to_float(self, e: Emitter, bits: Value) -> Value:
+        half = bits.bits(vector(F16, bits.lanes) if bits.lanes else F16)
+        return Value(e, e.builder.fpext(half.ir, vector(F32, bits.lanes) if bits.lanes else F32))
+
+    def float_to_half(self, e: Emitter, x: Value) -> Value:
+        half = e.builder.fptrunc(x.ir, vector(F16, x.lanes) if x.lanes else F16)
+        return Value(e, half).bits(vector(I16, x.lanes) if x.lanes else I16)
+
+
+def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], index: Value) -> list[Value]:
+    """The bytes of each table. A part is loaded once for the whole index, in as many registers as it takes."""
+    width = tables[0][0].lanes
+    name = f"llvm.x86.{_SHUFFLE[width]}"
+    pieces = [e.part(index, first, width) for first in range(0, index.lanes, width)]
+    halves = range(0, len(tables[0]), _PARTS)
+    low = [piece & 127 for piece in pieces] if len(halves) > 1 else pieces
+    totals: dict[tuple[int, int, int], Value] = {}
+    for number in range(min(_PARTS, len(tables[0]))):
+        own = [piece - 16 * number for piece in low] if number else low
+        for (place, table), first in product(enumerate(tables), halves):
+            for i, piece in enumerate(own):
+                entry = e.intrinsic(name, piece.type, table[first + number], piece)
+                before = totals.get((place, first, i))
+                totals[place, first, i] = entry if before is None else before ^ entry
+    found = []
+    for place in range(len(tables)):
+        own = [totals[place, 0, i] for i in range(len(pieces))]
+        if len(halves) > 1:
+            own = [e.select(piece < 0, totals[place, _PARTS, i], own[i]) for i, piece in enumerate(pieces)]
+        found.append(e.join(own))
+    return found
+
+
+class _Vnni(Avx2):
+    """Dot products of bytes and of words, and their sum with a total, are one instruction."""
+
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+        return self._dot(e, "vpdpbusd", total, unsigned, signed)
+
+    def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        return self._dot(e, "vpdpwssd", total, a, b)
+
+    def _dot(self, e: Emitter, name: str, *operands: Value) -> Value:
+        def add(width: int, *own: Value) -> Value:
+            return e.intrinsic(f"llvm.x86.avx512.{name}.{8 * width}", own[0].type, *own)
+
+        return self.by_registers(e, add, *operands)
+
+
+class Avx2Vnni(_Vnni):
+    """AVX2 with AVX-VNNI."""
+
+    name = "avx2-vnni"
+    needs = (*Avx2.needs, "avxvnni")
+    wishes = ("+fast-dpwssd",)  # one instruction rather than two
+
+
+class Avx512(Avx2):
+    """AVX-512 F, BW, CD, DQ and VL."""
+
+    name = "avx512"
+    cpu = "x86-64-v4"
+    needs = (*Avx2.needs, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+    wishes: tuple[str, ...] = ("-prefer-256-bit",)  # all lanes
+    lanes = 16
+    registers = 32
+    sums = 8
+    float_tile = 6, 4
+    byte_register = 64
+
+    def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
+        """From 64 entries on, 64 words are looked up at a time: both bytes of an entry together, of 32 indices."""
+        if len(first) < 64:
+            return super().pair_table(e, first, second)
+        both = e.constant_bytes(bytes(byte for entry in zip(first, second, strict=True) for byte in entry))
+        parts = [e.load(both, vector(I16, 32), 64 * i) for i in range(len(first) // 32)]
+
+        def find(index: Value) -> tuple[Value, Value]:
+            even = index.bits(vector(I16, 32))
+            low, high = _words(e, parts, even), _words(e, parts, even >> 8)
+            a, b = (low & 255) | (high << 8), (low >> 8) | (high & -256)
+            return a.bits(index.type), b.bits(index.type)
+
+        return find
+
+
+def _words(e: Emitter, table: Sequence[Value], index: Value) -> Value:
+    """index: words, of which the low bytes count → the entries."""
+    name = "llvm.x86.avx512.vpermi2var.hi.512"
+    parts = [e.intrinsic(name, index.type, a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
+    bit = 64
+    while len(parts) > 1:
+        beyond = (index & bit).equals(bit)
+        parts = [e.select(beyond, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        bit *= 2
+    return parts[0]
+
+
+class Avx512Vnni(_Vnni, Avx512):
+    """AVX-512 with VNNI."""
+
+    name = "avx512-vnni"
+    needs: tuple[str, ...] = (*Avx512.needs, "avx512vnni")
+    wishes = (*Avx512.wishes, *Avx2Vnni.wishes)
+
+
+class Avx512Vbmi(Avx512Vnni):
+    """AVX-512 with VNNI and VBMI."""
+
+    name = "avx512-vbmi"
+    needs = (*Avx512Vnni.needs, "avx512vbmi")
+    wide_tables = True
+
+    def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
+        """From 64 entries on, one instruction looks up 128 of them."""
+        if entries <= 16:
+            return super().table(e, pointer, entries)
+        parts = [e.load(pointer, vector(I8, 64), first) for first in range(0, entries, 64)]
+        return lambda index: e.by_parts(64, partial(_bytes, e, parts), index)
+
+    def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
+        return Generic.pair_table(self, e, first, second)
+
+
+def _bytes(e: Emitter, table: Sequence[Value], index: Value) -> Value:
+    if len(table) == 1:
+        return e.intrinsic("llvm.x86.avx512.permvar.qi.512", index.type, table[0], index)
+    name = "llvm.x86.avx512.vpermi2var.qi.512"
+    low = e.intrinsic(name, index.type, table[0], index, table[1])
+    if len(table) == 2:
+        return low
+    high = e.intrinsic(name, index.type, table[2], index, table[3])
+    return e.select(index < 0, high, low)
+
+
+# In ascending order. A level is a subset of every later one, except for avx2-vnni.
+LEVELS = Avx2(), Avx2Vnni(), Avx512(), Avx512Vnni(), Avx512Vbmi()

@@ -1,0 +1,55 @@
+"""A level of CPU features is a class in a file of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jit.levels import Narrow, declared, run
+
+from polarlm.engine.jit import isa  # isort: skip
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.isa.levels import LEVELS, found
+from polarlm.engine.jit.lang.byte_ops import dot4
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import I32, Value, vector
+
+FILE = """
+from polarlm.engine.jit.isa.generic import Generic
+
+class MadeUp(Generic):
+    name = "made-up"
+    needs = ("a feature",)
+
+LEVELS = (MadeUp(),)
+"""
+
+
+def test_a_file_is_enough_for_a_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_machine.py").write_text(FILE)
+    monkeypatch.setattr(isa, "__path__", [*isa.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"{isa.__name__}.a_machine", raising=False)
+    (generic, made_up, *others) = found()
+    assert (generic, *others) == LEVELS
+    assert (generic.name, made_up.name, made_up.features) == ("generic", "made-up", "+a feature")
+
+
+def test_a_kernel_takes_its_operations_from_the_level() -> None:
+    level, lanes = Narrow(), vector(I32, 16)
+
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            at = unit * 64
+            total = dot4(e, e.zero(lanes), e.load(args.a + at, lanes), e.load(args.b + at, lanes))
+            e.store(total, args.out + at)
+
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 256, (10, 64), np.uint8), rng.integers(-128, 128, (10, 64), np.int8)
+    out = np.zeros((10, 16), np.int32)
+    run(Kernel("test_narrow", emit, declared("a b out")), level, 10, (a, b, out))
+    np.testing.assert_array_equal(out, (a.astype(int) * b).reshape(10, 16, 4).sum(-1))
+    assert level.dots == 1
