@@ -1,4 +1,4 @@
-"""The commands for a GPU on a machine without some packages and without a network, rehearsed on the emulator."""
+"""The commands for a GPU on a machine without some packages and without a network, run on the emulator."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ class Load:
     rows: int
 
 
-class Rehearsal(NamedTuple):
+class WarmUp(NamedTuple):
     """Ops that compute nothing, and whose `load` reads nothing: what they need is compiled in the background."""
 
     ops: Ops
     wait: Callable[[Callable[[int, int], None]], None]  # calls progress(done, all); raises KernelError
     notes: Callable[[], list[str]]  # afterwards: sentences for the user about what has no kernel
     # Ascending numbers of rows with kernels of their own, each for as many rows or fewer, that no first request waits
-    # for: they are rehearsed when the model is loaded.
+    # for: they are warmed up when the model is loaded.
     rows: Sequence[int]
 
 
@@ -119,8 +119,8 @@ class Ops(Protocol):
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         """The format in which the device keeps matrices that come to it in `format`."""
 
-    def rehearsal(self) -> Rehearsal | None:
-        """Ops for a rehearsal, and a wait for what they cannot do without; None if nothing is compiled."""
+    def warm_up(self) -> WarmUp | None:
+        """Ops for a warm-up, and a wait for what they cannot do without; None if nothing is compiled."""
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.

@@ -15,7 +15,7 @@ import numpy as np
 
 from polarlm import model_loaders
 from polarlm.engine import codecs
-from polarlm.engine.backends.ops import Load, Ops, Rehearsal
+from polarlm.engine.backends.ops import Load, Ops, WarmUp
 from polarlm.engine.backends.select import select, without_kernels
 from polarlm.engine.cli.progress import amounts, progress_bar
 from polarlm.engine.config import EngineConfig
@@ -34,7 +34,7 @@ from polarlm.engine.loading.sizes import (
 )
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.magnitudes import Variances, variances
-from polarlm.engine.model.rehearsal import least_plan, rehearse, rehearse_drafts, rehearse_rows
+from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_drafts, warm_up_rows
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
@@ -174,10 +174,10 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         _warn(config, source.config, plan, say)
         if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
             say(warning)
-        rehearsal = ops.rehearsal()
-        if rehearsal is not None:
-            later = _rehearse(config, encoding, rehearsal, source, shape)
-            for note in rehearsal.notes():
+        warm = ops.warm_up()
+        if warm is not None:
+            later = _warm_up(config, encoding, warm, source, shape)
+            for note in warm.notes():
                 say(note)
         with progress_bar(
             verbose is not None,
@@ -191,12 +191,12 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             weights = load_weights(ops, source.config, source.weights, bar and bar.update, weight_type)
         ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, verbose)
-        if rehearsal is not None:
+        if warm is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
             with progress_bar(verbose is not None, desc=what, delay=1) as bar:
-                rehearsal.wait(amounts(bar))
-            for rehearse_more in later:
-                rehearse_more()
+                warm.wait(amounts(bar))
+            for warm_up_more in later:
+                warm_up_more()
     except MemoryError:
         source.weights.close()
         raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
@@ -247,11 +247,11 @@ def _give_back_freed_memory() -> None:
         trim(0)
 
 
-def _rehearse(
-    config: EngineConfig, encoding: Encoding, rehearsal: Rehearsal, source: model_loaders.Model, shape: CacheShape
+def _warm_up(
+    config: EngineConfig, encoding: Encoding, warm: WarmUp, source: model_loaders.Model, shape: CacheShape
 ) -> list[Callable[[], None]]:
-    """Rehearse the first requests of a model of these shapes, whose values do not matter → what to rehearse later."""
-    model, ops = source.config, rehearsal.ops
+    """Warm up for the first requests of a model of these shapes, whose values do not matter → what to warm up later."""
+    model, ops = source.config, warm.ops
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
     for number, attention in model.attentions.items():
         layer = shape.kv_layers[number]
@@ -265,15 +265,15 @@ def _rehearse(
         *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
     )
     weights = load_weights(ops, model, source.weights, None, weight_format(config))
-    store = KVStore(ops, least_plan(shape, max(rehearsal.rows, default=0)), conditioning, metrics)
-    rehearsed = Transformer(ops, model, weights, store)
-    rehearse(rehearsed)
+    store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
+    warmed = Transformer(ops, model, weights, store)
+    warm_up(warmed)
     drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
     return [
-        *(partial(rehearse_drafts, rehearsed, rows) for rows in drafts),
+        *(partial(warm_up_drafts, warmed, rows) for rows in drafts),
         *(
-            partial(rehearse_rows, rehearsed, rows, in_steps=fewer < config.parallel)
-            for fewer, rows in itertools.pairwise((1, *rehearsal.rows))
+            partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
+            for fewer, rows in itertools.pairwise((1, *warm.rows))
         ),
     ]
 

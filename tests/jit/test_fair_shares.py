@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.thread_count import allowed_cpus
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, vector
-from polarlm.engine.jit.run.workers import Launch, Tape, Workers
+from polarlm.engine.jit.run.workers import CommandBuffer, Launch, Workers
 
 ENTRIES, UNITS, TIMES, FLOATS = 300, 64, 16, 512  # a run takes a few milliseconds, and an entry ten microseconds
 TURN, TURNS = 0.25, 5  # seconds of a turn, and how many there are
@@ -52,15 +52,17 @@ def emit_dots(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -
 
 
 class Player:
-    """A caller that runs tapes of dot products, again and again."""
+    """A caller that runs command buffers of dot products, again and again."""
 
     def __init__(self) -> None:
         x, self.sums = np.ones(FLOATS, np.float32), np.zeros((UNITS, 16), np.float32)
         kernel = Kernel("test_dots", emit_dots, declared("x y"))
         self._code, arguments = loaded(kernel, best()), kernel.pack(kernel.arguments(x, self.sums))
         self._keep = x, arguments
-        self._tapes = {
-            threads: Tape([Launch(self._code.address, arguments.ctypes.data, UNITS, UNITS // (8 * threads))] * ENTRIES)
+        self._commands = {
+            threads: CommandBuffer(
+                [Launch(self._code.address, arguments.ctypes.data, UNITS, UNITS // (8 * threads))] * ENTRIES
+            )
             for threads in (1, 2)
         }
 
@@ -70,7 +72,7 @@ class Player:
         number, end = 0, begin + seconds
         time.sleep(max(0, begin - time.monotonic()))
         while time.monotonic() < end:
-            on.run(self._tapes[threads], threads)
+            on.run(self._commands[threads], threads)
             number += 1
         assert number == 0 or (self.sums == TIMES * FLOATS / 16).all()
         return number

@@ -1,4 +1,4 @@
-"""Tapes on persistent threads: each unit once, entries in order, whatever threads, forks and signals do."""
+"""Command buffers on persistent threads: each unit once, entries in order, whatever threads, forks and signals do."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import pytest
 from tests.jit.levels import declared, loaded
 from tests.requests.test_forks import begun_in_child
 
-from polarlm.engine.jit.run import run_tape  # isort: skip
+from polarlm.engine.jit.run import run_commands  # isort: skip
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I64, Value
-from polarlm.engine.jit.run.workers import Launch, Tape, Workers, workers
+from polarlm.engine.jit.run.workers import CommandBuffer, Launch, Workers, workers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -76,7 +76,7 @@ _kept: list[tuple[Any, ...]] = []
 
 
 class Counted:
-    """A tape of entries that count their units: most are short, one in a hundred is long and taken unit by unit."""
+    """A command buffer of entries that count their units: most are short, one in a hundred is taken unit by unit."""
 
     def __init__(self, seed: int, entries: int) -> None:
         rng = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ class Counted:
         self.total, self.errors = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self.counts = [np.zeros(n, np.int64) for n in units]
         before = np.cumsum([0, *units])
-        self.tape = Tape(
+        self.commands = CommandBuffer(
             [
                 launch(COUNT, int(n), int(grain), (counts, self.total, self.errors), (int(done),))
                 for n, grain, counts, done in zip(units, grains, self.counts, before, strict=False)
@@ -95,7 +95,7 @@ class Counted:
     def run(self, threads: int, times: int = 1, on: Workers | None = None) -> None:
         for _ in range(times):
             self.total[0] = 0
-            (on or workers()).run(self.tape, threads)
+            (on or workers()).run(self.commands, threads)
 
     def check(self, times: int) -> None:
         """Each unit has run `times` times, after those of all entries before it."""
@@ -105,15 +105,15 @@ class Counted:
 
 
 class Meeting:
-    """A tape that ends well only if several threads run it at the same time."""
+    """A command buffer that ends well only if several threads run it at the same time."""
 
     def __init__(self, threads: int, polls: int = POLLS) -> None:
         self._flag, self._late = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self._tape = Tape([launch(AWAIT, threads, 1, (self._flag, self._late), (threads, -1, polls))])
+        self._commands = CommandBuffer([launch(AWAIT, threads, 1, (self._flag, self._late), (threads, -1, polls))])
 
     def takes_place(self, on: Workers, threads: int) -> bool:
         self._flag[0] = self._late[0] = 0
-        on.run(self._tape, threads)
+        on.run(self._commands, threads)
         return int(self._late[0]) == 0
 
 
@@ -132,7 +132,9 @@ def field(on: Workers, offset: int) -> int:
 
 def sleeping(on: Workers) -> list[int]:
     """Numbers of the workers that sleep."""
-    flags = on._state[run_tape._ASLEEP :].view(np.int64).copy()  # numpy refuses an array that workers change meanwhile
+    flags = (
+        on._state[run_commands._ASLEEP :].view(np.int64).copy()
+    )  # numpy refuses an array that workers change meanwhile
     return np.flatnonzero(flags).tolist()
 
 
@@ -150,23 +152,23 @@ def test_each_unit_runs_once_after_all_units_of_the_entries_before(threads: int)
 
 
 def test_a_tape_may_be_empty_and_its_units_may_change(own: Workers) -> None:
-    own.run(Tape([]), 2)
+    own.run(CommandBuffer([]), 2)
     counts, total, errors = (np.zeros(size, np.int64) for size in (9, 1, 1))
-    tape = Tape([launch(COUNT, 0, 2, (counts, total, errors), (0,))])
+    commands = CommandBuffer([launch(COUNT, 0, 2, (counts, total, errors), (0,))])
     for units in (0, 9, 4):
-        tape.units[0] = units
-        own.run(tape, 2)
+        commands.units[0] = units
+        own.run(commands, 2)
     assert counts.tolist() == [2] * 4 + [1] * 5
 
 
 def test_python_threads_run_their_tapes_at_the_same_time() -> None:
-    tapes = [Counted(seed, 300) for seed in range(6)]
-    with ThreadPoolExecutor(len(tapes)) as pool:
-        runs = [pool.submit(tape.run, 1 + seed % 4, 30) for seed, tape in enumerate(tapes)]
+    buffers = [Counted(seed, 300) for seed in range(6)]
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        runs = [pool.submit(commands.run, 1 + seed % 4, 30) for seed, commands in enumerate(buffers)]
         for run in runs:
             run.result(PATIENCE)
-    for tape in tapes:
-        tape.check(30)
+    for commands in buffers:
+        commands.check(30)
 
 
 def test_all_threads_take_part(own: Workers) -> None:
@@ -175,7 +177,7 @@ def test_all_threads_take_part(own: Workers) -> None:
 
 
 def test_a_tape_runs_on_no_more_threads_than_it_may(own: Workers) -> None:
-    """Three workers exist; a tape for two threads does not get a third one to meet."""
+    """Three workers exist; a command buffer for two threads does not get a third one to meet."""
     until(lambda: own.start(4) == 4)
     assert not Meeting(3, polls=100_000_000).takes_place(own, 2)
 
@@ -184,7 +186,7 @@ def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -
     """The first unit ends when all others have: as if the system had suspended its thread until then."""
     flag, late, errors = (np.zeros(1, np.int64) for _ in range(3))
     counts = np.zeros(10, np.int64)
-    tape = Tape(
+    commands = CommandBuffer(
         [
             launch(AWAIT, 64, 1, (flag, late), (63, 0, POLLS)),
             launch(COUNT, 10, 1, (counts, flag, errors), (63,)),
@@ -192,7 +194,7 @@ def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -
     )
     for run in range(1, 11):
         flag[0] = 0
-        own.run(tape, 2)
+        own.run(commands, 2)
         assert (late[0], errors[0]) == (0, 0)
         assert (counts == run).all()
 
@@ -211,7 +213,7 @@ def test_each_thread_begins_with_its_own_range_of_units(own: Workers) -> None:
 
     flag, before = np.zeros(1, np.int64), np.zeros(11, np.int64)
     meet = Kernel("test_first_units", emit, declared("flag before", "most"))
-    own.run(Tape([launch(meet, 11, 1, (flag, before), (POLLS,))]), 2)
+    own.run(CommandBuffer([launch(meet, 11, 1, (flag, before), (POLLS,))]), 2)
     assert np.flatnonzero(before < 2).tolist() == [0, 6]
 
 
@@ -241,17 +243,17 @@ def test_workers_sleep_while_tapes_of_fewer_threads_run(own: Workers) -> None:
 
 def test_workers_take_part_after_the_number_of_a_run_has_wrapped_around() -> None:
     own = Workers()
-    own._state[run_tape._RUN : run_tape._RUN + 8].view(np.int64)[0] = run_tape._NUMBERS - 2
+    own._state[run_commands._RUN : run_commands._RUN + 8].view(np.int64)[0] = run_commands._NUMBERS - 2
     counted, meeting = Counted(0, 100), Meeting(2)
     for _ in range(5):
         assert meeting.takes_place(own, 2)
         counted.run(2, on=own)
     counted.check(5)
-    assert field(own, run_tape._RUN) < 10
+    assert field(own, run_commands._RUN) < 10
 
 
 def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
-    """The first caller's tape waits for a flag; the others come one after another."""
+    """The first caller's command buffer waits for a flag; the others come one after another."""
     flag, late, order = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     places = np.zeros(5, np.int64)
 
@@ -260,15 +262,15 @@ def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
         e.add_atomic(args.order, e.i64(1))
 
     take_place = Kernel("test_order", emit, declared("order place"))
-    first = Tape([launch(AWAIT, 1, 1, (flag, late), (1, 0, POLLS))])
-    tapes = [Tape([launch(take_place, 1, 1, (order, places[i:]), ())]) for i in range(5)]
-    begun = field(own, run_tape._NEXT)
+    first = CommandBuffer([launch(AWAIT, 1, 1, (flag, late), (1, 0, POLLS))])
+    buffers = [CommandBuffer([launch(take_place, 1, 1, (order, places[i:]), ())]) for i in range(5)]
+    begun = field(own, run_commands._NEXT)
     with ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(own.run, first, 2)]
-        until(lambda: field(own, run_tape._NEXT) == begun + 1)
-        for number, tape in enumerate(tapes):
-            calls.append(pool.submit(own.run, tape, 2))
-            until(lambda number=number: field(own, run_tape._NEXT) == begun + 2 + number)
+        until(lambda: field(own, run_commands._NEXT) == begun + 1)
+        for number, commands in enumerate(buffers):
+            calls.append(pool.submit(own.run, commands, 2))
+            until(lambda number=number: field(own, run_commands._NEXT) == begun + 2 + number)
         assert order[0] == 0
         flag[0] = 1
         for call in calls:
@@ -292,9 +294,9 @@ def test_tapes_of_one_thread_run_at_the_same_time_with_memory_of_their_own(own: 
 
     meet = Kernel("test_meet", emit, declared("flag wrong", "number most"))
     flag, wrong = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    tapes = [Tape([launch(meet, 1, 1, (flag, wrong), (number, POLLS))]) for number in range(3)]
+    buffers = [CommandBuffer([launch(meet, 1, 1, (flag, wrong), (number, POLLS))]) for number in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(own.run, tape, threads) for tape, threads in zip(tapes, (2, 1, 1), strict=True)]
+        calls = [pool.submit(own.run, commands, threads) for commands, threads in zip(buffers, (2, 1, 1), strict=True)]
         for call in calls:
             call.result(PATIENCE)
     assert wrong[0] == 0
@@ -367,7 +369,7 @@ def test_a_child_forked_between_runs_has_its_own_workers(own: Workers) -> None:
 @needs_fork
 def test_a_child_forked_during_a_run_has_its_own_workers(own: Workers) -> None:
     flag, late = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    waiting = Tape([launch(AWAIT, 2, 1, (flag, late), (2, 0, POLLS))])
+    waiting = CommandBuffer([launch(AWAIT, 2, 1, (flag, late), (2, 0, POLLS))])
     meeting = Meeting(3)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(own.run, waiting, 2)

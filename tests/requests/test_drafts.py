@@ -13,7 +13,7 @@ import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.loading import assembly
-from polarlm.engine.model.rehearsal import rehearse_drafts
+from polarlm.engine.model.warm_up import warm_up_drafts
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import Batch, Drafts, PromptLookup, StepSeconds
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, summary
@@ -268,16 +268,16 @@ def test_prompt_lookup_reads_each_token_once() -> None:
     ("more", "wanted"),
     [({}, []), ({"spec_type": "ngram-simple"}, [2, 4, 8, 16]), ({"spec_type": "ngram-simple", "draft_max": 5}, [2, 4])],
 )
-def test_steps_of_drafts_are_rehearsed_where_an_engine_drafts(
+def test_steps_of_drafts_are_warmed_up_where_an_engine_drafts(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: list[int]
 ) -> None:
     """Otherwise the first drafts would wait for kernels."""
     seen: list[int] = []
     monkeypatch.setattr(
-        assembly, "rehearse_drafts", lambda model, rows: seen.append(rows) or rehearse_drafts(model, rows)
+        assembly, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows)
     )
     with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
-        assert seen == (wanted if engine._parts.model.ops.rehearsal() is not None else [])
+        assert seen == (wanted if engine._parts.model.ops.warm_up() is not None else [])
 
 
 # -- whether drafts pay -----------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
-from polarlm.engine.backends.cuda.rehearsal import FirstRow, RehearsalDevice
-from polarlm.engine.backends.ops import Load, Rehearsal, Result
+from polarlm.engine.backends.cuda.warm_up import FirstRow, WarmUpDevice
+from polarlm.engine.backends.ops import Load, Result, WarmUp
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 
@@ -135,8 +135,8 @@ class CudaOps:
     def set_aside(self, load: Load) -> None:
         self._device.set_aside(step_bytes(load, self._device))
 
-    def rehearsal(self) -> Rehearsal:
-        device = RehearsalDevice(self._device)
+    def warm_up(self) -> WarmUp:
+        device = WarmUpDevice(self._device)
         ops = CudaOps(device)
         load = ops.load
 
@@ -147,7 +147,7 @@ class CudaOps:
             return loaded
 
         ops.load = load_first_rows
-        return Rehearsal(ops, device.wait_for_all, list, ROWS_WITH_KERNELS)
+        return WarmUp(ops, device.wait_for_all, list, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)

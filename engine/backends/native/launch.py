@@ -1,4 +1,4 @@
-"""Launches of kernels, at once or recorded on a tape."""
+"""Launches of kernels, at once or recorded on a command buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.records import Record
 from polarlm.engine.jit.run.buffers import Buffers, is_leased
-from polarlm.engine.jit.run.workers import Launch, Tape, workers
+from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -50,21 +50,21 @@ class Recording:
         self.buffers = Buffers()
         self.result: Any = None
         self.offers: list[Offer] = []  # of the products since the last attention
-        self._tape: Tape | None = None
+        self._commands: CommandBuffer | None = None
         self._varying: list[tuple[int, Callable[[], int]]] = []
 
-    def tape(self, address: Callable[[Kernel], int]) -> Tape:
-        """The tape, with the present numbers of units."""
-        if self._tape is None:
+    def commands(self, address: Callable[[Kernel], int]) -> CommandBuffer:
+        """The commands, with the present numbers of units."""
+        if self._commands is None:
             calls = [
                 Launch(address(r.kernel), r.arguments.ctypes.data, r.units if isinstance(r.units, int) else 0, r.grain)
                 for r in self.launches
             ]
             self._varying = [(i, r.units) for i, r in enumerate(self.launches) if not isinstance(r.units, int)]
-            self._tape = Tape(calls)  # last: Ctrl-C may come between any two lines
+            self._commands = CommandBuffer(calls)  # last: Ctrl-C may come between any two lines
         for entry, units in self._varying:
-            self._tape.units[entry] = units()
-        return self._tape
+            self._commands.units[entry] = units()
+        return self._commands
 
 
 class Launcher:
@@ -110,7 +110,7 @@ class Launcher:
         count = units if isinstance(units, int) else units()
         if count:
             call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
-            self._workers.run(Tape([call]), self.threads)
+            self._workers.run(CommandBuffer([call]), self.threads)
 
     def offer_prefetch(self, pieces: int) -> np.ndarray:
         """Prefetch descriptor for a product with time for `pieces`; empty outside a recording.
@@ -170,4 +170,4 @@ class Launcher:
     def replay(self, recording: Recording) -> None:
         """Run the recorded launches. If no prompt is under way, the memory that prompts took is given back before."""
         self._buffers.give_back()
-        self._workers.run(recording.tape(self.library.address), self.threads)
+        self._workers.run(recording.commands(self.library.address), self.threads)

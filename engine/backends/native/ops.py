@@ -15,12 +15,12 @@ from polarlm.engine.backends.native.heads import HeadOps
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
-from polarlm.engine.backends.native.rehearsal import RehearsalLauncher
 from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
+from polarlm.engine.backends.native.warm_up import WarmUpLauncher
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.ops import Rehearsal, Result
+from polarlm.engine.backends.ops import Result, WarmUp
 from polarlm.engine.jit.run.workers import workers
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Draw, Sampled, sample_all
@@ -96,12 +96,12 @@ class NativeOps:
         self.work_bytes = plain.work_bytes
         self.set_aside = plain.set_aside
 
-    def rehearsal(self) -> Rehearsal:
-        launch = RehearsalLauncher(self._launch)
+    def warm_up(self) -> WarmUp:
+        launch = WarmUpLauncher(self._launch)
         ops = copy(self)
         ops._compose(self._plain, launch)
         ops.load = ops._matrices.load_shapes
-        return Rehearsal(ops, launch.wait, ops._notes, ())
+        return WarmUp(ops, launch.wait, ops._notes, ())
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)

@@ -100,7 +100,7 @@ class NumpyOps:
     def set_aside(self, load: Load) -> None:
         """Does nothing: memory is allocated when it is needed."""
 
-    def rehearsal(self) -> None:
+    def warm_up(self) -> None:
         """Nothing is compiled."""
 
     def kept_as(self, format: WeightFormat) -> WeightFormat:

@@ -1,4 +1,4 @@
-"""Persistent threads that run tapes: lists of kernels, one after another, each over its units.
+"""Persistent threads that run command buffers: lists of kernels, one after another, each over its units.
 
 The units of an entry are cut into ranges, one for each thread, and those of a range that no thread has taken yet are
 counted. A thread takes some by compare-and-exchange and runs the kernel on them, first of its own range, so that it
@@ -8,12 +8,13 @@ system has suspended holds up the others only by the units that it has taken, an
 where the others are.
 
 A counter of units left has the number of the run in its upper half. So a thread of an earlier run cannot take units of
-a later one, and a thread that has taken units knows that the tape exists until they are completed. (A number comes
-again after 2³¹ runs: only a thread that is suspended for exactly so many, for months, could mistake one for the other.)
+a later one, and a thread that has taken units knows that the command buffer exists until they are completed. (A number
+comes again after 2³¹ runs: only a thread that is suspended for exactly so many, for months, could mistake one for the
+other.)
 
-One tape of several threads runs at a time, those of several engines in order of arrival. A tape of one thread waits for
-no other. Workers live in compiled code (`run_tape.py`), also while they sleep: they never wait for Python's global
-lock, and never run Python while the interpreter ends.
+One command buffer of several threads runs at a time, those of several engines in order of arrival. One of a single
+thread waits for no other. Workers live in compiled code (`run_commands.py`), also while they sleep: they never wait for
+Python's global lock, and never run Python while the interpreter ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang.records import pack
 from polarlm.engine.jit.run.buffers import aligned
-from polarlm.engine.jit.run.run_tape import (
+from polarlm.engine.jit.run.run_commands import (
     MOST_ENTRIES,
     MOST_THREADS,
     RUN,
@@ -48,7 +49,7 @@ from polarlm.model_loaders.forks import renew_in_children
 SCRATCH = 1 << 20  # bytes of each thread
 
 
-class Tape:
+class CommandBuffer:
     """Launches that run one after another. units (entries,): int64, below 2³¹; they may be changed between runs."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -89,7 +90,7 @@ class Workers:
         self._is_refused = False
 
     def start(self, threads: int) -> int:
-        """Start the workers of a tape that runs on `threads` threads; returns how many threads there are for it.
+        """Start the workers for `threads` threads; returns how many threads there are.
 
         These are fewer if the system refuses to start as many, which is not tried again.
         """
@@ -109,15 +110,15 @@ class Workers:
         """The life of a worker, which keeps what its compiled code uses, to the end of the process."""
         self._serve(arguments.ctypes.data, 0, 0, scratch.ctypes.data)
 
-    def run(self, tape: Tape, threads: int) -> None:
-        """Run all launches of the tape in order, each on up to `threads` threads. Several threads may call this."""
+    def run(self, commands: CommandBuffer, threads: int) -> None:
+        """Run all launches in order, each on up to `threads` threads. Several threads may call this."""
         if threads == 1:
-            self._run_alone(tape.alone, 0, 0, self._scratch_of_caller())
+            self._run_alone(commands.alone, 0, 0, self._scratch_of_caller())
             return
         if self._number < threads - 1:
             self.start(threads)
         state, scratch = self._addresses
-        run = Run(state=state, table=tape.address, count=len(tape.units), threads=threads)
+        run = Run(state=state, table=commands.address, count=len(commands.units), threads=threads)
         self._run(pack(run), 0, 0, scratch)
 
     def _scratch_of_caller(self) -> int:

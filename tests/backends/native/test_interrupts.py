@@ -1,4 +1,4 @@
-"""Ctrl-C in a step: the tape that runs is completed, and what comes afterwards is right."""
+"""Ctrl-C in a step: the command buffer that runs is completed, and what comes afterwards is right."""
 
 from __future__ import annotations
 

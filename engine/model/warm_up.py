@@ -16,7 +16,7 @@ _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
-    """The store for `rehearse`, and then `rehearse_rows` with at most `most_rows` rows."""
+    """The store for `warm_up`, and then `warm_up_rows` with at most `most_rows` rows."""
     return plan_for_tokens(shape, 2 * _ROWS + 1 + _many_rows(shape) + 1 + most_rows, 1 + most_rows)
 
 
@@ -25,10 +25,10 @@ def _many_rows(shape: CacheShape) -> int:
     return max(2 * shape.block_size, _MANY_ROWS)
 
 
-def rehearse(model: Transformer) -> None:
+def warm_up(model: Transformer) -> None:
     """Run a first prompt and a step, then a prompt that completes blocks and one that reads them.
 
-    This is the order in which most conversations need the kernels. model: of the ops of a `Rehearsal`.
+    This is the order in which most conversations need the kernels. model: of the ops of a `WarmUp`.
     """
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
@@ -39,7 +39,7 @@ def rehearse(model: Transformer) -> None:
     _prompt(model, sequence, _ROWS)
 
 
-def rehearse_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
+def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
     """Run a prompt of `rows` rows, and with `in_steps` a step of as many sequences before it."""
     sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]
     if in_steps:
@@ -51,7 +51,7 @@ def rehearse_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
         model.store.release(sequence)
 
 
-def rehearse_drafts(model: Transformer, rows: int) -> None:
+def warm_up_drafts(model: Transformer, rows: int) -> None:
     """Run a step of one sequence with as many rows, for drafted tokens."""
     sequence = model.store.new_sequence()
     rows = min(rows, model.store.rows_of_block(sequence))

@@ -222,14 +222,14 @@ def test_a_batch_goes_row_by_row_where_its_kernels_cannot_be_compiled(
     assert threads.why.endswith("; products of several rows one after the other, for want of one")
 
 
-def test_a_rehearsal_writes_to_no_slot() -> None:
+def test_a_warm_up_writes_to_no_slot() -> None:
     """Zeros that are not written take no memory; copies of them would."""
     ops = NativeOps(1)
     f16 = codecs.get("f16")
     format = CacheFormat(f16, f16, None, None, mean_bits=0, block_size=4, kv_heads=2, head_dim=8)
     cache = ops.cache(format, 2, 2)
     source = np.ones((2, 4, 8), np.float32), np.ones((2, 4, 8), np.float32)
-    ops.rehearsal().ops.copy_full(cache, Place(None, 1), Place(source, 0), 4)
+    ops.warm_up().ops.copy_full(cache, Place(None, 1), Place(source, 0), 4)
     assert not cache.full_k.any()
     ops.copy_full(cache, Place(None, 1), Place(source, 0), 4)
     assert cache.full_k[1].all()

@@ -14,7 +14,7 @@ from polarlm.engine.weight_formats import StoredMatrix, WeightFormat
 
 
 class Blank:
-    """An array of a rehearsal: what it would be, without its memory. What is written to it is lost."""
+    """An array of a warm-up: what it would be, without its memory. What is written to it is lost."""
 
     def __init__(self, like: np.ndarray) -> None:
         """like: of the same shape, strides and dtype. Nothing reads or writes its elements."""
@@ -38,7 +38,7 @@ class Blank:
         return Blank(self._like.view(dtype))
 
 
-class RehearsalDevice:
+class WarmUpDevice:
     """See `engine.backends.cuda.device.Device`. It expects the texts of its launches of `device`."""
 
     def __init__(self, device: Device) -> None:

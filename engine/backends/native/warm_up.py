@@ -12,7 +12,7 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.records import Record
 
 
-class RehearsalLauncher(Launcher):
+class WarmUpLauncher(Launcher):
     """Asks the library for kernels instead of running them, in the order of the launches. Results are zeros.
 
     An op without a kernel does not run either; its name goes to `in_numpy` of the launcher that will run.

@@ -1,8 +1,8 @@
-"""The compiled code that runs a tape, and that each worker serves with; `engine.jit.run.workers` explains it.
+"""The compiled code that runs a command buffer, and that each worker serves with; `engine.jit.run.workers` explains it.
 
 Everything that threads share is one piece of memory, the state: a head of the fields below, a mutex and two condition
-variables of the system, and a slot for each entry of the tape. No Python runs between the start of a tape and its end,
-so an exception in Python, such as that of Ctrl-C, finds a tape either not begun or completed.
+variables of the system, and a slot for each entry of the command buffer. No Python runs between the start of a command
+buffer and its end, so an exception in Python, such as that of Ctrl-C, finds it either not begun or completed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I64, POINTER, Value
 
-MOST_ENTRIES = 1 << 13  # of a tape
+MOST_ENTRIES = 1 << 13  # of a command buffer
 
 # Places in the state, in bytes. What is polled, what is changed under the mutex, and what never changes lie in
 # different cache lines.
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The state of the threads, the launches of a tape, and how many threads run them."""
+    """The state of the threads, the launches of a command buffer, and how many threads run them."""
 
     state: Pointer
     table: Pointer
@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 class RunAlone(NamedTuple):
-    """The launches of a tape."""
+    """The launches of a command buffer."""
 
     table: Pointer
     count: Int64
@@ -145,7 +145,7 @@ class _State:
 
 
 def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
-    """Run a tape on the calling thread and on up to threads - 1 workers, after the callers that came before."""
+    """Run a command buffer on the calling thread and on up to threads - 1 workers, after earlier callers."""
     state = _State(e, args.state)
     state.lock()
     turn = state.load(_NEXT)
@@ -189,7 +189,7 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
 
 
 def _emit_run_alone(e: Emitter, args: RunAlone, begin: Value, end: Value, scratch: Value) -> None:
-    """Run a tape on the calling thread alone, whatever others run."""
+    """Run a command buffer on the calling thread alone, whatever others run."""
     with e.loop(0, args.count) as entry:
         launch = records.read(e, Launch, args.table, entry)
         with e.when(launch.units > 0):

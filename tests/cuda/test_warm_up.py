@@ -17,7 +17,7 @@ from tqdm import tqdm
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.rehearsal import Blank, FirstRow, RehearsalDevice
+from polarlm.engine.backends.cuda.warm_up import Blank, FirstRow, WarmUpDevice
 from polarlm.engine.loading import assembly
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
@@ -126,7 +126,7 @@ def test_the_first_prompt_and_steps_are_waited_for_and_steps_of_batches_are_expe
 
 
 def test_there_are_no_kernels_for_numbers_of_rows_between(tiny_path: Path) -> None:
-    """Steps of every number of rows launch texts of the next greater one that is rehearsed."""
+    """Steps of every number of rows launch texts of the next greater one that is warmed up."""
     device = Watched()
     device.computes = False
     for out, width, format in ((512, 256, "f16"), (4096, 512, "bf16"), (512, 256, "q4_k"), (16384, 512, "q6_k")):
@@ -199,13 +199,13 @@ def test_a_bar_shows_the_kernels_that_are_waited_for(tiny_path: Path, monkeypatc
     assert compiling.settings["delay"] == 1
 
 
-# -- the device of a rehearsal -------------------------------------------------------------------------------------
+# -- the device of a warm-up -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 16)])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 def test_its_arrays_are_like_numpys(shape: tuple[int, ...], dtype: type) -> None:
-    blank, real = RehearsalDevice(EmulatedDevice()).empty(shape, dtype), np.empty(shape, dtype)
+    blank, real = WarmUpDevice(EmulatedDevice()).empty(shape, dtype), np.empty(shape, dtype)
     views: list[tuple[Any, Any]] = [(blank, real), (blank.reshape(-1), real.reshape(-1))]
     if len(shape) > 1:
         views += [(x[1:, :2], y[1:, :2]) for x, y in views[:1]]
@@ -219,7 +219,7 @@ def test_its_arrays_are_like_numpys(shape: tuple[int, ...], dtype: type) -> None
 
 
 def test_its_arrays_take_no_memory_and_cannot_be_read() -> None:
-    device = RehearsalDevice(EmulatedDevice())
+    device = WarmUpDevice(EmulatedDevice())
     x = device.empty((1 << 20, 1 << 30), np.float32)
     x[:, :5] = 3  # lost
     assert device.to_host(x[:2, :3]).tolist() == [[0.0] * 3] * 2
