@@ -27,7 +27,7 @@ from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import sessions
-from polarlm.engine.storage.sessions import Place, Progress, Session
+from polarlm.engine.storage.sessions import Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 Chunks = Generator[Chunk, None, None]
@@ -157,7 +157,7 @@ class Engine:
 
     def save_session(
         self,
-        path: Place,
+        path: SessionPath,
         *,
         prompt: Prompt | None = None,
         options: Options = None,
@@ -186,7 +186,7 @@ class Engine:
         sessions.write(path, self._identity, session, saved, salt, progress)
         return saved.length
 
-    def load_session(self, path: Place, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
+    def load_session(self, path: SessionPath, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
         """Load a saved session into the prefix cache, so that prompts that begin with its ids reuse its K/V.
 
         cache_salt: that of the prompts that may reuse it, as when it was saved. progress: called with the bytes read

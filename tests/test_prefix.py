@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
-from polarlm.engine.backends.kv import Place
+from polarlm.engine.backends.kv import KVLocation
 from polarlm.engine.outputs import fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
@@ -236,7 +236,7 @@ def test_damaged_sequences_are_not_found_again(tiny: Engine, place: str) -> None
         cache.mean["mean"][:, table.quantized] = np.nan
     else:
         slot = table.sink if place == "sink" else table.current
-        cache.full(Place(None, slot))[1][:] = np.nan
+        cache.full(KVLocation(None, slot))[1][:] = np.nan
     tiny._prefixes.release(kv, past)
     prompt = [*past[:42], 7]
     with pytest.raises(EngineError, match="not finite"):

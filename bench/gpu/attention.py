@@ -17,7 +17,7 @@ from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.state.plan import format_bytes
@@ -140,4 +140,4 @@ def measure_encoding(
 
 
 def _encode(ops: CudaOps, cache: Any, count: int) -> None:
-    ops.encode_blocks([FilledBlocks([cache], list(range(count)), [Place(None, i) for i in range(count)])])
+    ops.encode_blocks([FilledBlocks([cache], list(range(count)), [KVLocation(None, i) for i in range(count)])])

@@ -15,7 +15,7 @@ import numpy as np
 from polarlm.bench.gpu.setup import Clock
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.kv import FilledBlocks, Place, SpanView
+from polarlm.engine.backends.kv import FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.quantization.conditioning import read_mean
 
@@ -42,11 +42,11 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
     """Fill the quantized and the full-precision pools of one layer's cache with `content`."""
     n, rows = cache.format.block_size, len(content.k)
     buffer, quantized, blocks = ops.buffer(cache.format, rows), len(cache.keys.quantized), rows // n
-    span = SpanView(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
+    span = SpanView(slice(0, rows), 0, KVLocation(buffer, 0), 0, None, (), n)
     ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
     if quantized:
         numbers = range(min(blocks, quantized))
-        ops.encode_blocks([FilledBlocks([cache], numbers, [Place(buffer, i) for i in numbers])])
+        ops.encode_blocks([FilledBlocks([cache], numbers, [KVLocation(buffer, i) for i in numbers])])
     for pool in (cache.keys.quantized, cache.values.quantized):
         _repeat(clock, pool, min(blocks, quantized))
     for pool, source in zip(cache.full, buffer, strict=True):
@@ -77,7 +77,7 @@ class StoredSequence:
         newest = self.context - 1
         start = newest // block_size * block_size
         return SpanView(
-            slice(row, row + 1), newest, Place(None, self.current), start, self.sink, self.quantized, block_size
+            slice(row, row + 1), newest, KVLocation(None, self.current), start, self.sink, self.quantized, block_size
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.kernel_source import can_read
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.sampling.sample import Draw, resolve
 from polarlm.engine.weight_formats import Linear, Matrix, available, get
@@ -222,7 +222,7 @@ def step_parts(
     start = newest // BLOCK_SIZE * BLOCK_SIZE
     ids_of_blocks = [0] * (start // BLOCK_SIZE - 1)
     views = [
-        SpanView(slice(row, row + 1), newest, Place(None, 1), start, 0, ids_of_blocks, BLOCK_SIZE)
+        SpanView(slice(row, row + 1), newest, KVLocation(None, 1), start, 0, ids_of_blocks, BLOCK_SIZE)
         for row in range(batch)
     ]  # fmt: skip
     spans = ops.spans(views, BLOCK_SIZE)

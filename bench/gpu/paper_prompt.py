@@ -6,7 +6,7 @@ import numpy as np
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.paper import BLOCK_SIZE, Notes, PaperDevice, Part, cache_format, head_transform
-from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.model_loaders.config import ModelConfig
 
 
@@ -33,7 +33,7 @@ def prompt_parts(
     cache, buffer = ops.cache(shape, 1, 2), ops.buffer(shape, tokens)
     (transform,) = ops.prepare([head_transform(config, cache_type)])
     spans = [
-        ops.spans([SpanView(slice(0, rows), first, Place(buffer, 0), 0, None, (), 0)], BLOCK_SIZE)
+        ops.spans([SpanView(slice(0, rows), first, KVLocation(buffer, 0), 0, None, (), 0)], BLOCK_SIZE)
         for first in range(0, tokens, rows)
     ]
     rope = np.zeros((rows, dim // 2), np.float32), np.zeros((rows, dim // 2), np.float32)

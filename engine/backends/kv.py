@@ -36,7 +36,7 @@ class CacheFormat:
     head_dim: int
 
 
-class Place(NamedTuple):
+class KVLocation(NamedTuple):
     """Where N tokens lie in full precision: in a block of `buffer`, or in a slot of the layer's cache."""
 
     buffer: Buffer | None  # None: a slot
@@ -48,7 +48,7 @@ class FilledBlocks(NamedTuple):
 
     caches: Sequence[Cache]
     blocks: Sequence[int]
-    sources: Sequence[Place]  # either full-precision slots, or consecutive blocks in the buffer of one cache
+    sources: Sequence[KVLocation]  # either full-precision slots, or consecutive blocks in the buffer of one cache
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SpanView:
 
     rows: slice  # rows of q, k, v that belong to this sequence, in order of position
     position: int  # of the first of these rows
-    current: Place  # first block of `current`: block 0 of a buffer, or the slot of a step's current block
+    current: KVLocation  # first block of `current`: block 0 of a buffer, or the slot of a step's current block
     current_start: int  # position of its first token
     sink: int | None  # full-precision slot of the first block (attention sink); None before it is complete
     table: Sequence[int]  # block table: ids of the quantized blocks

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from polarlm.engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
+from polarlm.engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Draw, Fetch, Sampled
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
@@ -274,10 +274,10 @@ class Ops(Protocol):
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         """Encode blocks; keys are centred first. CUDA: encode_blocks, once for each pair of codecs among all caches."""
 
-    def copy_full(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
+    def copy_full(self, cache: Cache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         """Copy the first `tokens` ≤ N tokens of `source` to `target`."""
 
-    def round_trip(self, cache: Cache, place: Place, tokens: int) -> None:
+    def round_trip(self, cache: Cache, place: KVLocation, tokens: int) -> None:
         """Replace the first `tokens` ≤ N of a place by what a block of them, filled up with their mean, decodes to."""
 
     # -- from the KV store to the host, and back -----------------------------------------------------------------

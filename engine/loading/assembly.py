@@ -44,7 +44,7 @@ from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, Metrics
 from polarlm.engine.storage.tiers.opening import check_settings, open_places
-from polarlm.engine.storage.tiers.places import Place
+from polarlm.engine.storage.tiers.places import TierStore
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 
@@ -60,7 +60,7 @@ class Parts:
     source: model_loaders.Model
     plan: StorePlan
     model: Transformer
-    places: Sequence[Place] = ()  # of tiers
+    places: Sequence[TierStore] = ()  # of tiers
     draft: Parts | None = None  # of the draft model
 
     @property

@@ -23,7 +23,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
 from polarlm.engine.state.store import SequenceKV, Span
-from polarlm.engine.storage.tiers.found import Found, cached_from
+from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
@@ -89,7 +89,7 @@ class Request:
     kv: SequenceKV | None = None
     prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before the prefix is matched
-    found: Found | None = None  # the part of the prompt that tiers have and the store lacked
+    found: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     clock: Clock = field(default_factory=Clock)
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
 

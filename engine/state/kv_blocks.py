@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.kv import Cache, FilledBlocks, Place, SpanView
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops, Spans
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
@@ -65,9 +65,9 @@ class KVBlocks(TableGroup):
         n, first = self.block_size, start // self.block_size
         if growth.buffer is None:
             slot, *following = growth.slots.values()
-            current = Place(None, slot)
+            current = KVLocation(None, slot)
         else:
-            current, following = Place(growth.buffer, 0), []
+            current, following = KVLocation(growth.buffer, 0), []
         return SpanView(
             rows=rows,
             position=position,
@@ -87,7 +87,9 @@ class KVBlocks(TableGroup):
         filled = start % self.block_size
         if growth.buffer is not None and filled:
             assert table.current is not None
-            self._ops.copy_full(self._caches[layer], Place(growth.buffer, 0), Place(None, table.current), filled)
+            self._ops.copy_full(
+                self._caches[layer], KVLocation(growth.buffer, 0), KVLocation(None, table.current), filled
+            )
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Encode the complete blocks in a prompt's buffer and copy the rest to slots."""
@@ -96,30 +98,30 @@ class KVBlocks(TableGroup):
         n, cache, buffer = self.block_size, self._caches[layer], growth.buffer
         base = start // n  # number of the buffer's first block
         if growth.quantized:
-            sources = [Place(buffer, number - base) for number in growth.quantized]
+            sources = [KVLocation(buffer, number - base) for number in growth.quantized]
             encode(self._ops, [FilledBlocks([cache], list(growth.quantized.values()), sources)])
         for number, slot in growth.slots.items():
             tokens = min(n, start + count - number * n)
-            self._ops.copy_full(cache, Place(None, slot), Place(buffer, number - base), tokens)
+            self._ops.copy_full(cache, KVLocation(None, slot), KVLocation(buffer, number - base), tokens)
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """The first block of a sequence is never encoded and stays as it is."""
         if start >= self.block_size:
             with _damage_as_error():
                 tokens = start % self.block_size + count
-                self._ops.round_trip(self._caches[layer], Place(growth.buffer, 0), tokens)
+                self._ops.round_trip(self._caches[layer], KVLocation(growth.buffer, 0), tokens)
 
     def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> FilledBlocks | None:
         """The blocks that steps have filled, for `encode`; each growth with the tokens that its sequence will have."""
         pairs = [pair for growth, length in growths for pair in self.filled(growth, length)]
         if not pairs:
             return None
-        blocks, sources = [block for block, _ in pairs], [Place(None, slot) for _, slot in pairs]
+        blocks, sources = [block for block, _ in pairs], [KVLocation(None, slot) for _, slot in pairs]
         return FilledBlocks([self._caches[layer] for layer in self.layers], blocks, sources)
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for cache in self._caches.values():
-            self._ops.copy_full(cache, Place(None, target), Place(None, source), tokens)
+            self._ops.copy_full(cache, KVLocation(None, target), KVLocation(None, source), tokens)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 

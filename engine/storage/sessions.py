@@ -50,7 +50,7 @@ _DIFFERENCES = {
     "of this program saved it",
 }
 
-Place = str | PathLike[str]
+SessionPath = str | PathLike[str]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
@@ -93,7 +93,7 @@ def check_types(shape: CacheShape) -> None:
 
 
 def write(
-    path: Place, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
+    path: SessionPath, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
 ) -> None:
     """Write a session to `path`, in place of an earlier one, which is unchanged after an EngineError. Other files are
     not replaced, but for empty ones.
@@ -131,7 +131,7 @@ def write(
         checked_file.write(file, header, arrays, _counting(progress, total))
 
 
-def is_session(path: Place) -> bool:
+def is_session(path: SessionPath) -> bool:
     """Whether `path` is a file that `write` has written, as its header says: a damaged one may be none."""
     try:
         return os.path.isfile(path) and checked_file.read_header(Path(path)).get("format") == _FORMAT
@@ -140,7 +140,7 @@ def is_session(path: Place) -> bool:
 
 
 def read(
-    path: Place,
+    path: SessionPath,
     own: Mapping[str, str],
     shape: CacheShape,
     vocabulary: range,
@@ -189,7 +189,7 @@ def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: st
         prefixes.release(kv, ids)
 
 
-def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
+def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
     """The sequence of a snapshot, restored in the store. path: for the sentence of an error."""
     try:
         return restore(store, saved)
@@ -243,7 +243,7 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
     return key, tuple(ids)
 
 
-def _check_settings(path: Place, header: Mapping[str, str], own: Mapping[str, str]) -> None:
+def _check_settings(path: SessionPath, header: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raises EngineError for a file of another version, or of an engine with other settings."""
     if (header["version"], header["stored_as"] in (transfer.FIELDS, transfer.RECORDS)) != (_VERSION, True):
         raise _error(
@@ -263,7 +263,7 @@ def _salt_hash(salt: str, ids: Sequence[int]) -> str:
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=key, person=b"polarlm session").hexdigest()
 
 
-def _check_salt(path: Place, there: str, salt: str, session: Session) -> None:
+def _check_salt(path: SessionPath, there: str, salt: str, session: Session) -> None:
     """Raises EngineError unless a session, in whose header stands `there`, was saved with this salt."""
     if not there and salt:
         raise _error(f"The session {path} was saved without a cache_salt: load it without one")
@@ -271,7 +271,7 @@ def _check_salt(path: Place, there: str, salt: str, session: Session) -> None:
         raise _error(f"The session {path} was saved with a cache_salt, which is not this one: load it with that one")
 
 
-def _check_file(file: Path, path: Place) -> None:
+def _check_file(file: Path, path: SessionPath) -> None:
     """Raises OSError if there is no file, EngineError for a folder, a pipe or a device."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise EngineError(f"{path} is a folder, or not a regular file: give the name of a file", "storage")
@@ -311,7 +311,7 @@ def _sentences(what: str, advice: str) -> Iterator[None]:
         raise EngineError(f"{what}: {reason}; {advice}", "storage") from None
 
 
-def _damaged(path: Place) -> str:
+def _damaged(path: SessionPath) -> str:
     return f"The session {path} is damaged: load another copy of it"
 
 

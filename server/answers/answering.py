@@ -16,7 +16,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.answer_parser import AnswerParser
 from polarlm.server.answers.call_grammar import functions_of, grammar
 from polarlm.server.answers.pieces import Answer, Piece, Progress, fold
-from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.running.driver import Driver
 
 
@@ -34,7 +34,7 @@ class _Answering:
     plan: _Plan
     ticket: Ticket
 
-    def __init__(self, engine: Engine, asked: Asked, index: int) -> None:
+    def __init__(self, engine: Engine, asked: ParsedRequest, index: int) -> None:
         self._engine, self._asked, self._index = engine, asked, index
 
     def submit(self, prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
@@ -51,7 +51,7 @@ class _Answering:
         return self.ticket
 
 
-async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator[Piece, None]:
+async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncGenerator[Piece, None]:
     """Answer `index` of a request, piece by piece. Closing the generator cancels it; errors are those of the driver."""
     under_way = _Answering(driver.engine, asked, index)
     stream = driver.stream(
@@ -90,7 +90,7 @@ def _numbered(params: SamplingParams, index: int) -> SamplingParams:
 # -- before ------------------------------------------------------------------------------------------------------------
 
 
-def _plan(engine: Engine, asked: Asked, params: SamplingParams) -> _Plan:
+def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:
     """How the answer is generated and parsed. Raises EngineError."""
     if not is_chat(asked.prompt):
         return _Plan(params)

@@ -20,7 +20,7 @@ from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.refused import Refused
@@ -65,7 +65,7 @@ class Endpoint(Protocol):
     def framing(self) -> Framing:
         """How the events of a streamed answer follow each other."""
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request in the body of an HTTP request. Raises BadRequest."""
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
@@ -99,10 +99,10 @@ class Generation:
             return warn(EventStream(first, events, self._endpoint.framing), warnings)
         return warn(await while_there(request.receive, self._whole(asked, writer)), warnings)
 
-    def _pieces(self, asked: Asked) -> Pieces:
+    def _pieces(self, asked: ParsedRequest) -> Pieces:
         return merged([answer(self._driver, one, index) for one in asked.each() for index in range(asked.n)])
 
-    async def _whole(self, asked: Asked, writer: Writer) -> Response:
+    async def _whole(self, asked: ParsedRequest, writer: Writer) -> Response:
         given: list[list[Piece]] = [[] for _ in range(asked.answers)]
         async with aclosing(self._pieces(asked)) as pieces:
             async for index, piece in pieces:
@@ -110,7 +110,7 @@ class Generation:
         # In a thread, since an answer may be long.
         return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in given])))
 
-    async def _events(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
+    async def _events(self, asked: ParsedRequest, writer: Writer) -> AsyncGenerator[Event, None]:
         """The events of a streamed response. An error before the first one is raised; a later one is the last event."""
         begun: set[int] = set()
         sent = False

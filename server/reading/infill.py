@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
 
 _NAMES = (
@@ -81,7 +81,7 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
     return None
 
 
-def infilled(field: str, asked: Asked, infill: Infill | None, prompts: list[Mixed]) -> Asked:
+def infilled(field: str, asked: ParsedRequest, infill: Infill | None, prompts: list[Mixed]) -> ParsedRequest:
     """`asked` for these prompts, whose texts are the client's and hold no control tokens.
 
     Raises BadRequest, which names `field`, for a model without the tokens.

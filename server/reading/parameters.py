@@ -22,7 +22,7 @@ MAX_ANSWERS = 16  # n
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request that has been read and validated."""
 
     prompt: Prompt  # messages have "role" and "content" alone, both text
@@ -42,7 +42,7 @@ class Asked:
         """The number of answers: `n` to the first prompt, then `n` to the next one."""
         return self.n * (1 + len(self.more_prompts))
 
-    def each(self) -> list[Asked]:
+    def each(self) -> list[ParsedRequest]:
         """A request for each prompt."""
         return [replace(self, prompt=prompt, more_prompts=()) for prompt in (self.prompt, *self.more_prompts)]
 
@@ -54,7 +54,7 @@ def read(
     *,
     switched_logprobs: bool = False,
     parse_special: bool = True,
-) -> Asked:
+) -> ParsedRequest:
     """The request in a JSON object: a prompt under one of the names in `takes`, and parameters.
 
     tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are
@@ -81,7 +81,7 @@ def read(
     prompt = read_prompt(body, takes)
     continues = read_continues(body, prompt)
     options = read_options(body, parse_special=parse_special, tools=tools)
-    return Asked(
+    return ParsedRequest(
         prompt=prompt,
         options=replace(options, continue_final_message=continues),
         params=params,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from polarlm.engine import EngineError
-from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
 from polarlm.server.reading.values import BadRequest, read_json
 from polarlm.server.running import journal
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
             _LOG.exception("a request of the socket ended with an unexpected error")
             self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
 
-    async def _answer(self, request_id: Id, asked: Asked) -> dict[str, Any]:
+    async def _answer(self, request_id: Id, asked: ParsedRequest) -> dict[str, Any]:
         async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options)) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import FilledBlocks, Place
+from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.transfer import as_fields
@@ -115,14 +115,14 @@ def blocks_of(store: KVStore, together: bool) -> list[dict[str, np.ndarray]]:
             k, v = (rng.standard_normal((2, KV_HEADS, N, D)) + 0.5).astype(np.float16)
             store.ops.write_full(cache, slot, k, v)
     if together:
-        sources = [Place(None, slot) for slot in slots]
+        sources = [KVLocation(None, slot) for slot in slots]
         most = FilledBlocks(caches[:3], blocks, sources)
         store.ops.encode_blocks([most, FilledBlocks(caches[3:], blocks[:2], sources[:2])])
         store.ops.encode_blocks([FilledBlocks(caches[3:], blocks[2:], sources[2:])])
     else:
         for cache in caches:
             for block, slot in zip(blocks, slots, strict=True):
-                store.ops.encode_blocks([FilledBlocks([cache], [block], [Place(None, slot)])])
+                store.ops.encode_blocks([FilledBlocks([cache], [block], [KVLocation(None, slot)])])
     return [store.ops.read_blocks(cache, blocks) for cache in caches]
 
 

@@ -23,7 +23,7 @@ from polarlm.bench.gpu.setup import CupyClock, Sizes
 from polarlm.engine import Engine, EngineError, SamplingParams, codecs
 from polarlm.engine.backends.cuda.cache import HostTable
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -193,7 +193,7 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     of = StoredSequence(complete * n, 0, rng.permutation(complete - 1).tolist(), 0)
     buffer = ops.buffer(cache.format, new)
     start = complete * n
-    span = SpanView(slice(0, new), start, Place(buffer, 0), start, of.sink, of.quantized, n)
+    span = SpanView(slice(0, new), start, KVLocation(buffer, 0), start, of.sink, of.quantized, n)
     spans = ops.spans([span], n)
     k, v = (rng.standard_normal((new, config.attention.kv_heads, config.attention.head_dim), np.float32) for _ in "kv")
     queries = rng.standard_normal((new, config.attention.heads, config.attention.head_dim), np.float32)

@@ -14,7 +14,7 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
@@ -439,7 +439,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_only(ops: CudaOps,
 def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
     format = store_of(ops, ("f16", "f16"), (None,)).cache(0).format
     other = ops.cache(replace(format, block_size=2 * N), 1, 2)
-    span = SpanView(slice(0, 1), 5 * N, Place(None, 0), 4 * N, 1, [0], 2 * N)
+    span = SpanView(slice(0, 1), 5 * N, KVLocation(None, 0), 4 * N, 1, [0], 2 * N)
     assert ops.spans([span], other.format.block_size).header(0) == (0, 1, 5 * N, 1, 1, 1, 0, 2, 1)
     assert ops.spans([span], format.block_size).header(0) == (0, 1, 5 * N, 1, 2, 1, 0, 4, 1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Engine
-from polarlm.engine.backends.kv import HeadTransform, Place
+from polarlm.engine.backends.kv import HeadTransform, KVLocation
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.magnitudes import Variances, scale, variances
 from polarlm.engine.model.rope import pair_frequencies
@@ -82,7 +82,7 @@ def test_estimates_for_a_real_model_are_within_a_factor_of_three() -> None:
     model = bare_model(config, weights, block_size=128)
     prefill_logits(model, ids)
     for index, estimated in enumerate(variances(OPS, config, weights)):
-        k, v = model.store.cache(index).full(Place(None, 0))
+        k, v = model.store.cache(index).full(KVLocation(None, 0))
         for side, variance in zip((k[:, 16:127], v[:, 16:127]), estimated, strict=True):
             ratio = np.sqrt(variance.mean(axis=1) / np.square(side).mean(axis=(1, 2)))
             assert (ratio < 3).all()

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from polarlm.engine.storage.tiers import places
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
-from polarlm.engine.storage.tiers.places import Folder, Place
+from polarlm.engine.storage.tiers.places import Folder, TierStore
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name
@@ -27,16 +27,16 @@ from tests.tiers.killed_writer import name
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def put(place: Place, number: int, size: int = 100) -> None:
+def put(place: TierStore, number: int, size: int = 100) -> None:
     place.write(name(number), b"head", memoryview(bytes([number % 256]) * (size - 4)))
 
 
 @pytest.fixture(params=["ram", "disk"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> TierStore:
     return Memory(1000) if request.param == "ram" else Folder(tmp_path / "folder", 1000 + 16)  # of its counts
 
 
-def test_what_was_written_is_read(place: Place) -> None:
+def test_what_was_written_is_read(place: TierStore) -> None:
     assert place.read(name(1)) is None
     put(place, 1)
     assert bytes(place.read(name(1)) or b"") == b"head" + bytes([1]) * 96
@@ -46,7 +46,7 @@ def test_what_was_written_is_read(place: Place) -> None:
     assert not place.has(name(1))
 
 
-def test_a_full_place_forgets_what_was_used_longest_ago(place: Place) -> None:
+def test_a_full_place_forgets_what_was_used_longest_ago(place: TierStore) -> None:
     for number in range(10):
         put(place, number)
         time.sleep(0.002)  # times of modification differ
@@ -59,7 +59,7 @@ def test_a_full_place_forgets_what_was_used_longest_ago(place: Place) -> None:
     assert len(kept) <= 10
 
 
-def test_of_the_names_that_were_used_the_first_stays_longest(place: Place) -> None:
+def test_of_the_names_that_were_used_the_first_stays_longest(place: TierStore) -> None:
     for number in range(9):
         put(place, number)
     place.used([name(number) for number in range(9)])
@@ -70,7 +70,7 @@ def test_of_the_names_that_were_used_the_first_stays_longest(place: Place) -> No
     assert 0 < len(kept) < 9
 
 
-def test_an_object_larger_than_the_place_is_not_kept(place: Place) -> None:
+def test_an_object_larger_than_the_place_is_not_kept(place: TierStore) -> None:
     put(place, 1)
     put(place, 2, size=1001)
     assert not place.has(name(2))
@@ -233,7 +233,7 @@ def test_the_limit_holds_at_every_moment_with_many_writers(tmp_path: Path) -> No
     assert bytes_in(tmp_path) <= size
 
 
-def test_what_a_place_holds_is_counted(place: Place) -> None:
+def test_what_a_place_holds_is_counted(place: TierStore) -> None:
     assert place.held == (0, 0)
     for number in range(4):
         put(place, number)

@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import BlockStored
-from polarlm.engine.storage.tiers.found import Budget
-from polarlm.engine.storage.tiers.guarded import Guarded
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.objects import Payloads
+from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.engine.storage.tiers.writing import Writer
 from tests.state.fed import N, assert_held_by, held, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
@@ -48,8 +48,8 @@ class Kept(CachedStore):
         names = Names(b"root", b"weights")
         self.place, payloads = Memory(size), Payloads(self.store.shape)
         self.names = names
-        self.lookup = Lookup(self.store, self.prefixes, payloads, [Guarded(self.place)], Budget())
-        self.writer = AtOnce(self.store, self.prefixes, payloads, [Guarded(self.place)], lambda: names, NoLock())
+        self.lookup = Lookup(self.store, self.prefixes, payloads, [CircuitBreaker(self.place)], Budget())
+        self.writer = AtOnce(self.store, self.prefixes, payloads, [CircuitBreaker(self.place)], lambda: names, NoLock())
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""

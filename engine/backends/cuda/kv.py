@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.device import Addresses, Array, Device
 from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.codecs import Codec
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
@@ -138,13 +138,13 @@ class CacheOps:
         self._heads.launch("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)
         return q
 
-    def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+    def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         pools = (*cache.pools(target.buffer), *cache.pools(source.buffer))
         sizes = (target.block, source.block, tokens, cache.format.kv_heads)
         grid = (cache.format.kv_heads, 2)
         self._launch("copy_full", grid, LaunchConfig({}, _COPY_THREADS), *pools, *sizes, layouts=cache.full_layouts)
 
-    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+    def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         """Encoded and decoded on the host: only `Engine.score` with every token coded uses it."""
         format, layouts = cache.format, cache.full_layouts
         pools, full = cache.pools(place.buffer), []
@@ -156,7 +156,7 @@ class CacheOps:
         halves[0, :, :tokens] = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
         halves[1, :, :tokens] = read_back(format.codec_v, v, format.metric_v, format.block_size)
         quantized = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
-        self.copy_full(cache, place, Place(Buffer(*quantized), 0), tokens)
+        self.copy_full(cache, place, KVLocation(Buffer(*quantized), 0), tokens)
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         alike: dict[tuple[Layouts, int], list[tuple[LayerCache, Buffer, np.ndarray]]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.codecs._polar import PolarTiles
 from polarlm.engine.backends.native.codecs._tables import TableKeys, TableValues
@@ -60,22 +60,26 @@ class EncodingOps:
                 }
                 self._run(kernel, layers, sources, side, places)
 
-    def _encode_by_fields(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
+    def _encode_by_fields(
+        self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[KVLocation]
+    ) -> None:
         """Encode by kernels where there are any, and write the fields in NumPy."""
         (k, mean), (v, _) = (self._to_fields(layers, sources, side) for side in (0, 1))
         store_fields(layers, blocks, k, mean, v)
 
-    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+    def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         format, full = cache.format, cache.full(place)
         with np.errstate(invalid="ignore", over="ignore"):  # kernels look for what is not finite
             blocks = [fill_up(side[:, :tokens].astype(np.float32), format.block_size) for side in full]
         k, v = (
-            decode_centred(codec, *self._to_fields([cache], [Place(blocks, 0)], side))[:, 0, :tokens]
+            decode_centred(codec, *self._to_fields([cache], [KVLocation(blocks, 0)], side))[:, 0, :tokens]
             for side, codec in enumerate((format.codec_k, format.codec_v))
         )
         cache.store(place, (k, v))
 
-    def _to_fields(self, layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
+    def _to_fields(
+        self, layers: Sequence[LayerCache], sources: Sequence[KVLocation], side: int
+    ) -> tuple[Fields, Fields]:
         """As `encode_side`."""
         format = layers[0].format
         codec, encoding = (format.codec_k, format.codec_v)[side], _encoding(format, side)
@@ -95,7 +99,7 @@ class EncodingOps:
         self,
         kernel: Kernel[EncodeArguments],
         layers: Sequence[LayerCache],
-        sources: Sequence[Place],
+        sources: Sequence[KVLocation],
         side: int,
         results: Mapping[str, np.ndarray],
     ) -> None:
@@ -211,7 +215,7 @@ def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
     return out
 
 
-def _sources(layer: LayerCache, sources: Sequence[Place], side: int) -> np.ndarray:
+def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> np.ndarray:
     """Addresses of the blocks at `sources`: (K, B) int64."""
     numbers = np.array([source.block for source in sources])
     if (buffer := sources[0].buffer) is not None:

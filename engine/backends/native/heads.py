@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.hadamard import hadamard_signs
-from polarlm.engine.backends.kv import HeadTransform, Place, SpanView
+from polarlm.engine.backends.kv import HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.spans import StepTable
@@ -107,7 +107,7 @@ class HeadOps:
         k, v = (side[:, first:] for side in full)
         return self._transform(qkv, rope, transform, norms, (k, v), (4 * qkv.shape[2], k.strides[0]))
 
-    def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+    def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         """In NumPy unless a prompt's tokens are rounded for a slot, which takes NumPy many times as long."""
         (k, v), (to_k, to_v) = cache.full(source), cache.full(target)
         if k.dtype == to_k.dtype or to_k.dtype != np.float16:

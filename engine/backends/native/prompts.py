@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.kernels.decoding import DecodeArguments, Decoding, decode, decodes
@@ -181,6 +181,6 @@ def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[
     """The keys and values in full precision at positions from `oldest` up to `end`."""
     size = cache.format.block_size
     if span.sink is not None and oldest < size:
-        yield _segment([side.astype(np.float32) for side in cache.full(Place(None, span.sink))], 0, size)
+        yield _segment([side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))], 0, size)
     sides = [side.astype(np.float32, copy=False) for side in cache.full(span.current)]
     yield _segment(sides, span.current_start, min(end - span.current_start, sides[0].shape[1]))

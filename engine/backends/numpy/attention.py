@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import CacheFormat, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
 from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import read_mean
 
@@ -59,19 +59,19 @@ class LayerCache:
             for name, array in side.items():
                 array[:, blocks] = given[name]
 
-    def full(self, place: Place) -> Buffer:
+    def full(self, place: KVLocation) -> Buffer:
         """k, v (K, S, D) as stored at `place`: the N tokens of a slot, float16, or a buffer's from that block on."""
         if place.buffer is None:
             return self.full_k[place.block], self.full_v[place.block]
         first = place.block * self.format.block_size
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
 
-    def store(self, place: Place, kv: Buffer, first: int = 0) -> None:
+    def store(self, place: KVLocation, kv: Buffer, first: int = 0) -> None:
         """Write k, v (K, T, D) to the tokens from `first` on at `place`, rounded to what lies there; see `rounded`."""
         for full, x in zip(self.full(place), kv, strict=True):
             full[:, first : first + x.shape[1]] = rounded(x, full.dtype)
 
-    def complete(self, places: Sequence[Place]) -> Buffer:
+    def complete(self, places: Sequence[KVLocation]) -> Buffer:
         """k, v (K, B, N, D) float32 of B complete blocks, in full-precision slots or consecutive in a buffer."""
         if places[0].buffer is None:
             slots = [place.block for place in places]
@@ -185,7 +185,7 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
     block_size = cache.full_k.shape[2]
     oldest = 0 if window is None else max(0, position - window + 1)
     if span.sink is not None and oldest < block_size:
-        yield _full_tile(0, cache.full(Place(None, span.sink)), slice(None))
+        yield _full_tile(0, cache.full(KVLocation(None, span.sink)), slice(None))
 
     ids = np.asarray(span.table, np.intp)
     skipped = max(0, (oldest - span.table_start) // block_size)
@@ -199,7 +199,7 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
     for first in range(skipped, end, _KEY_TILE):
         yield _full_tile(span.current_start + first, current, slice(first, min(first + _KEY_TILE, end)))
     for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
-        yield _full_tile(span.current_start + first, cache.full(Place(None, slot)), slice(0, size - first))
+        yield _full_tile(span.current_start + first, cache.full(KVLocation(None, slot)), slice(0, size - first))
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import FilledBlocks, Place
+from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy.attention import Fields, LayerCache, Sides
 from polarlm.engine.quantization.encode import encode_centred
 from polarlm.engine.quantization.metric import join_layers
@@ -37,7 +37,7 @@ def alike(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # codecs look for what is not finite
-def encode_side(layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
+def encode_side(layers: Sequence[LayerCache], sources: Sequence[KVLocation], side: int) -> tuple[Fields, Fields]:
     """Keys (side 0) or values (1) at `sources` in all of `layers` → fields of codes and means, heads of all layers."""
     format = layers[0].format
     x = np.concatenate([layer.complete(sources)[side] for layer in layers])

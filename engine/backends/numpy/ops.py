@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone, rounded
@@ -277,12 +277,12 @@ class NumpyOps:
             (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
             store_fields(layers, blocks, k, mean, v)
 
-    def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+    def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         k, v = cache.full(source)
         cache.store(target, (k[:, :tokens], v[:, :tokens]))
 
     @_quiet
-    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+    def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         k, v = (full[:, :tokens].astype(np.float32) for full in cache.full(place))
         format = cache.format
         k = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
@@ -298,12 +298,12 @@ class NumpyOps:
         cache.write(blocks, Sides(*({name: given[f"{side}.{name}"] for name in names[side]} for side in Sides._fields)))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        k, v = cache.full(Place(None, slot))
+        k, v = cache.full(KVLocation(None, slot))
         return k[:, :tokens].copy(), v[:, :tokens].copy()
 
     def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         transfer.full_tokens(cache.format, k, v)
-        cache.store(Place(None, slot), (k, v))
+        cache.store(KVLocation(None, slot), (k, v))
 
 
 def _whole(matrix: Matrix | Linear) -> np.ndarray:

@@ -12,11 +12,11 @@ from threading import Thread, current_thread
 
 from polarlm.engine.state.prefix import Blocks, PrefixCache
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.copies import FullBlock, Run
-from polarlm.engine.storage.tiers.found import Budget, Found
-from polarlm.engine.storage.tiers.guarded import Guarded
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.objects import DamagedObject, Object, Payloads, unpack
+from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 
 _RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
 
@@ -25,11 +25,16 @@ class Lookup:
     """Reads objects from places, those of the fastest place first."""
 
     def __init__(
-        self, store: KVStore, prefixes: PrefixCache, payloads: Payloads, places: Sequence[Guarded], budget: Budget
+        self,
+        store: KVStore,
+        prefixes: PrefixCache,
+        payloads: Payloads,
+        places: Sequence[CircuitBreaker],
+        budget: Budget,
     ):
         self.store, self.prefixes, self.payloads = store, prefixes, payloads
         self.places, self.budget = places, budget
-        self._asked: dict[Thread, Guarded] = {}  # by the thread that asks: the place that it asked last
+        self._asked: dict[Thread, CircuitBreaker] = {}  # by the thread that asks: the place that it asked last
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -39,16 +44,16 @@ class Lookup:
         finally:
             self._asked.pop(current_thread(), None)
 
-    def asked_by(self, thread: Thread) -> Guarded:
+    def asked_by(self, thread: Thread) -> CircuitBreaker:
         """The place that a thread waits for."""
         return self._asked.get(thread, self.places[0])
 
-    def _each(self) -> Iterator[Guarded]:
+    def _each(self) -> Iterator[CircuitBreaker]:
         for place in self.places:
             self._asked[current_thread()] = place
             yield place
 
-    def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> Found | None:
+    def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> TierHit | None:
         """What places hold of the beginning of `ids` and the store lacks; None for nothing.
 
         wanted: is asked before each block; once it says no, nothing more is read.
@@ -119,9 +124,9 @@ class _Search:
         self._store, self._prefixes = self.lookup.store, self.lookup.prefixes
         self._n = self._store.shape.block_size
 
-    def run(self) -> Found | None:
+    def run(self) -> TierHit | None:
         count, tail, length = self._longest()
-        found = Found(self._store, self._prefixes, self.lookup.payloads, self.root, self.hashes[:count])
+        found = TierHit(self._store, self._prefixes, self.lookup.payloads, self.root, self.hashes[:count])
         budget, taken = self.lookup.budget, self.taken
         found.give_back = weakref.finalize(found, lambda: budget.give_back(sum(taken)))
         held: list[tuple[int, Object, str]] = []
@@ -226,7 +231,7 @@ class _Search:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _add_blocks(self, found: Found, held: Sequence[tuple[int, Object, str]], length: int) -> None:
+    def _add_blocks(self, found: TierHit, held: Sequence[tuple[int, Object, str]], length: int) -> None:
         """Make parts of the complete blocks that were read: blocks of one format in a row are one part."""
         n = self._n
         for number, _, label in held:
@@ -252,7 +257,7 @@ class _Search:
                 before, groups = self.hashes[numbers[0] - 1], blocks[0].groups
                 found.parts.append(Run(before, keys, own, blocks[0].stored_as, groups, needed, given))
 
-    def _add_full(self, found: Found, before: bytes, ids: Sequence[int], block: Object, needed: int) -> None:
+    def _add_full(self, found: TierHit, before: bytes, ids: Sequence[int], block: Object, needed: int) -> None:
         if needed and block.number_type is not None:
             full = FullBlock(before, tuple(ids), block.number_type, block.groups, needed, block.payload[None])
             found.parts.append(full)

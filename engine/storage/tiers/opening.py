@@ -12,7 +12,7 @@ from polarlm.engine.state.plan import parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.objects import Payloads
-from polarlm.engine.storage.tiers.places import Folder, Place
+from polarlm.engine.storage.tiers.places import Folder, TierStore
 from polarlm.engine.storage.tiers.remote import Remote
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
@@ -37,9 +37,9 @@ def check_settings(config: EngineConfig) -> None:
         )
 
 
-def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[Place]:
+def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[TierStore]:
     """The places for blocks of this shape, the fastest first. Raises EngineError."""
-    places: list[Place] = []
+    places: list[TierStore] = []
     if config.cache_ram is not None:
         if device == "cpu":
             raise EngineError(
@@ -63,7 +63,7 @@ def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[Pl
     return places
 
 
-def _remote(where: str, most: int) -> Place:
+def _remote(where: str, most: int) -> TierStore:
     """The place at a URL, or in a folder that other machines see as well. most: bytes of the largest object."""
     reason = ""
     if re.match("https?:", where):

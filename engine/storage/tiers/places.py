@@ -45,7 +45,7 @@ class Held(NamedTuple):
     objects: int
 
 
-class Place(Protocol):
+class TierStore(Protocol):
     """Keeps objects by name. All methods may raise OSError; any thread may call them."""
 
     label: str

@@ -17,14 +17,14 @@ from typing import TypeVar
 from polarlm.engine.outputs import TierStatus
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.tiers.found import Budget, Found
-from polarlm.engine.storage.tiers.guarded import Guarded
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
 from polarlm.engine.storage.tiers.objects import Payloads, ids_of
 from polarlm.engine.storage.tiers.opening import remembering
 from polarlm.engine.storage.tiers.patience import Patience
-from polarlm.engine.storage.tiers.places import Place
+from polarlm.engine.storage.tiers.places import TierStore
+from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 from polarlm.engine.storage.tiers.writing import Lock, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
@@ -42,13 +42,13 @@ class Tiers:
         self,
         store: KVStore,
         prefixes: PrefixCache,
-        places: Sequence[Place],
+        places: Sequence[TierStore],
         weights: Sequence[Path],
         lock: Lock,
     ):
         """weights: the files of the model's weights. lock: the engine's."""
         self._payloads = Payloads(store.shape)
-        guarded = [Guarded(place) for place in places]
+        guarded = [CircuitBreaker(place) for place in places]
         self._lookup = Lookup(store, prefixes, self._payloads, guarded, Budget())
         self._writer = Writer(store, prefixes, self._payloads, guarded, self._named_soon, lock)
         self._patience = Patience()
@@ -92,7 +92,7 @@ class Tiers:
 
     # -- finding -----------------------------------------------------------------------------------------------
 
-    def find(self, ids: Sequence[int], salt: str) -> Found | None:
+    def find(self, ids: Sequence[int], salt: str) -> TierHit | None:
         """Blocks of the longest prefix of `ids` that the tiers have and the store lacks; None on a miss or timeout."""
         if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_FOR_NAMES)) is None:
             return None

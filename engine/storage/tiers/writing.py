@@ -16,8 +16,8 @@ import numpy as np
 
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.copies import groups_of, take_blocks, take_full
-from polarlm.engine.storage.tiers.guarded import Guarded
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.objects import BLOCK, FULL, Payloads, pack, pack_ids, representation_of
 from polarlm.model_loaders.forks import renew_in_children
@@ -62,7 +62,7 @@ class Writer:
         store: KVStore,
         prefixes: PrefixCache,
         payloads: Payloads,
-        places: Sequence[Guarded],
+        places: Sequence[CircuitBreaker],
         names: Callable[[], Names | None],
         lock: Lock,
     ):

@@ -19,7 +19,7 @@ from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import FIELDS
 from polarlm.server.reading.infill import infill_of, infilled
-from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.values import flag, text, wrong
 
 _ERROR_TYPES = {
@@ -48,7 +48,7 @@ class Completion:
 
     framing: Framing = DATA
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
         own = _own_fields(body)
         asked = read_raw(body, about)
@@ -65,7 +65,7 @@ class Infilling:
 
     framing: Framing = DATA
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
         own = _own_fields(body)
         texts = {}
@@ -108,7 +108,7 @@ def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
     return {name: value is not None and flag(name, value) for name, value in given.items()}
 
 
-def _writer(asked: Asked, about: About, own: dict[str, bool], *, several: bool) -> Writer:
+def _writer(asked: ParsedRequest, about: About, own: dict[str, bool], *, several: bool) -> Writer:
     return Writer(about, asked, several or asked.n > 1, own["return_tokens"], own["timings_per_token"])
 
 
@@ -117,7 +117,7 @@ class Writer:
     """Makes the JSON objects of one response."""
 
     about: About
-    asked: Asked
+    asked: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
     returns_tokens: bool
     times_tokens: bool

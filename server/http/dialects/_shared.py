@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from polarlm.server.http.generation import About
-from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.values import BadRequest, wrong
 
 
@@ -21,7 +21,7 @@ class Places(dict[str, str]):
 
 def read_own(
     body: Mapping[str, Any], names: Mapping[str, str], about: About, takes: Collection[str] = ("messages",)
-) -> Asked:
+) -> ParsedRequest:
     """The request in `body`, which has our own names. Its messages, calls and tools may have "places".
 
     These, and `names` (our name → the client's), are for sentences about fields that are called otherwise in the

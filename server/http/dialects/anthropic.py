@@ -13,7 +13,7 @@ from polarlm.server.http.dialects._shared import Places, items, members, read_ow
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest, flag, shown, text, wrong
 from polarlm.server.running.driver import Driver
 
@@ -62,7 +62,7 @@ class Messages:
 
     framing: Framing = NAMED
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
         asked = read_own(_own(body), _NAMES, about)
         return asked, Writer(about.model.name, about.tells_cached)

@@ -18,7 +18,7 @@ from polarlm.server.http.generation import Counting, Generation
 from polarlm.server.http.openai.chat import OpenAI
 from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.running.driver import Driver
 
 __all__ = ["PATHS", "error_body", "routes"]
@@ -96,7 +96,7 @@ class _Server:
         )
         return JSONResponse({"prompt": await while_there(request.receive, work)})
 
-    async def _asked(self, request: Request) -> Asked:
+    async def _asked(self, request: Request) -> ParsedRequest:
         config = self._driver.config
         body = await read_body(request, config.max_body)
         tokenize = self._driver.engine.tokenize

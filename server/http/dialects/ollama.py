@@ -23,7 +23,7 @@ from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import LINES, Framing, while_there
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
@@ -84,7 +84,7 @@ class Endpoint:
     content: Callable[[dict[str, Any]], dict[str, Any]]  # where text, reasoning and calls stand in an answer
     framing: Framing = LINES
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
         body = {name: value for name, value in body.items() if value is not None}
         asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))

@@ -22,7 +22,7 @@ from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest, flag, shown, text, wrong
 from polarlm.server.running.driver import Driver
 
@@ -84,7 +84,7 @@ class Responses:
 
     framing: Framing = NAMED
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, ResponseWriter]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
         """The request. Raises BadRequest."""
         body = {name: value for name, value in body.items() if value is not None}
         own = _own(body)

@@ -11,7 +11,7 @@ from polarlm.server.http.openai.shapes import CHAT, Shapes, Writer
 from polarlm.server.http.streams import DATA, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import FIELDS
-from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.values import flag
 
 
@@ -22,7 +22,7 @@ class OpenAI:
     shapes: Shapes
     framing: Framing = DATA
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
         shapes, model = self.shapes, about.model
         asked = read(

@@ -17,7 +17,7 @@ from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import FIELDS
 from polarlm.server.reading.infill import Mixed, infill_of, infilled
-from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompts
 from polarlm.server.reading.values import BadRequest, flag, text
 
@@ -30,7 +30,7 @@ class Completions:
 
     framing: Framing = DATA
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
         own = {name: body.pop(name, None) for name in ("echo", "suffix")}
         asked = read_raw(body, about)
@@ -61,7 +61,7 @@ class Completions:
         return unknown_fields(body, FIELDS)
 
 
-def read_raw(body: dict[str, Any], about: About) -> Asked:
+def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:
     """The request in a body with one or several raw prompts. Raises BadRequest."""
     prompts = None if body.get("prompt") is None else read_prompts("prompt", body["prompt"], MOST_PROMPTS)
     asked = read(
@@ -74,7 +74,7 @@ def read_raw(body: dict[str, Any], about: About) -> Asked:
     return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
 
 
-def _with_suffix(asked: Asked, suffix: str, tokenizer: Tokenizer) -> Asked:
+def _with_suffix(asked: ParsedRequest, suffix: str, tokenizer: Tokenizer) -> ParsedRequest:
     infill = infill_of(tokenizer)
     prompts = []
     for one in asked.each():

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from polarlm.engine.storage.tiers.found import Budget
 from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
-from polarlm.engine.storage.tiers.places import Place
+from polarlm.engine.storage.tiers.places import TierStore
+from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.running.job import Job
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Blocks:
     """The endpoint over a place."""
 
-    def __init__(self, place: Place, most: int) -> None:
+    def __init__(self, place: TierStore, most: int) -> None:
         """most: bytes of the largest block that there can be."""
         self._place, self._most = place, most
         self._room = Budget(max(_READING_BYTES, most))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import CacheFormat, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
 from polarlm.engine.backends.numpy.attention import LayerCache, Sides, read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import centre
@@ -87,7 +87,7 @@ def step(
             SpanView(
                 rows=slice(first, first + rows),
                 position=length,
-                current=Place(None, current[0]),
+                current=KVLocation(None, current[0]),
                 current_start=complete * n,
                 sink=sink,
                 table=table,

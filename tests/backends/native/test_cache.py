@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.ops import NativeOps
@@ -35,7 +35,7 @@ def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str],
         k, v = rng.standard_normal((2, K, N, D)).astype(np.float32)
         for ops, cache in zip((native, plain), caches, strict=True):
             ops.write_full(cache, slot, k + 1, v)
-    sources = [Place(None, 2), Place(None, 0)]
+    sources = [KVLocation(None, 2), KVLocation(None, 0)]
     for ops, cache in zip((native, plain), caches, strict=True):
         ops.encode_blocks([FilledBlocks([cache], [4, 1], sources)])
     wanted = plain.read_blocks(caches[1], [1, 4])

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.quantization.conditioning import read_mean
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
@@ -75,14 +75,14 @@ def formats(
     ]
 
 
-def slots(*numbers: int) -> list[Place]:
-    return [Place(None, number) for number in numbers]
+def slots(*numbers: int) -> list[KVLocation]:
+    return [KVLocation(None, number) for number in numbers]
 
 
-def in_buffer(k: np.ndarray, v: np.ndarray) -> list[Place]:
+def in_buffer(k: np.ndarray, v: np.ndarray) -> list[KVLocation]:
     """Where blocks k, v (B, K, N, D) lie in a buffer: as float32, which holds more than slots do."""
     buffer = [x.astype(np.float32).swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in (k, v)]
-    return [Place(tuple(buffer), number) for number in range(len(k))]
+    return [KVLocation(tuple(buffer), number) for number in range(len(k))]
 
 
 def points(cache: LayerCache, side: int) -> np.ndarray:
@@ -326,8 +326,8 @@ def test_round_trip(name: str, tokens: int) -> None:
         (format,) = formats(13, name, name, 32, 32, 8)
     compiled, plain = (cache(format, 2, seed=1) for _ in range(2))
     before = plain.full_k.copy(), plain.full_v.copy()
-    EncodingOps(launcher(levels()[-1])).round_trip(compiled, Place(None, 1), tokens)
-    NumpyOps(1).round_trip(plain, Place(None, 1), tokens)
+    EncodingOps(launcher(levels()[-1])).round_trip(compiled, KVLocation(None, 1), tokens)
+    NumpyOps(1).round_trip(plain, KVLocation(None, 1), tokens)
     for x, full, expected in zip(before, (compiled.full_k, compiled.full_v), (plain.full_k, plain.full_v), strict=True):
         np.testing.assert_array_equal(full[0], x[0])
         np.testing.assert_array_equal(full[1, :, tokens:], x[1, :, tokens:])
@@ -370,7 +370,7 @@ def test_blocks_of_a_prompt_from_its_buffer() -> None:
     for side in buffer:
         side[...] = np.random.default_rng(6).standard_normal(side.shape)
     compiled, plain = (cache(format, 4, seed=1) for _ in range(2))
-    places = [Place(buffer, number) for number in (2, 3)]
+    places = [KVLocation(buffer, number) for number in (2, 3)]
     EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [3, 0], places)])
     NumpyOps(1).encode_blocks([FilledBlocks([plain], [3, 0], places)])
     for side in (0, 1):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps, apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
@@ -110,8 +110,8 @@ def test_keys_and_values_go_to_the_slots_of_a_step(x: Case, start: int, threads:
     cache = plain.cache(format_of(x), 0, 5)
     spans = plain.spans(
         [
-            SpanView(slice(0, 1), 16 + start % 8, Place(None, 3), 16, 0, (), 8),
-            SpanView(slice(1, 5), 8 + start % 8, Place(None, 1), 8, None, (), 8, (4, 2)),
+            SpanView(slice(0, 1), 16 + start % 8, KVLocation(None, 3), 16, 0, (), 8),
+            SpanView(slice(1, 5), 8 + start % 8, KVLocation(None, 1), 8, None, (), 8, (4, 2)),
         ],
         8,
     )
@@ -138,14 +138,14 @@ def test_tokens_of_a_prompt_go_to_a_slot_as_the_halves_of_the_reference(level: L
     compiled, plain = (NumpyOps(1).cache(format, 0, 2) for _ in range(2))
     buffer = tuple(np.resize(NUMBERS[i:], (3, 40, 24)) for i in (0, 1))
     for ops, cache in (HeadOps(launcher(level)), compiled), (NumpyOps(1), plain):
-        ops.copy_full(cache, Place(None, 1), Place(buffer, 2), 7)
-        ops.copy_full(cache, Place(None, 0), Place(None, 1), 5)
+        ops.copy_full(cache, KVLocation(None, 1), KVLocation(buffer, 2), 7)
+        ops.copy_full(cache, KVLocation(None, 0), KVLocation(None, 1), 5)
     assert np.isnan(plain.full_k[1, 2, :7]).any()
     for found, wanted in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
         np.testing.assert_array_equal(found, wanted)
         assert not found[1, :, 7:].any()
     again = NumpyOps(1).buffer(format, 16)
-    HeadOps(launcher(level)).copy_full(compiled, Place(again, 0), Place(None, 1), 7)
+    HeadOps(launcher(level)).copy_full(compiled, KVLocation(again, 0), KVLocation(None, 1), 7)
     np.testing.assert_array_equal(again[0][:, :7], compiled.full_k[1, :, :7])
 
 
@@ -155,7 +155,7 @@ def test_slots_hold_the_halves_of_the_reference(level: Level) -> None:
     rope = np.ones((2, 12), np.float32), np.zeros((2, 12), np.float32)
     format = CacheFormat(get("f16"), get("f16"), None, None, 0, 16, 1, 24)
     compiled, plain = (NumpyOps(1).cache(format, 0, 1) for _ in range(2))
-    spans = [SpanView(slice(0, 2), 3, Place(None, 0), 0, None, (), 16)]
+    spans = [SpanView(slice(0, 2), 3, KVLocation(None, 0), 0, None, (), 16)]
     ops = HeadOps(launcher(level))
     ops.place_kv(qkv.copy(), rope, ops.prepare([HeadTransform(1)])[0], compiled, spans)
     NumpyOps(1).append_kv(plain, spans, qkv[:, 1:2], qkv[:, 2:])
@@ -175,7 +175,7 @@ def test_keys_and_values_go_to_the_buffer_of_a_prompt(x: Case, start: int, threa
     cache, buffer = plain.cache(format_of(x), 0, 1), plain.buffer(format_of(x), 40)
     for side in buffer:
         side[...] = 0
-    spans = [SpanView(slice(0, ROWS), 24 + start, Place(buffer, 1), 24, 0, (), 8)]
+    spans = [SpanView(slice(0, ROWS), 24 + start, KVLocation(buffer, 1), 24, 0, (), 8)]
     check(ops.place_kv(x.qkv, x.rope, prepared, cache, spans, x.norms), x.q)
     for side, wanted in zip(buffer, (x.k, x.v), strict=True):
         check(side[:, 8 + start : 8 + start + ROWS], wanted.swapaxes(0, 1))

@@ -14,7 +14,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends import select as selection
-from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.native.prompts import PromptOps
@@ -161,7 +161,7 @@ def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], m
     buffer = plain.buffer(case.cache.format, 64)
     for side, x in zip(buffer, (case.keys[0], case.values[0]), strict=True):
         side[:, :64] = x[:64].swapaxes(0, 1)
-    span = SpanView(slice(0, 50), 0, Place(buffer, 0), 0, None, [], 0)
+    span = SpanView(slice(0, 50), 0, KVLocation(buffer, 0), 0, None, [], 0)
     q = np.random.default_rng(1).standard_normal((50, *case.q.shape[1:])).astype(np.float32)
     wanted = plain.attention(q, case.cache, plain.spans([span], 16), SCALE, None)
     np.testing.assert_allclose(prompts.attention(q, case.cache, [span], SCALE, None), wanted, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy.attention import LayerCache, attend
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
@@ -46,13 +46,13 @@ def sequence(
         array[...] = rng.standard_normal(array.shape)
     if blocks:
         PLAIN.encode_blocks(
-            [FilledBlocks([cache], list(range(blocks, 0, -1)), [Place(buffer, i) for i in range(blocks)])]
+            [FilledBlocks([cache], list(range(blocks, 0, -1)), [KVLocation(buffer, i) for i in range(blocks)])]
         )
     for side in buffer:  # memory that no token has been written to
         side[:, N + done + rows :] = np.nan
     start = (blocks + 1) * N if blocks else 0
     span = SpanView(
-        slice(0, rows), start + done, Place(buffer, 1), start, 1 if blocks else None, range(blocks, 0, -1), N
+        slice(0, rows), start + done, KVLocation(buffer, 1), start, 1 if blocks else None, range(blocks, 0, -1), N
     )
     return cache, span
 

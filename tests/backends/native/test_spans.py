@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.spans import SpanHeader, StepTable, is_step
 
 
@@ -17,7 +17,7 @@ def view(first: int, rows: int, position: int, blocks: int, following: tuple[int
     return SpanView(
         rows=slice(first, first + rows),
         position=position,
-        current=Place(None, 5),
+        current=KVLocation(None, 5),
         current_start=position // n * n,
         sink=7 if position >= n else None,
         table=range(100, 100 + blocks),
@@ -62,4 +62,4 @@ def test_tables_with_the_same_key_are_copied_into_each_other() -> None:
 def test_a_prompt_is_no_step() -> None:
     step = view(0, 1, 3, 0)
     assert is_step([step])
-    assert not is_step([replace(step, current=Place((), 0))])
+    assert not is_step([replace(step, current=KVLocation((), 0))])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Place
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy import encoding
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
@@ -49,7 +49,7 @@ def test_layers_encoded_together_have_the_codes_of_each_alone(
             k, v = rng.standard_normal((2, K, N, D)).astype(np.float32)
             for cache in (one, other):
                 ops.write_full(cache, slot, k + 1, v)
-    sources = [Place(None, slot) for slot in SLOTS]
+    sources = [KVLocation(None, slot) for slot in SLOTS]
     for cache in alone:
         ops.encode_blocks([FilledBlocks([cache], BLOCKS, sources)])
     ops.encode_blocks([FilledBlocks(together, BLOCKS, sources)])
@@ -65,7 +65,7 @@ def test_layers_of_a_per_layer_codec_are_encoded_alone(rng: np.random.Generator)
     caches = [ops.cache(format, 1, 1) for format in formats]
     for cache in caches:
         ops.write_full(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
-    ops.encode_blocks([FilledBlocks(caches, [0], [Place(None, 0)])])
+    ops.encode_blocks([FilledBlocks(caches, [0], [KVLocation(None, 0)])])
     learned = [cache.format.codec_k.codebook for cache in caches]
     assert all(learned)
     assert not np.array_equal(learned[0][1], learned[1][1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.kv import FilledBlocks, Place, SpanView
+from polarlm.engine.backends.kv import FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import NotFinite
@@ -50,10 +50,10 @@ def test_what_a_slot_stores(way: str) -> None:
         buffer = ops.buffer(cache.format, N)
         for side in buffer:
             side[...] = given
-        ops.copy_full(cache, Place(None, 1), Place(buffer, 0), N)
+        ops.copy_full(cache, KVLocation(None, 1), KVLocation(buffer, 0), N)
     else:
         slots = (1,) if way == "step" else (1, 2)
-        span = SpanView(slice(0, N * len(slots)), N, Place(None, 1), N, 0, (), N, slots[1:])
+        span = SpanView(slice(0, N * len(slots)), N, KVLocation(None, 1), N, 0, (), N, slots[1:])
         rows = np.concatenate([given] * len(slots), axis=1).swapaxes(0, 1)
         ops.append_kv(cache, [span], rows, rows)
     for x in ops.read_full(cache, 1, N):
@@ -64,13 +64,13 @@ def test_what_a_slot_stores(way: str) -> None:
 def test_a_prompt_keeps_its_own_keys_and_values_in_32_bits() -> None:
     ops, cache = caches()
     buffer = ops.buffer(cache.format, 2 * N)
-    span = SpanView(slice(0, N), 0, Place(buffer, 0), 0, None, (), N)
+    span = SpanView(slice(0, N), 0, KVLocation(buffer, 0), 0, None, (), N)
     ops.append_kv(cache, [span], tokens().swapaxes(0, 1), tokens().swapaxes(0, 1))
     for side in buffer:
         assert side.dtype == np.float32
         np.testing.assert_array_equal(side[:, :N], tokens())
     ops.write_full(cache, 1, wanted(), wanted())
-    ops.copy_full(cache, Place(buffer, 1), Place(None, 1), N)
+    ops.copy_full(cache, KVLocation(buffer, 1), KVLocation(None, 1), N)
     np.testing.assert_array_equal(buffer[0][:, N:], wanted().astype(np.float32))
 
 
@@ -78,4 +78,4 @@ def test_nan_in_a_slot_is_found_when_the_block_is_encoded() -> None:
     ops, cache = caches()
     ops.write_full(cache, 1, tokens(), tokens())
     with pytest.raises(NotFinite):
-        ops.encode_blocks([FilledBlocks([cache], [0], [Place(None, 1)])])
+        ops.encode_blocks([FilledBlocks([cache], [0], [KVLocation(None, 1)])])

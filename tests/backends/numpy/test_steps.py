@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.kv import Place, SpanView
+from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.numpy import steps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
@@ -106,9 +106,9 @@ def test_thin_product_equals_the_product(rows: int, shape: tuple[int, int], rng:
 
 
 def test_is_step_holds_for_several_sequences_in_slots_only() -> None:
-    step = SpanView(slice(0, 1), 5, Place(None, 0), 0, None, [], N)
-    other = SpanView(slice(1, 2), 5, Place(None, 1), 0, None, [], N)
-    prompt = SpanView(slice(1, 3), 5, Place((np.zeros(1), np.zeros(1)), 0), 0, None, [], N)
+    step = SpanView(slice(0, 1), 5, KVLocation(None, 0), 0, None, [], N)
+    other = SpanView(slice(1, 2), 5, KVLocation(None, 1), 0, None, [], N)
+    prompt = SpanView(slice(1, 3), 5, KVLocation((np.zeros(1), np.zeros(1)), 0), 0, None, [], N)
     assert steps.is_step([step, other])
     assert not steps.is_step([step])
     assert not steps.is_step([step, prompt])

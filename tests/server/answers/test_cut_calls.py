@@ -21,7 +21,7 @@ from polarlm.server.http.dialects import anthropic, ollama, responses
 from polarlm.server.http.generation import About
 from polarlm.server.http.openai.chat import OpenAI
 from polarlm.server.http.openai.shapes import CHAT
-from polarlm.server.reading.parameters import Asked
+from polarlm.server.reading.parameters import ParsedRequest
 from tests.server.http_server import Serving
 
 ARGUMENTS = r'{"city": "Ro\"me}", "days": [1, 25], "so": {"a": true, "b": -1.5e2}, "none": null}'
@@ -213,7 +213,7 @@ def test_an_answer_that_is_cut_anywhere_is_taken_back(api: API, hermes_engine: E
     endpoint, _, _, back, body = api
     for end in range(len(text) + 1):
         written = whole_body(api, about, pieces(hermes_engine, [text[:end]]))
-        asked: Asked = endpoint.read(json.loads(json.dumps({**body, **back(written)})), about)[0]
+        asked: ParsedRequest = endpoint.read(json.loads(json.dumps({**body, **back(written)})), about)[0]
         assert is_chat(asked.prompt)
         assert hermes_engine.prompt_ids(asked.prompt, asked.options), text[:end]
 

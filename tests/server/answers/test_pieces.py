@@ -11,7 +11,7 @@ from polarlm.engine import Engine, SamplingParams, Usage
 from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Call, CallStart, Piece, fold
 from polarlm.server.http.openai.shapes import CHAT, TEXT, Shapes, Writer
-from polarlm.server.reading.parameters import Asked, read
+from polarlm.server.reading.parameters import ParsedRequest, read
 from tests.server.http_server import serving
 from tests.tiny import forget
 
@@ -119,7 +119,7 @@ def test_only_a_stop_string_of_the_clients_is_named(tiny: Engine, monkeypatch: p
     forget(tiny)
     stop = tiny.chat(messages, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)).text[4:6]
 
-    async def last_of(asked: Asked) -> Piece:
+    async def last_of(asked: ParsedRequest) -> Piece:
         return [piece async for piece in answer(server.driver, asked)][-1]
 
     with serving(tiny) as server:

@@ -153,7 +153,7 @@ ELSEWHERE = {
 ELSEWHERE |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_format"}  # test_http_tools
 
 
-def read(**body: Any) -> parameters.Asked:
+def read(**body: Any) -> parameters.ParsedRequest:
     return parameters.read({"prompt": "a", **body}, lambda text: [])
 
 

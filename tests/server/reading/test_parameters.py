@@ -23,7 +23,7 @@ from polarlm.server.reading.values import BadRequest, read_json
 USER = {"role": "user", "content": "Hi"}
 
 
-def read(body: dict[str, Any], **how: Any) -> parameters.Asked:
+def read(body: dict[str, Any], **how: Any) -> parameters.ParsedRequest:
     """A letter is a token."""
     return parameters.read(body, lambda text: [ord(letter) for letter in text], **how)
 

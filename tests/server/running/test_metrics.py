@@ -146,7 +146,7 @@ def test_damaged_objects_are_counted_and_named(
 def test_a_dying_disk_does_not_fill_the_log(
     tmp_path: Path, damaged: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = guarded.Guarded(Folder(tmp_path, 1000))
+    place = guarded.CircuitBreaker(Folder(tmp_path, 1000))
     for number in range(damaged):
         place.is_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
     assert len(caplog.records) == lines

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from polarlm.engine.outputs import TierStatus
-from polarlm.engine.storage.tiers.places import Place
+from polarlm.engine.storage.tiers.places import TierStore
 
 _LOG = logging.getLogger(__name__)
 _TROUBLED = 30.0  # seconds without reading after an error of reading, such as a server that is gone; as for writing
@@ -16,10 +16,10 @@ _TROUBLED = 30.0  # seconds without reading after an error of reading, such as a
 T = TypeVar("T")
 
 
-class Guarded:
+class CircuitBreaker:
     """A place that raises no OSError. Reading and writing are left alone apart: a full disk can be read."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: TierStore):
         self.label = place.label
         self._place = place
         self._rests = {"read": 0.0, "written": 0.0}  # until when

@@ -38,7 +38,7 @@ class Budget:
 
 
 @dataclass(eq=False)
-class Found:
+class TierHit:
     """The part of a prompt's prefix that places hold and the store lacks.
 
     root: the hash that the prompt's chain starts from. parts: in the order of the prompt. spans: the first position,
@@ -87,7 +87,7 @@ class Found:
         return found
 
 
-def cached_from(found: Found | None, cached: int) -> dict[str, int]:
+def cached_from(found: TierHit | None, cached: int) -> dict[str, int]:
     """Where `cached` tokens of a prompt came from, see `engine.outputs.Usage`."""
     tiers = {} if found is None else found.tokens(cached)
     places = {"store": cached - sum(tiers.values()), **tiers}
