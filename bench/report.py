@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_info
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import setting
-from polarlm.engine.jit.compile.target import VARIABLE as LEVEL_VARIABLE
+from polarlm.engine.jit.isa import VARIABLE as LEVEL_VARIABLE
 
 RESULTS = Path(__file__).resolve().parent / "results"  # in a checkout; an installed package has none
 LOCAL = RESULTS / "local"  # ignored by git

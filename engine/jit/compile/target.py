@@ -7,9 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from polarlm.engine.errors import EngineError
+from polarlm.engine.jit.isa import VARIABLE
 from polarlm.engine.jit.isa.levels import LEVELS, Level
-
-VARIABLE = "POLARLM_CPU_LEVEL"  # restricts the level, for measurements and tests
 
 _CPUS = Path("/proc/cpuinfo")
 # Names of Linux that are not LLVM's.
