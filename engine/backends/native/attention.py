@@ -9,7 +9,7 @@ import numpy as np
 from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
-from polarlm.engine.backends.native.kernels.attention import AttendArguments, Attention, attend, queries_at_once
+from polarlm.engine.backends.native.kernels.attention import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kernels.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, assign, list_pieces
 from polarlm.engine.backends.native.launch import Launcher
@@ -151,7 +151,7 @@ def _kernels(
     """The kernels that attend in chunks, and that merge these."""
     (_, heads, dim), format = q.shape, cache.format
     group = heads // format.kv_heads
-    sizes = format.block_size, dim, group, queries_at_once(group, table.most_rows)
+    sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
     attends = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes))
     back = NO_ROTATION if transform is None else transform.back
     return attends, merge(dim, back.order, is_scaled=transform is not None and transform.scale_back is not None)

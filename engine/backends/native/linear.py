@@ -16,7 +16,7 @@ from polarlm.engine.backends.native.kernels.product import (
     most_rows,
     prefetched_pieces,
     product,
-    rows_at_once,
+    row_tile_of,
     units,
 )
 from polarlm.engine.backends.native.kernels.rows import GateArguments, NormArguments, gate, norm_rows
@@ -134,40 +134,43 @@ class LinearOps:
     ) -> np.ndarray:
         gates = activation if activation is not None and _is_gated(w) else None
 
-        def spec(part: Matrix, at_once: int) -> Product:
-            return Product(part.format, at_once, residual is not None, w.bias is not None, gates)
+        def spec(part: Matrix, row_tile: int) -> Product:
+            return Product(part.format, row_tile, residual is not None, w.bias is not None, gates)
 
         # By whether weights have codes, as their inputs are.
         kinds = tuple(dict.fromkeys(map(_is_packed, w.parts)))
 
-        def products(at_once: dict[bool, int]) -> list[Kernel[ProductArguments]]:
-            return [product(spec(part, at_once[_is_packed(part)])) for part in w.parts]
+        def products(row_tile: dict[bool, int]) -> list[Kernel[ProductArguments]]:
+            return [product(spec(part, row_tile[_is_packed(part)])) for part in w.parts]
 
-        def kernels(at_once: dict[bool, int]) -> list[Kernel]:
-            return [*(_panel_kernel(norm is not None, at_once[packed], packed) for packed in kinds), *products(at_once)]
+        def kernels(row_tile: dict[bool, int]) -> list[Kernel]:
+            return [
+                *(_panel_kernel(norm is not None, row_tile[packed], packed) for packed in kinds),
+                *products(row_tile),
+            ]
 
         level, rows = self._launch.level, len(x)
-        at_once = {packed: rows_at_once(rows, level, packed=packed) for packed in kinds}
+        row_tile = {packed: row_tile_of(rows, level, packed=packed) for packed in kinds}
         most = {packed: most_rows(level, packed=packed) for packed in kinds}
         # Kernels are specialized by row count. Until the exact one is compiled, the largest is used; results are
         # equal.
-        can_choose = not recorded and rows > 1 and at_once != most and self._launch.has_loaded(kernels(most))
-        if can_choose and not self._launch.has_loaded(kernels(at_once)):
-            self._launch.library.expect(kernels(at_once))
-            at_once = most
-        if rows > 1 and not self._launch.can_run(kernels(at_once)):
-            at_once, self.row_by_row = dict.fromkeys(kinds, 1), True
+        can_choose = not recorded and rows > 1 and row_tile != most and self._launch.has_loaded(kernels(most))
+        if can_choose and not self._launch.has_loaded(kernels(row_tile)):
+            self._launch.library.expect(kernels(row_tile))
+            row_tile = most
+        if rows > 1 and not self._launch.can_run(kernels(row_tile)):
+            row_tile, self.row_by_row = dict.fromkeys(kinds, 1), True
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
         first = 0
-        for part, kernel in zip(w.parts, products(at_once), strict=True):
+        for part, kernel in zip(w.parts, products(row_tile), strict=True):
             is_packed = _is_packed(part)
             if is_packed not in inputs:
-                inputs[is_packed] = self._panels(x, norm, at_once[is_packed], is_packed)
+                inputs[is_packed] = self._panels(x, norm, row_tile[is_packed], is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
             tile_count = len(memory) // 2 if gates else len(memory)
-            own, blocks = spec(part, at_once[is_packed]), columns // part.format.values
+            own, blocks = spec(part, row_tile[is_packed]), columns // part.format.values
             count = units(own, tile_count, level)
             ahead = self._launch.offer_prefetch(prefetched_pieces(own, level, count, blocks, rows))
             arguments = ProductArguments(
@@ -193,17 +196,17 @@ class LinearOps:
         return out
 
     def _panels(
-        self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int, is_packed: bool
+        self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, row_tile: int, is_packed: bool
     ) -> np.ndarray:
-        """x, normed, in panels of at_once rows: as words for packed weights, else as float32."""
+        """x, normed, in panels of row_tile rows: as words for packed weights, else as float32."""
         columns = x.shape[1]
-        if not is_packed and norm is None and at_once == 1 and x.flags.c_contiguous:
+        if not is_packed and norm is None and row_tile == 1 and x.flags.c_contiguous:
             return x
-        nbytes = panel_bytes(columns, at_once) if is_packed else 4 * columns * at_once
-        out = self._launch.empty((-(-len(x) // at_once), nbytes), np.uint8)
+        nbytes = panel_bytes(columns, row_tile) if is_packed else 4 * columns * row_tile
+        out = self._launch.empty((-(-len(x) // row_tile), nbytes), np.uint8)
         weight, eps = norm or (None, 0.0)
         arguments = RowArguments(x=x, weight=weight, out=out, columns=columns, stride=x.strides[0], eps=eps)
-        self._launch(_panel_kernel(norm is not None, at_once, is_packed), len(x), arguments)
+        self._launch(_panel_kernel(norm is not None, row_tile, is_packed), len(x), arguments)
         return out
 
 
@@ -228,8 +231,8 @@ def _is_packed(part: Matrix) -> bool:
     return part.format.unpack is not None
 
 
-def _panel_kernel(has_norm: bool, at_once: int, is_packed: bool) -> Kernel[RowArguments]:
-    return (quantize_rows if is_packed else interleave_rows)(has_norm, at_once)
+def _panel_kernel(has_norm: bool, row_tile: int, is_packed: bool) -> Kernel[RowArguments]:
+    return (quantize_rows if is_packed else interleave_rows)(has_norm, row_tile)
 
 
 def _is_gated(w: Linear) -> bool:

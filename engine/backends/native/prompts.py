@@ -149,10 +149,10 @@ class PromptOps:
 def _parts(cache: LayerCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
     """Position of the first token, and ids, of the quantized blocks from position `oldest` on, in parts."""
     size = cache.format.block_size
-    at_once = max(1, _DECODED // size)
+    block_tile = max(1, _DECODED // size)
     ids = np.asarray(span.table, np.int64)
-    firsts = range(max(0, oldest - span.table_start) // size, len(ids), at_once)
-    return [(span.table_start + first * size, ids[first : first + at_once]) for first in firsts]
+    firsts = range(max(0, oldest - span.table_start) // size, len(ids), block_tile)
+    return [(span.table_start + first * size, ids[first : first + block_tile]) for first in firsts]
 
 
 def _decoder(cache: LayerCache) -> Kernel[DecodeArguments] | None:

@@ -249,7 +249,7 @@ def test_nan_in_a_slot_gives_nan(side: str, level: Level) -> None:
 @special_levels
 def test_instructions_over_blocks_in_full_precision(level: Level) -> None:
     """Multiply-adds in whole registers; the sums of three queries never go to the stack."""
-    spec = Attention(PlainKeys(64, 64), PlainValues(64, 64), 8, 64, 64, group=3, at_once=3)
+    spec = Attention(PlainKeys(64, 64), PlainValues(64, 64), 8, 64, 64, group=3, query_tile=3)
     loop = Loop(attend(spec), level, product=True)
     assert loop.count(r"vfmadd\d+ps") >= 12
     assert loop.count(r"vfmadd\d+ps") >= len(loop) / 2

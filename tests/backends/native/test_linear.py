@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native.kernels.product import rows_at_once
+from polarlm.engine.backends.native.kernels.product import row_tile_of
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
@@ -87,7 +87,7 @@ def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch
     """They take those of the most rows meanwhile, with the same results; steps, which are recorded, wait."""
     rng = np.random.default_rng(3)
     may_compile = threading.Event()
-    most, rows = rows_at_once(48, best(), packed=True), {16: 5, 8: 2}[best().lanes]
+    most, rows = row_tile_of(48, best(), packed=True), {16: 5, 8: 2}[best().lanes]
 
     def slow(kernel: Kernel, level: Level) -> bytes:
         assert may_compile.wait(30)

@@ -31,7 +31,7 @@ from polarlm.engine.backends.native.kernels.product import (
     ProductArguments,
     prefetched_pieces,
     product,
-    rows_at_once,
+    row_tile_of,
     units,
 )
 from polarlm.engine.backends.native.linear import LinearOps
@@ -95,7 +95,7 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     """Its prefetches are replaced with counters in the memory that they go to."""
     rng, level, columns = np.random.default_rng(0), best(), 768
     format, packed, _ = stored(rng, name, 160, columns)
-    at_once = rows_at_once(rows, level, packed=True)
+    at_once = row_tile_of(rows, level, packed=True)
     spec = Product(format, at_once, activation=activation)
     tiles, blocks = len(packed) // (2 if activation else 1), columns // format.values
     count_of_units = units(spec, tiles, level)

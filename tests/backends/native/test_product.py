@@ -15,7 +15,7 @@ from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.prefetch import NOTHING
-from polarlm.engine.backends.native.kernels.product import Product, ProductArguments, product, rows_at_once, units
+from polarlm.engine.backends.native.kernels.product import Product, ProductArguments, product, row_tile_of, units
 from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
@@ -57,28 +57,28 @@ def _products(
     )
 
 
-def quantized(x: np.ndarray, at_once: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantized(x: np.ndarray, row_tile: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4)."""
     count, columns = x.shape
-    out = np.zeros((-(-count // at_once), panel_bytes(columns, at_once)), np.uint8)
-    run(quantize_rows(False, at_once), level, count, _rows(x, out))
+    out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile)), np.uint8)
+    run(quantize_rows(False, row_tile), level, count, _rows(x, out))
     groups = out.reshape(len(out), columns // 32, -1)
     words = (
-        np.ascontiguousarray(groups[..., : 64 * at_once])
+        np.ascontiguousarray(groups[..., : 64 * row_tile])
         .view(np.int16)
-        .reshape(len(out), -1, at_once, 32)
+        .reshape(len(out), -1, row_tile, 32)
         .swapaxes(1, 2)
     )
-    floats = np.ascontiguousarray(groups[..., 64 * at_once :]).view(np.float32)
-    numbers = floats.reshape(len(out), -1, at_once, 4).swapaxes(1, 2)
+    floats = np.ascontiguousarray(groups[..., 64 * row_tile :]).view(np.float32)
+    numbers = floats.reshape(len(out), -1, row_tile, 4).swapaxes(1, 2)
     return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
 
 
-def interleaved(x: np.ndarray, at_once: int, level: Level) -> np.ndarray:
+def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:
     """x in panels of `interleave_rows`."""
     count, columns = x.shape
-    out = np.full((-(-count // at_once), columns, at_once), 9, np.float32)
-    run(interleave_rows(False, at_once), level, count, _rows(x, out))
+    out = np.full((-(-count // row_tile), columns, row_tile), 9, np.float32)
+    run(interleave_rows(False, row_tile), level, count, _rows(x, out))
     return out
 
 
@@ -88,12 +88,12 @@ def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 @every_level
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_rows_are_quantized_to_the_nearest_word(level: Level, at_once: int) -> None:
+@pytest.mark.parametrize("row_tile", [1, 2])
+def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 128)).astype(np.float32)
     x[1, :32] = 0
-    _, words, numbers = quantized(x, at_once, level)
+    _, words, numbers = quantized(x, row_tile, level)
     step = np.abs(x.reshape(3, -1, 32)).max(-1) / 32767
     errors = np.abs(read_back(words, numbers) - x).reshape(3, -1, 32)
     assert (errors <= 0.51 * step[..., None]).all()
@@ -121,15 +121,15 @@ def test_product(name: str, level: Level, count: int) -> None:
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
-    at_once = rows_at_once(count, level, packed=format.unpack is not None)
+    row_tile = row_tile_of(count, level, packed=format.unpack is not None)
     if format.unpack is None:
-        given, exact = interleaved(x, at_once, level), x
+        given, exact = interleaved(x, row_tile, level), x
     else:
-        given, *parts = quantized(x, at_once, level)
+        given, *parts = quantized(x, row_tile, level)
         exact = read_back(*parts)
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
-    kernel = product(spec := Product(format, at_once, adds=True, has_bias=True))
+    kernel = product(spec := Product(format, row_tile, adds=True, has_bias=True))
     arguments = _products(format, packed, given, y, bias, 512, count)
     run(kernel, level, units(spec, len(packed), level), arguments)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
@@ -147,14 +147,14 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
-    at_once = rows_at_once(count, level, packed=format.unpack is not None)
+    row_tile = row_tile_of(count, level, packed=format.unpack is not None)
     if format.unpack is None:
-        given, exact = interleaved(x, at_once, level), x
+        given, exact = interleaved(x, row_tile, level), x
     else:
-        given, *parts = quantized(x, at_once, level)
+        given, *parts = quantized(x, row_tile, level)
         exact = read_back(*parts)
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
-    kernel = product(Product(format, at_once, has_bias=True, activation=activation))
+    kernel = product(Product(format, row_tile, has_bias=True, activation=activation))
     run(kernel, level, 2, _products(format, packed, given, y, bias, 256, count))
     both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     want = ACTIVATIONS[activation](both)
@@ -188,9 +188,9 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
 def test_instructions(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, in whole registers. With the 32 registers of
     AVX-512 few vectors go to the stack and back; AVX2 has 16 for twice as many vectors."""
-    at_once = rows_at_once(rows, level, packed=True)
-    loop = Loop(product(Product(get(name), at_once)), level)
-    products = 16 * at_once * (16 // level.lanes)
+    row_tile = row_tile_of(rows, level, packed=True)
+    loop = Loop(product(Product(get(name), row_tile)), level)
+    products = 16 * row_tile * (16 // level.lanes)
     assert loop.count(OF_WORDS[level.name]) == products
     if name == "iq4_xs":
         assert loop.count("vpshufb") >= 16
@@ -202,10 +202,10 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    at_once = rows_at_once(64, level, packed=False)
-    loop = Loop(product(spec := Product(get(name), at_once)), level)
+    row_tile = row_tile_of(64, level, packed=False)
+    loop = Loop(product(spec := Product(get(name), row_tile)), level)
     vectors = 2 * (16 // level.lanes) * (4 // units(spec, 4, level))
-    assert loop.count("vfmadd231ps") >= at_once * vectors
+    assert loop.count("vfmadd231ps") >= row_tile * vectors
     assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
     assert loop.on_stack == 0
 

@@ -45,7 +45,7 @@ def emit_points(
     """
     (tokens, codes), width = places.shape, points.shape[1]
     planes, group_codes = tokens * codes, codes // len(norms)
-    at_once = math.gcd(group_codes, 4)
+    code_tile = math.gcd(group_codes, 4)
     emit_codes(e, packing, block, planes // 64, scratch)
     norms_at = scratch + 2 * planes
     for row, own in enumerate(norms):
@@ -55,8 +55,8 @@ def emit_points(
     with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
         norm = e.load(norms_at + (group * tokens + token) * 4, F32)
         before = token * codes + group * group_codes
-        with e.loop(before, before + group_codes, at_once) as first:
-            for i in range(at_once):
+        with e.loop(before, before + group_codes, code_tile) as first:
+            for i in range(code_tile):
                 at = scratch + e.load(all_places + first * 2, I16, 2 * i).zext(I64)
                 code = e.load(at, I8).zext(I64)
                 if packing.bits > 8:

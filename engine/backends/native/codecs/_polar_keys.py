@@ -27,7 +27,7 @@ from polarlm.engine.backends.native.codecs._polar import (
     interleaved,
     pair_factors,
 )
-from polarlm.engine.backends.native.codecs.f16 import sums_at_once
+from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.jit.lang.byte_ops import Table, dot4, lookup_in_lanes, pair_products, scaled_product
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
@@ -86,7 +86,7 @@ class PolarKeys(PolarTiles):
         self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
     ) -> None:
         groups = self.tokens // 16
-        together = sums_at_once(e, 2 * len(queries), groups)  # a quarter of the registers: lookups take many
+        together = sum_tile(e, 2 * len(queries), groups)  # a quarter of the registers: lookups take many
         sums = _sums(e, self.levels)
         for first in range(0, groups, together):
             totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]

@@ -69,17 +69,17 @@ def emit_products(
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
                     total.set(dot4(e, total.get(), found.bits(_I16), factor))
 
-    at_once = math.lcm(packing.run, groups)
-    if vectors % at_once:
+    code_tile = math.lcm(packing.run, groups)
+    if vectors % code_tile:
         e.prefetch(after, packing.nbytes(vectors))
         add(block, prepared, vectors)
     else:
-        nbytes = packing.nbytes(at_once)
-        with e.loop(0, vectors // at_once) as part:
-            offset = part * (at_once // groups * 4 * width)
+        nbytes = packing.nbytes(code_tile)
+        with e.loop(0, vectors // code_tile) as part:
+            offset = part * (code_tile // groups * 4 * width)
             own = [[query + offset for query in queries] for queries in prepared]
             e.prefetch(after + part * nbytes, nbytes)
-            add(block + part * nbytes, own, at_once)
+            add(block + part * nbytes, own, code_tile)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 

@@ -229,14 +229,14 @@ class TableValues(_TableTiles):
                 if number % along == along - 1:
                     finish(number // along * (4 * self._lanes * width))
             return
-        at_once = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
+        code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
         with e.loop(0, chunks) as chunk:
-            start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(at_once)
-            with e.loop(0, along // at_once) as part:
-                own = [weight + part * (at_once * 64 // self._lanes) for weight in weights]
+            start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(code_tile)
+            with e.loop(0, along // code_tile) as part:
+                own = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                 offset = start + part * nbytes
                 e.prefetch(after + offset, nbytes)
-                for place, code in enumerate(read_codes(e, self._packing, block + offset, at_once)):
+                for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
                     add(code, own, place)
             finish(chunk * (4 * self._lanes * width))
 

@@ -29,7 +29,7 @@ def values(codec: Codec, block_size: int, head_dim: int) -> HalfValues | None:
     return HalfValues(block_size, head_dim) if block_size % 16 == 0 else None
 
 
-def sums_at_once(e: Emitter, heads: int, vectors: int) -> int:
+def sum_tile(e: Emitter, heads: int, vectors: int) -> int:
     """A divisor of the vectors of 16 lanes, whose sums for all heads take about half of the registers."""
     most = e.level.registers // 2 // (heads * (16 // e.level.lanes))
     return max(count for count in range(1, vectors + 1) if vectors % count == 0 and count <= max(1, most))
@@ -63,7 +63,7 @@ class HalfKeys:
     def emit_scores(
         self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
     ) -> None:
-        together = sums_at_once(e, len(queries), self._tokens // 16)
+        together = sum_tile(e, len(queries), self._tokens // 16)
         unrolled = math.gcd(self._head_dim, 4)
         for first in range(0, self._tokens // 16, together):
             totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]
@@ -116,7 +116,7 @@ class HalfValues:
 
     def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         parts = self._row // 16
-        together = sums_at_once(e, len(weights), parts)
+        together = sum_tile(e, len(weights), parts)
         for first in range(0, parts, together):
             places = [64 * (first + part) for part in range(together)]
             totals = [[e.variable(e.load(target, _F16, place)) for place in places] for target in sums]

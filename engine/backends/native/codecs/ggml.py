@@ -22,7 +22,7 @@ from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._norms import emit_pack_norms
 from polarlm.engine.backends.native.codecs._packing import Packing, side_by_side
-from polarlm.engine.backends.native.codecs.f16 import sums_at_once
+from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.codecs.ggml import Q4, Q8
 from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter
@@ -162,7 +162,7 @@ class GroupedKeys(_GroupedTiles):
     ) -> None:
         parts, run = self._tokens // 16, self._packing.run
         # With the sums of 16 tokens at a time, LLVM would keep the queries' factors for the next 16, on the stack.
-        together = sums_at_once(e, len(queries), parts)
+        together = sum_tile(e, len(queries), parts)
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
         e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
@@ -230,10 +230,10 @@ class GroupedValues(_GroupedTiles):
             at = block + group * (2 * half_bytes)
             for together in halves:
                 totals = {(half, head): e.variable(start) for half in together for head, start in enumerate(starts)}
-                at_once = max(run, 4)
-                with e.loop(0, fours, at_once) as first:
+                code_tile = max(run, 4)
+                with e.loop(0, fours, code_tile) as first:
                     own = at + (first // run) * self._packing.nbytes(run)
-                    for place in range(0, at_once, run):
+                    for place in range(0, code_tile, run):
                         codes = {
                             half: self._packing.emit(e, own + (half * half_bytes + self._packing.nbytes(place)), run)
                             for half in together

@@ -26,9 +26,9 @@ GROUP = 32  # inputs that share a scale
 ROW_BYTES = 2 * GROUP + 16  # of a row's group
 
 
-def panel_bytes(columns: int, at_once: int) -> int:
-    """Bytes of a panel of `at_once` rows; columns is a multiple of 32."""
-    return columns // GROUP * ROW_BYTES * at_once
+def panel_bytes(columns: int, row_tile: int) -> int:
+    """Bytes of a panel of `row_tile` rows; columns is a multiple of 32."""
+    return columns // GROUP * ROW_BYTES * row_tile
 
 
 class RowArguments(NamedTuple):
@@ -43,7 +43,7 @@ class RowArguments(NamedTuple):
 
 
 @cache
-def quantize_rows(normed: bool, at_once: int) -> Kernel[RowArguments]:
+def quantize_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
     """Rows of x → panels, unit by row. x ≈ scale · word, with the largest magnitude of a group at ±32767.
 
     normed: after an RMS norm, x / rms(x) * weight. columns is a multiple of 32. stride: bytes from row to row of x.
@@ -52,8 +52,8 @@ def quantize_rows(normed: bool, at_once: int) -> Kernel[RowArguments]:
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         f16, groups = vector(F32, 16), args.columns // 32
         with e.loop(begin, end) as row:
-            panel, place = row // at_once, row % at_once
-            source, start = args.x + row * args.stride, args.out + panel * groups * (ROW_BYTES * at_once)
+            panel, place = row // row_tile, row % row_tile
+            source, start = args.x + row * args.stride, args.out + panel * groups * (ROW_BYTES * row_tile)
             if normed:
                 factor = inverse_rms(e, source, args.columns, args.eps)
             with e.loop(0, groups) as group:
@@ -63,25 +63,25 @@ def quantize_rows(normed: bool, at_once: int) -> Kernel[RowArguments]:
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, 32767.0)
                 totals = [e.sum_lanes(half) for half in integers]
-                target = start + group * (ROW_BYTES * at_once)
-                words, numbers = target + place * (2 * GROUP), target + place * 16 + 2 * GROUP * at_once
+                target = start + group * (ROW_BYTES * row_tile)
+                words, numbers = target + place * (2 * GROUP), target + place * 16 + 2 * GROUP * row_tile
                 for number, half in enumerate(integers):
                     e.store(half.trunc(I16), words, 32 * number)
                 sums = [totals[0] + totals[1], *totals]
                 e.store(e.collect([top * (1 / 32767), *(total.to_float() for total in sums)]), numbers)
 
-    name = f"quantize{'_normed' * normed}_{at_once}"
+    name = f"quantize{'_normed' * normed}_{row_tile}"
     return Kernel(name, emit, RowArguments)
 
 
 @cache
-def interleave_rows(normed: bool, at_once: int) -> Kernel[RowArguments]:
+def interleave_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
     """Rows of x → panels of float32, unit by row; the arguments are those of `quantize_rows`, for any columns."""
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            source, panel = args.x + row * args.stride, args.out + row // at_once * args.columns * (4 * at_once)
-            target = panel + row % at_once * 4
+            source, panel = args.x + row * args.stride, args.out + row // row_tile * args.columns * (4 * row_tile)
+            target = panel + row % row_tile * 4
             factor = inverse_rms(e, source, args.columns, args.eps) if normed else None
 
             def write(offset: Value, kind: Type) -> None:
@@ -90,9 +90,9 @@ def interleave_rows(normed: bool, at_once: int) -> Kernel[RowArguments]:
                     value = value * factor * e.load(args.weight + offset, kind)
                 for lane in range(value.lanes or 1):
                     number = e.extract(value, lane) if value.lanes else value
-                    e.store(number, target + offset * at_once, 4 * at_once * lane)
+                    e.store(number, target + offset * row_tile, 4 * row_tile * lane)
 
             over_columns(e, args.columns, write)
 
-    name = f"interleave{'_normed' * normed}_{at_once}"
+    name = f"interleave{'_normed' * normed}_{row_tile}"
     return Kernel(name, emit, RowArguments)

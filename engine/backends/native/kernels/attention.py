@@ -23,7 +23,7 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 _F16 = vector(F32, 16)
-_TOKENS_AT_ONCE = 256  # of a step of the softmax, at least a block
+_TILE_TOKENS = 256  # of a step of the softmax, at least a block
 _BLOCKS_AHEAD = 4  # from the block that is read to the one that is prefetched
 
 
@@ -31,8 +31,8 @@ _BLOCKS_AHEAD = 4  # from the block that is read to the one that is prefetched
 class Attention:
     """The properties that a kernel is specialized for.
 
-    mean_bits: of the block means of keys, 0 for none. group: query heads of a KV head. at_once: queries of a pass over
-    the blocks.
+    mean_bits: of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries of a pass
+    over the blocks.
     """
 
     keys: KeyTiles
@@ -41,16 +41,16 @@ class Attention:
     block_size: int
     head_dim: int
     group: int
-    at_once: int
+    query_tile: int
 
     @property
-    def blocks_at_once(self) -> int:
+    def block_tile(self) -> int:
         """Quantized blocks of a step of the softmax."""
-        return max(1, _TOKENS_AT_ONCE // self.block_size)
+        return max(1, _TILE_TOKENS // self.block_size)
 
     @property
     def name(self) -> str:
-        sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.at_once}"
+        sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
         return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}"
 
     def __hash__(self) -> int:
@@ -60,7 +60,7 @@ class Attention:
         return isinstance(other, Attention) and self.name == other.name
 
 
-def queries_at_once(group: int, rows: int) -> int:
+def query_tile_of(group: int, rows: int) -> int:
     """The size of passes for `rows` rows: that for one row, which is then compiled already, unless it is small."""
     size = -(-group // -(-group // MOST_QUERIES))
     return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
@@ -121,7 +121,7 @@ class _Body:
             self.head = unit % args.kv_heads
             self.unit_after = e.least(unit + 1, end - 1)
             self.header = read(e, SpanHeader, args.headers, sequence)
-            with e.loop(0, self.header.rows * spec.group, spec.at_once) as first:
+            with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
                 queries = self._queries(first)
                 with e.when(chunk.equals(0)):
                     self._full_blocks(queries, self._full(sequence))
@@ -136,7 +136,7 @@ class _Body:
         e, spec = self.e, self.spec
         size = padded(spec.head_dim)
         queries = []
-        for number in range(spec.at_once):
+        for number in range(spec.query_tile):
             row, index = self._place(first, number)
             at = self.scratch + number * self._stride
             query = Query(
@@ -163,7 +163,7 @@ class _Body:
     def _stride(self) -> int:
         """Bytes of scratch for a query."""
         spec = self.spec
-        return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.blocks_at_once
+        return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
 
     def _place(self, first: Value, number: int) -> tuple[Value, Value]:
         """The row in its sequence of the query with a number in a pass, and its index among all queries (T, H)."""
@@ -196,8 +196,8 @@ class _Body:
         oldest = queries[0].position - args.window + 1 - header.table_start
         begin = e.most(begin, e.most(oldest, 0) // spec.block_size)
         keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
-        with e.loop(begin, end, spec.blocks_at_once) as number:
-            ids, count = table + number * 8, e.least(end - number, spec.blocks_at_once)
+        with e.loop(begin, end, spec.block_tile) as number:
+            ids, count = table + number * 8, e.least(end - number, spec.block_tile)
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 scores = [query.scores + offset for query in queries]
@@ -268,7 +268,7 @@ class _Body:
             with e.when(count > e.most(lows[0], 0)):
                 offset = self._offset(slot, self.head)
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
-                widened = self.scratch + spec.at_once * self._stride
+                widened = self.scratch + spec.query_tile * self._stride
                 places = first.vector, first.scores, len(queries), self._stride, widened
                 full_blocks.scores(e, keys, values, dim, count, *places)
                 hide(e, queries, lows, highs, e.i64(n))

@@ -31,14 +31,14 @@ _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), v
 _AHEAD = 8192
 
 
-def rows_at_once(rows: int, level: Level, *, packed: bool) -> int:
+def row_tile_of(rows: int, level: Level, *, packed: bool) -> int:
     """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
     their sums stay in registers. packed: whether the weights have codes."""
     return -(-rows // -(-rows // most_rows(level, packed=packed)))
 
 
 def most_rows(level: Level, *, packed: bool) -> int:
-    """The most `rows_at_once`. Without codes there is room for half as many, times two tiles; with codes this would
+    """The most `row_tile_of`. Without codes there is room for half as many, times two tiles; with codes this would
     save no more than unpacking them twice as often costs."""
     return level.sums // (1 if packed else _tiles(level))
 
@@ -53,12 +53,12 @@ def _tiles(level: Level) -> int:
 class Product:
     """The properties that a kernel is specialized for.
 
-    at_once: rows. adds: y has values, to which the product is added. has_bias: a bias is added.
+    row_tile: rows. adds: y has values, to which the product is added. has_bias: a bias is added.
     activation: the weights are [gate | up], each of whole tiles, and y = activation(gate) * up. It excludes `adds`.
     """
 
     format: WeightFormat
-    at_once: int
+    row_tile: int
     adds: bool = False
     has_bias: bool = False
     activation: str | None = None
@@ -66,7 +66,7 @@ class Product:
     @property
     def name(self) -> str:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
-        return f"product_{self.format.name}_{self.at_once}{options}"
+        return f"product_{self.format.name}_{self.row_tile}{options}"
 
 
 class ProductArguments(NamedTuple):
@@ -101,11 +101,11 @@ def product(spec: Product) -> Kernel[ProductArguments]:
         prefetch = Prefetch(e, args.ahead) if _prefetches(spec) else None
         parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
         wide = _tiles_of_unit(spec, e.level)
-        with e.loop(begin, end) as unit, e.loop(0, rows, spec.at_once) as first:
+        with e.loop(begin, end) as unit, e.loop(0, rows, spec.row_tile) as first:
             tile = unit * wide
             others = [tile + tiles] if spec.activation else [e.least(tile + i, tiles - 1) for i in range(1, wide)]
             starts = [args.weights + number * args.tile_bytes for number in (tile, *others)]
-            passed = unit * ((rows + spec.at_once - 1) // spec.at_once) + first // spec.at_once
+            passed = unit * ((rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
 
             def multiply(part: int) -> list[list[Value]]:
                 """The sums of each tile of a part, and row."""
@@ -121,11 +121,11 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 for row, total in enumerate(gates):
                     e.store(total, scratch, 128 + 64 * row)
                 (ups,) = multiply(1)
-                sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.at_once)], ups]
+                sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.row_tile)], ups]
             by_tile = [sums] if spec.activation else [[own] for own in sums]
             for number, own in enumerate(by_tile):
                 for row, totals in enumerate(zip(*own, strict=True)):
-                    with e.when(first + row < rows) if spec.at_once > 1 else nullcontext():
+                    with e.when(first + row < rows) if spec.row_tile > 1 else nullcontext():
                         at = args.y + (first + row) * args.y_stride
                         _write(e, spec, totals, at, args.bias, (tile + number, tiles), args.outputs, scratch)
 
@@ -139,7 +139,7 @@ def units(spec: Product, tiles: int, level: Level) -> int:
 
 def _tiles_of_unit(spec: Product, level: Level) -> int:
     """Tiles whose outputs a unit computes."""
-    alone = spec.format.unpack is not None or spec.activation is not None or spec.at_once == 1
+    alone = spec.format.unpack is not None or spec.activation is not None or spec.row_tile == 1
     return 1 if alone else _tiles(level)
 
 
@@ -147,12 +147,12 @@ def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows
     """Pieces that a product has the time to prefetch; units, blocks and rows are those that it is launched with."""
     if not _prefetches(spec):
         return 0
-    return units * -(-rows // spec.at_once) * _parts(spec, level) * _steps(spec, blocks) // STEPS
+    return units * -(-rows // spec.row_tile) * _parts(spec, level) * _steps(spec, blocks) // STEPS
 
 
 def _prefetches(spec: Product) -> bool:
     """Whether it computes for longer than it reads: for several rows, with few bytes a weight."""
-    return spec.at_once > 1 and spec.format.unpack is not None
+    return spec.row_tile > 1 and spec.format.unpack is not None
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
@@ -162,7 +162,7 @@ def _steps(spec: Product, blocks: Size) -> Size:
 
 def _parts(spec: Product, level: Level) -> int:
     """2 if gate and up projection are multiplied one after the other: where registers have no room for both's sums."""
-    return 2 if spec.activation is not None and 2 * spec.at_once > level.sums else 1
+    return 2 if spec.activation is not None and 2 * spec.row_tile > level.sums else 1
 
 
 def _write(
@@ -202,15 +202,15 @@ def _plain(
     e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, columns: Value, stride: Value
 ) -> list[list[Value]]:
     """Weights that are float32, float16 or bfloat16; x float32. Returns the sums of each tile and row."""
-    size, at_once = spec.format.nbytes, spec.at_once
-    panel = x + first // at_once * stride
+    size, row_tile = spec.format.nbytes, spec.row_tile
+    panel = x + first // row_tile * stride
     # Two sums each, of even and of odd inputs: one alone would wait for each of its products.
-    sums = [[[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(at_once)] for _ in tiles]
+    sums = [[[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(row_tile)] for _ in tiles]
 
     def add(column: Value, count: int) -> None:
         for i in range(count):
             factors = [
-                e.broadcast(panel + column * (4 * at_once), F32, 16, 4 * (at_once * i + r)) for r in range(at_once)
+                e.broadcast(panel + column * (4 * row_tile), F32, 16, 4 * (row_tile * i + r)) for r in range(row_tile)
             ]
             for tile, totals in zip(tiles, sums, strict=True):
                 raw = read_plain(e, tile + column * (16 * size), spec.format, 16, 16 * size * i)
@@ -237,16 +237,16 @@ def _packed(
     first_step: Value,
 ) -> list[list[Value]]:
     """Weights of codes and scales; x from `quantize_rows`. Returns the sums of each tile and row."""
-    format, place, rows = spec.format, layout(spec.format), range(spec.at_once)
+    format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
     codes = _Codes(e, format, place)
-    panel = x + first // spec.at_once * stride
+    panel = x + first // spec.row_tile * stride
     sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
     with e.loop(0, blocks) as block:
         starts = [tile + block * place.nbytes for tile in tiles]
         scales = [read_scale(e, at, place.scale, place.is_power, 16) for at in starts]
         offsets = [None if place.offset is None else read_scale(e, at, place.offset, False, 16) for at in starts]
         with e.loop(0, format.values // 32) as part:
-            inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
+            inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.row_tile)
             sub = part * (16 * (32 // format.group))
             if prefetch is not None:
                 prefetch.step(first_step + _steps(spec, block) + part)
@@ -259,7 +259,7 @@ def _packed(
                     codes_at = at + part * place.part_bytes + place.codes
                     dots = _dots(e, codes, codes_at, inputs, group, spec)
                     for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
-                        numbers = 2 * GROUP * spec.at_once + 16 * row
+                        numbers = 2 * GROUP * spec.row_tile + 16 * row
                         x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
                         value = dot.to_float()
                         if codes.zero:
@@ -275,8 +275,8 @@ def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec:
     """Products of a group's codes, of 16 outputs, with the words of each row: int32."""
     size = spec.format.group // 2
     # Two sums a row, where they fit the registers: one alone would wait for each of its products.
-    chains = 2 if spec.at_once == 1 or e.level.has_room else 1
-    sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
+    chains = 2 if spec.row_tile == 1 or e.level.has_room else 1
+    sums = [[e.zero(_I16)] * chains for _ in range(spec.row_tile)]
     # Pairs that share vectors of codes follow each other, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):

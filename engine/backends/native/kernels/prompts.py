@@ -18,7 +18,7 @@ from polarlm.engine.jit.run.workers import SCRATCH
 
 KEYS = 128  # of a tile
 MOST_QUERIES = 192  # of a unit
-_AT_ONCE = 6  # queries whose sums stay in registers
+_QUERY_TILE = 6  # queries whose sums stay in registers
 _F16 = vector(F32, 16)
 
 
@@ -41,7 +41,7 @@ class Prompt:
 class _Scratch:
     """Where things lie in the scratch of a unit, in bytes.
 
-    keys (D, KEYS): a tile, transposed. weights (_AT_ONCE, KEYS): scores, then their exponentials. fade (16,): the
+    keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. fade (16,): the
     factors of older sums, then (16,) the sums of the weights. Of each query: position () int64, query (D,), scaled,
     mix (D,): weighted values; top (), total (): maximum of its scores, and sum of its weights.
     """
@@ -49,7 +49,7 @@ class _Scratch:
     def __init__(self, dim: int) -> None:
         self.end = 0
         self.keys = self._room(KEYS * dim)
-        self.weights = self._room(_AT_ONCE * KEYS)
+        self.weights = self._room(_QUERY_TILE * KEYS)
         self.fade = self._room(32)
         self.position = self._room(2 * MOST_QUERIES)
         self.query = self._room(MOST_QUERIES * dim)
@@ -158,7 +158,7 @@ class _Unit:
         self._position, self._query, self._mix = (scratch + at for at in (layout.position, layout.query, layout.mix))
         self._top, self._total = scratch + layout.top, scratch + layout.total
         rows, vectors = e.level.float_tile
-        self._rows = max(n for n in (1, 2, 3, 4, _AT_ONCE) if n <= rows)  # divisors of MOST_QUERIES
+        self._rows = max(n for n in (1, 2, 3, 4, _QUERY_TILE) if n <= rows)  # divisors of MOST_QUERIES
         self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of those of KEYS
 
     def _row(self, i: Value) -> tuple[Value, Value]:

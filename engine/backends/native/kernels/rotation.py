@@ -36,10 +36,10 @@ def rotate(e: Emitter, x: Value, target: Value, memory: Value, dim: int, order: 
 
 def rotate_dense(e: Emitter, x: Value, matrix: Value, dim: int, rows: int) -> Iterator[tuple[int, list[Value]]]:
     """x (rows, D) @ matrix (D, D) → some channels of the result after others: offset in bytes, a vector of each row."""
-    at_once = max(4, e.level.lanes // 4) if rows == 1 else max(1, e.level.lanes // 4)
+    part_tile = max(4, e.level.lanes // 4) if rows == 1 else max(1, e.level.lanes // 4)
     parts = list(pieces(dim))
-    for number in range(0, len(parts), at_once):
-        own = parts[number : number + at_once]
+    for number in range(0, len(parts), part_tile):
+        own = parts[number : number + part_tile]
         start = [[e.zero(vector(F32, lanes)) for _, lanes in own] for _ in range(rows)]
         sums = multiply(e, x, 4 * dim, matrix + 4 * own[0][0], 4 * dim, e.i64(dim), start)
         for (first, _), values in zip(own, zip(*sums, strict=True), strict=True):

@@ -15,11 +15,11 @@ _F16 = vector(F32, LANES)
 def write_norms(unit: Unit) -> None:
     """Replace `norms` by those of least cost, from the targets in `x` and their errors in `errors`."""
     e, tilted = unit.e, unit.encoding.tilted
-    at_once = unit.at_once(2)
-    with e.loop(0, unit.row, 64 * at_once) as offset:
-        sources = [array + offset + 64 * number for array in (unit.x, unit.errors) for number in range(at_once)]
+    vector_tile = unit.vector_tile(2)
+    with e.loop(0, unit.row, 64 * vector_tile) as offset:
+        sources = [array + offset + 64 * number for array in (unit.x, unit.errors) for number in range(vector_tile)]
         _decode(unit, sources)
-        by_vector = [_Sums(e, tilted) for _ in range(at_once)]
+        by_vector = [_Sums(e, tilted) for _ in range(vector_tile)]
         with e.loop(0, unit.dim, 2) as channel:
             rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
             sums = unit.products(rows, sources, channel)
@@ -34,9 +34,9 @@ def write_norms(unit: Unit) -> None:
             for number, own in enumerate(by_vector):
                 xs, ys = (
                     [e.load(sources[place] + channel * unit.row, _F16, row * unit.row) for row in (0, 1)]
-                    for place in (number, number + at_once)
+                    for place in (number, number + vector_tile)
                 )
-                own_x, own_y = ([by_source[place] for by_source in sums] for place in (number, number + at_once))
+                own_x, own_y = ([by_source[place] for by_source in sums] for place in (number, number + vector_tile))
                 own_x[1] = e.fma(between, xs[0], own_x[1])
                 own_y[1] = e.fma(between, ys[0], own_y[1])
                 for row in (0, 1):

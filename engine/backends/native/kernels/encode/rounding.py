@@ -15,13 +15,13 @@ def round_all_tokens(unit: Unit) -> None:
     e, width = unit.e, unit.width
     search = unit.encoding.table(e, unit.encoding.bits)
     unit.clear(unit.errors, unit.dim * unit.row)
-    at_once = unit.at_once(8 // width)
+    vector_tile = unit.vector_tile(8 // width)
     with e.loop(0, unit.pairs) as pair:
         rows = [unit.block.feedback + (pair * width + row) * (unit.dim * 4) for row in range(width)]
         before = (pair * width + 1) & -2  # an odd number of them is followed by coefficients of 0
         here = pair * unit.row_of_pairs
-        with e.loop(0, unit.row, 64 * at_once) as offset:
-            sources = [unit.errors + offset + 64 * number for number in range(at_once)]
+        with e.loop(0, unit.row, 64 * vector_tile) as offset:
+            sources = [unit.errors + offset + 64 * number for number in range(vector_tile)]
             sums = unit.products(rows, sources, before)
             for row, by_source in enumerate(sums):
                 for number, total in enumerate(by_source):

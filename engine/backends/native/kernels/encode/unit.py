@@ -148,7 +148,7 @@ class Unit:
         """A loop over vectors of 16 tokens: their offset in bytes in a row."""
         return self.e.loop(first, self.row if end is None else end, 64)
 
-    def at_once(self, vectors: int) -> int:
+    def vector_tile(self, vectors: int) -> int:
         """How many vectors of tokens are multiplied together: their sums stay in registers."""
         most = vectors if self.e.level.has_room else 1
         return max(n for n in range(1, most + 1) if self.tokens // LANES % n == 0)
