@@ -33,7 +33,7 @@ from polarlm.engine.loading.sizes import (
     weight_format,
 )
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.magnitudes import Variances, variances
+from polarlm.engine.model.kv_scales import Variances, variances
 from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_drafts, warm_up_rows
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.model.magnitudes import Variances, scale
+from polarlm.engine.model.kv_scales import Variances, scale
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric, without_feedback, without_tilt
 from polarlm.engine.quantization.statistics import LayerStatistics, smoothing

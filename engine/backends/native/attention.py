@@ -115,11 +115,11 @@ class AttentionOps:
 
         Before the first of the layers that attend to a table, the pieces are not known yet: they are listed then.
         """
-        offers, lists = self._launch.take_offers(), list_pieces()
-        if not offers or not self._launch.has(lists):
+        hints, lists = self._launch.take_hints(), list_pieces()
+        if not hints or not self._launch.has(lists):
             return
         if table.pieces is not None:
-            assign(offers, cache.full_k, cache.full_v, table.pieces)
+            assign(hints, cache.full_k, cache.full_v, table.pieces)
             return
         block_bytes = cache.full_k[0, 0].nbytes
         arrays = table.arrays

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.prefetch import NOTHING, Offer
+from polarlm.engine.backends.native.kernels.prefetch import NOTHING, PrefetchHint
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.library import library
@@ -49,7 +49,7 @@ class Recording:
         self.launches: list[_Recorded] = []
         self.buffers = Buffers()
         self.result: Any = None
-        self.offers: list[Offer] = []  # of the products since the last attention
+        self.hints: list[PrefetchHint] = []  # of the products since the last attention
         self._commands: CommandBuffer | None = None
         self._varying: list[tuple[int, Callable[[], int]]] = []
 
@@ -112,7 +112,7 @@ class Launcher:
             call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)
 
-    def offer_prefetch(self, pieces: int) -> np.ndarray:
+    def prefetch_hint(self, pieces: int) -> np.ndarray:
         """Prefetch descriptor for a product with time for `pieces`; empty outside a recording.
 
         The attention that is launched next fills it in.
@@ -120,15 +120,15 @@ class Launcher:
         if self._recording is None or not pieces:
             return NOTHING
         ahead = NOTHING.copy()
-        self._recording.offers.append(Offer(ahead, pieces))
+        self._recording.hints.append(PrefetchHint(ahead, pieces))
         return ahead
 
-    def take_offers(self) -> list[Offer]:
-        """The offers of the products that were recorded since the last call."""
+    def take_hints(self) -> list[PrefetchHint]:
+        """The prefetch hints of the products that were recorded since the last call."""
         if self._recording is None:
             return []
-        offers, self._recording.offers = self._recording.offers, []
-        return offers
+        hints, self._recording.hints = self._recording.hints, []
+        return hints
 
     def has(self, kernel: Kernel) -> bool:
         """Whether a kernel can be run: waits until it is compiled, or cannot be."""

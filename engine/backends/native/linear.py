@@ -172,7 +172,7 @@ class LinearOps:
             tile_count = len(memory) // 2 if gates else len(memory)
             own, blocks = spec(part, row_tile[is_packed]), columns // part.format.values
             count = units(own, tile_count, level)
-            ahead = self._launch.offer_prefetch(prefetched_pieces(own, level, count, blocks, rows))
+            ahead = self._launch.prefetch_hint(prefetched_pieces(own, level, count, blocks, rows))
             arguments = ProductArguments(
                 weights=memory,
                 x=given,

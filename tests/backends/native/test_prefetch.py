@@ -20,9 +20,9 @@ from polarlm.engine.backends.native.kernels import prefetch
 from polarlm.engine.backends.native.kernels.prefetch import (
     NOTHING,
     PIECE,
-    Offer,
     PieceArguments,
     Prefetch,
+    PrefetchHint,
     assign,
     list_pieces,
 )
@@ -150,11 +150,11 @@ def test_products_that_read_as_long_as_they_compute_prefetch_nothing() -> None:
 
 
 def test_the_last_product_takes_the_first_pieces() -> None:
-    offers = [Offer(NOTHING.copy(), pieces) for pieces in (10, 20, 30)]
+    hints = [PrefetchHint(NOTHING.copy(), pieces) for pieces in (10, 20, 30)]
     keys, values, pieces = np.zeros((3, 4), np.int64)
-    assign(offers, keys, values, pieces)
+    assign(hints, keys, values, pieces)
     at = keys.ctypes.data, values.ctypes.data, pieces.ctypes.data
-    assert [tuple(offer.ahead) for offer in offers] == [(*at, 50), (*at, 30), (*at, 0)]
+    assert [tuple(hint.ahead) for hint in hints] == [(*at, 50), (*at, 30), (*at, 0)]
     assert (NOTHING[[0, 1, 3]] == 0).all()
 
 

@@ -40,22 +40,22 @@ class Ahead(NamedTuple):
 NOTHING = words(Ahead(keys=None, values=None, pieces=_EMPTY, first=0))
 
 
-class Offer(NamedTuple):
+class PrefetchHint(NamedTuple):
     """What a product prefetches, and the number of pieces that it has the time for."""
 
     ahead: np.ndarray
     pieces: int
 
 
-def assign(offers: Sequence[Offer], keys: np.ndarray, values: np.ndarray, pieces: np.ndarray) -> None:
+def assign(hints: Sequence[PrefetchHint], keys: np.ndarray, values: np.ndarray, pieces: np.ndarray) -> None:
     """Let products prefetch `pieces`, from `list_pieces`, of `full_k` and `full_v`.
 
     The last product takes the first pieces, as many as it can, since what is prefetched early may be lost again.
     """
     first = 0
-    for offer in reversed(offers):
-        offer.ahead[:] = words(Ahead(keys=keys, values=values, pieces=pieces, first=first))
-        first += offer.pieces
+    for hint in reversed(hints):
+        hint.ahead[:] = words(Ahead(keys=keys, values=values, pieces=pieces, first=first))
+        first += hint.pieces
 
 
 class Prefetch:

@@ -11,7 +11,7 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.engine.backends.kv import HeadTransform, KVLocation
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.model.magnitudes import Variances, scale, variances
+from polarlm.engine.model.kv_scales import Variances, scale, variances
 from polarlm.engine.model.rope import pair_frequencies
 from tests.bare import bare_model, kl, prefill_logits, read_model
 from tests.conftest import FIXTURES
