@@ -124,6 +124,14 @@ def test_every_room_of_the_engine_is_explained():
     assert told == {name for name in there if not name.startswith("_")}
 
 
+def test_the_way_of_a_token_is_as_short_as_the_text_says():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    walk = text[text.index("**Where a token comes from**") :].split("\n\n")[1]
+    files = re.findall(r"^\d\. `(\S+)`: ", walk, re.M)
+    assert len(files) == 6
+    assert sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files) <= 1200
+
+
 def test_every_folder_of_kernels_is_explained():
     told = {name for row in rows(ROOT / "cuda" / "README.md", "Folder | Contents") for name in names(row)}
     assert told == {f"{path.name}/" for path in (ROOT / "cuda").iterdir() if path.is_dir()}
