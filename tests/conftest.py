@@ -67,10 +67,11 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep statistics of test models and compiled kernels in a folder of the tests, and the demonstration model in the
-    user's cache."""
+def _caches_stay_here(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep statistics of test models in a folder of the tests, compiled kernels in one of all processes and runs in this
+    checkout, and the demonstration model in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
+    kernels = pytestconfig.rootpath / ".pytest_cache" / "kernels"
     with pytest.MonkeyPatch.context() as patch:
 
         def here() -> Path:
@@ -81,7 +82,9 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         if importlib.util.find_spec("llvmlite"):
             from polarlm.engine.jit.compile import object_cache
 
-            patch.setattr(object_cache, "cache_folder", here)
+            patch.setattr(
+                object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else kernels
+            )
         yield
 
 
