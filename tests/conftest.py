@@ -68,8 +68,8 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches_stay_here(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep statistics of test models in a folder of the tests, compiled kernels in one of all processes and runs in this
-    checkout, and the demonstration model in the user's cache."""
+    """Keep statistics of test models in a folder of the tests, compiled kernels in one of this checkout, for all
+    processes and runs, and the demonstration model in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     kernels = pytestconfig.rootpath / ".pytest_cache" / "kernels"
     with pytest.MonkeyPatch.context() as patch:

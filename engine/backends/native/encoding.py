@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
+from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.native.cache import TileCache
-from polarlm.engine.backends.native.codecs._polar import PolarTiles
-from polarlm.engine.backends.native.codecs._tables import TableKeys, TableValues
-from polarlm.engine.backends.native.codecs.f16 import HalfKeys, HalfValues
-from polarlm.engine.backends.native.codecs.ggml import GroupedKeys, GroupedValues
+from polarlm.engine.backends.native.codecs import EncodedTiles
 from polarlm.engine.backends.native.kernels.encode import encode
-from polarlm.engine.backends.native.kernels.encode.groups import encode_groups, encode_halves
-from polarlm.engine.backends.native.kernels.encode.polar import encode_polar
+from polarlm.engine.backends.native.kernels.encode.formats import by_rounding
 from polarlm.engine.backends.native.kernels.encode.unit import (
     LANES,
     ROW_PAD,
     Block,
     EncodeArguments,
-    Encoding,
-    scratch_bytes,
 )
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy.attention import Fields, LayerCache
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.codecs import NotFinite
-from polarlm.engine.codecs.ggml import Q4
-from polarlm.engine.codecs.ring import RingTable
-from polarlm.engine.codecs.turbo import TurboTable
 from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.run.workers import SCRATCH
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.quantization.encode import decode_centred, fill_up
 from polarlm.engine.quantization.metric import Metric
@@ -82,7 +71,7 @@ class EncodingOps:
     ) -> tuple[Fields, Fields]:
         """As `encode_side`."""
         format = layers[0].format
-        codec, encoding = (format.codec_k, format.codec_v)[side], _encoding(format, side)
+        codec, encoding = (format.codec_k, format.codec_v)[side], by_rounding(format, side)
         if encoding is None or not self._launch.has(encode(encoding)):
             return encode_side(layers, sources, side)
         dim, lead = format.head_dim, (len(layers) * format.kv_heads, len(sources))
@@ -138,47 +127,12 @@ class EncodingOps:
         return self._prepared[id(metric)][2]
 
 
-def _encoding(format: CacheFormat, side: int) -> Encoding | None:
-    """The specialization of the kernel that encodes keys (side 0) or values (1) of a format; None if there is none."""
-    codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
-    rounding = codec.rounding
-    if not isinstance(rounding, (RingTable, TurboTable)) or format.block_size % LANES:
-        return None
-    encoding = Encoding(
-        bits=rounding.bits,
-        width=rounding.width,
-        tokens=format.block_size,
-        tilted=metric is not None and metric.tilt_mean is not None,
-        along_tokens=metric is not None and metric.token_feedback is not None,
-        mean_bits=0 if side else format.mean_bits,
-        has_metric=metric is not None,
-        # Of `turbo`, vectors whose norm overflows have the codes next to 0.
-        largest=float(rounding.norms.largest) if metric is None and isinstance(rounding, RingTable) else math.inf,
-    )
-    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
-
-
 def _kernel_into_tiles(cache: LayerCache, side: int) -> Kernel[EncodeArguments] | None:
     """The kernel that encodes keys (side 0) or values (1) into the cache's tiles; None if there is none."""
     if not isinstance(cache, TileCache):
         return None
-    format = cache.format
-    codec, tiles = ((format.codec_k, cache.key_tiles), (format.codec_v, cache.value_tiles))[side]
-    mean_bits = 0 if side else format.mean_bits
-    if isinstance(tiles, (TableKeys, TableValues)):
-        encoding = _encoding(format, side)
-        return None if encoding is None else encode(encoding, tiles)
-    bits = 4 if isinstance(codec, Q4) else 8
-    encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
-    if scratch_bytes(encoding, format.head_dim) > SCRATCH:
-        return None
-    if isinstance(tiles, (GroupedKeys, GroupedValues)):
-        return encode_groups(encoding, tiles)
-    if isinstance(tiles, (HalfKeys, HalfValues)):
-        return encode_halves(encoding, isinstance(tiles, HalfKeys), tiles.name)
-    if isinstance(tiles, PolarTiles):
-        return encode_polar(encoding, tiles)
-    return None
+    tiles = (cache.key_tiles, cache.value_tiles)[side]
+    return tiles.encoder(cache.format, side) if isinstance(tiles, EncodedTiles) else None
 
 
 def _by_head(array: np.ndarray, heads: int) -> np.ndarray:

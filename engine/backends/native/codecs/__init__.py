@@ -19,7 +19,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.codecs import Codec
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import Value
 
@@ -73,6 +76,14 @@ class ValueTiles(Tiles, Protocol):
         after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. What lies beyond
         the D sums is never read.
         """
+
+
+@runtime_checkable
+class EncodedTiles(Protocol):
+    """Tiles that a kernel can encode. Others are encoded in NumPy, and packed."""
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+        """The kernel that encodes keys (side 0) or values (1) of a format into tiles; None if there is none."""
 
 
 @runtime_checkable

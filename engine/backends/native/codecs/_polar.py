@@ -20,8 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.kernels.encode.formats import without_metric
+from polarlm.engine.backends.native.kernels.encode.polar import encode_polar
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.codecs._bits import unpack_nibbles
 from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, level_count, pack, upper_codes, upper_table
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.byte_ops import lookup_in_lanes
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
@@ -67,6 +72,10 @@ class PolarTiles(ABC):
         self._end = self.radii_at + 2 * block_size * self.units * self.radii
         self.name = f"polarquant_{self.side}_{block_size}_{head_dim}"
         self.nbytes = -(-self._end // 64) * 64
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+        encoding = without_metric(format, side)
+        return None if encoding is None else encode_polar(encoding, self)
 
     def prefetch(self, e: Emitter, tile: Value, unit: Value) -> None:
         """Start to load a unit of a tile."""

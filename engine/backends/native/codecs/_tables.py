@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.backends.native.codecs._decoding import emit_points
@@ -35,6 +36,10 @@ from polarlm.engine.backends.native.codecs._products import (
     read_codes,
     store_query,
 )
+from polarlm.engine.backends.native.kernels.encode import encode
+from polarlm.engine.backends.native.kernels.encode.formats import by_rounding
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
@@ -73,6 +78,10 @@ class _TableTiles(ABC):
         self._end = self._norms_at + block_size * self._norm.itemsize
         self.name = f"{store.name}_{self._side}_{block_size}_{head_dim}"
         self.nbytes = -(-self._end // 64) * 64
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+        encoding = by_rounding(format, side)
+        return None if encoding is None else encode(encoding, self)
 
     @property
     @abstractmethod

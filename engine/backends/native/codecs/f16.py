@@ -13,8 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.kernels.encode.formats import without_metric
+from polarlm.engine.backends.native.kernels.encode.groups import encode_halves
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.backends.native.kernels.rotation import pieces
 from polarlm.engine.codecs import Codec
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I16, Value, vector
 
@@ -44,6 +49,10 @@ class HalfKeys:
         self._end = 2 * block_size * head_dim
         self.nbytes = -(-self._end // 64) * 64
         self.query_bytes = -(-head_dim // 16) * 64
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+        encoding = without_metric(format, side)
+        return None if encoding is None else encode_halves(encoding, True, self.name)
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         by_channel = np.ascontiguousarray(fields["values"].swapaxes(-1, -2))
@@ -103,6 +112,10 @@ class HalfValues:
         self._row = -(-head_dim // 16) * 16
         self.name = f"half_values_{block_size}_{head_dim}"
         self.nbytes = 2 * block_size * self._row
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+        encoding = without_metric(format, side)
+        return None if encoding is None else encode_halves(encoding, False, self.name)
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         halves = fields["values"]

@@ -18,12 +18,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._norms import emit_pack_norms
 from polarlm.engine.backends.native.codecs._packing import Packing, side_by_side
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
+from polarlm.engine.backends.native.kernels.encode.formats import without_metric
+from polarlm.engine.backends.native.kernels.encode.groups import encode_groups
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.codecs.ggml import Q4, Q8
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
@@ -56,6 +61,10 @@ class _GroupedTiles(ABC):
         self._end = self._scales_at + 2 * block_size * self._groups
         self.name = f"{codec.name}_{self._side}_{block_size}_{head_dim}"
         self.nbytes = -(-self._end // 64) * 64
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+        encoding = without_metric(format, side, self._packing.bits)
+        return None if encoding is None else encode_groups(encoding, self)
 
     @property
     @abstractmethod

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from polarlm.engine.backends.native.codecs._polar import PolarTiles
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, EncodeArguments, Encoding, Unit
 from polarlm.engine.codecs._arrays import HALF_MAX
@@ -13,6 +13,27 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import float_to_half
 from polarlm.engine.jit.lang.values import F32, I32, Value, vector
+
+
+class PolarTiles(Protocol):
+    """Tiles of polar codes that this kernel packs; see `engine.backends.native.codecs._polar`."""
+
+    name: str
+    head_dim: int
+    levels: int
+
+    def emit_pack(
+        self,
+        e: Emitter,
+        directions: Sequence[Value],
+        rows: Sequence[Value],
+        radii: Sequence[Value],
+        tile: Value,
+        unit: Value,
+        offset: Value,
+    ) -> None:
+        """Codes of 16 tokens and both halves of a unit, or its first, → their bytes in a tile."""
+
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 

@@ -1,0 +1,38 @@
+"""How the encoder is specialized for the format of a cache."""
+
+from __future__ import annotations
+
+import math
+
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, Encoding, scratch_bytes
+from polarlm.engine.codecs.ring import RingTable
+from polarlm.engine.codecs.turbo import TurboTable
+from polarlm.engine.jit.run.workers import SCRATCH
+
+
+def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
+    """For keys (side 0) or values (1) of a codec that rounds to a table of points; None if there is no kernel."""
+    codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
+    rounding = codec.rounding
+    if not isinstance(rounding, (RingTable, TurboTable)) or format.block_size % LANES:
+        return None
+    encoding = Encoding(
+        bits=rounding.bits,
+        width=rounding.width,
+        tokens=format.block_size,
+        tilted=metric is not None and metric.tilt_mean is not None,
+        along_tokens=metric is not None and metric.token_feedback is not None,
+        mean_bits=0 if side else format.mean_bits,
+        has_metric=metric is not None,
+        # Of `turbo`, vectors whose norm overflows have the codes next to 0.
+        largest=float(rounding.norms.largest) if metric is None and isinstance(rounding, RingTable) else math.inf,
+    )
+    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
+
+
+def without_metric(format: CacheFormat, side: int, bits: int = 8) -> Encoding | None:
+    """For keys (side 0) or values (1) of a codec with codes of its own; None if there is no room for it."""
+    mean_bits = 0 if side else format.mean_bits
+    encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
+    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
