@@ -42,7 +42,7 @@ def test_names_are_imported_when_they_are_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", aliases.NAMES)
 @pytest.mark.parametrize("first", ["", "polarlm."])
 def test_a_short_name_is_the_same_module(name: str, first: str, tmp_path: Path) -> None:
-    inner = {"engine": "kv.store", "server": "running.driver", "model_loaders": "rope", "bench": "report"}[name]
+    inner = {"engine": "state.store", "server": "running.driver", "model_loaders": "rope", "bench": "report"}[name]
     program = f"""
 import sys
 import {first}{name}.{inner}

@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import RandomModel
-from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes, llama
+from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
 from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -45,7 +45,9 @@ def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def sizes() -> Sizes:
     given = Sizes()
-    return replace(given, config=llama(layers=LAYERS), prompt=min(given.prompt, 1024))
+    return replace(
+        given, config=replace(given.config, layers=given.config.layers[:1] * LAYERS), prompt=min(given.prompt, 1024)
+    )
 
 
 def opened(make: Callable[[Device], CudaOps]) -> Gpu:

@@ -57,7 +57,7 @@ def test_the_engine_holds_as_many_bytes_as_these_blocks_take(page: Browser, tiny
         shape = engine.cache_shape
     found = blocks(page, tokens, 0, shape.block_size)
     layers = range(len(shape.layers))
-    taken = found["coded"] * shape.quantized_bytes(layers) + found["full"] * len(shape.layers) * shape.full_bytes
+    taken = found["coded"] * shape.quantized_bytes(layers) + found["full"] * shape.full_bytes(layers)
     assert taken == shape.sequence_bytes(tokens)
 
 
