@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import decoder, layer_count, plain_tensors, typed_windows
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.rope import rope_config
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 GGUF = GgufLayout("smollm3", interleaved=True)
@@ -26,13 +25,14 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
         kinds = ["full_attention" if rope else "sliding_attention" for rope in has_rope[:count]]
         windows = typed_windows(fields, fields.texts("layer_types") or kinds)
-    config = decoder(
+    rope = rope_config(fields, fields.integer("max_position_embeddings"))
+    return decoder(
         fields,
         "smollm3",
+        rope=rope,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
         windows=windows,
+        ropes=[rope if has_rope[layer] else None for layer in range(count)],
     )
-    ropes = iter(has_rope)
-    return config.with_attention(lambda mixer: mixer if next(ropes) else replace(mixer, rope=None))

@@ -24,13 +24,14 @@ _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the we
 def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     """Peak bytes of the longest prompt, computed in chunks of `chunk` rows.
 
-    full_bytes: bytes of a full-precision block, all KV heads.
+    full_bytes: bytes of a full-precision block, all KV heads, of the widest layer.
     """
     model, tokens, size = load.model, load.tokens, load.format.block_size
     e, f, queries, heads = _widths(model)
     chunk = min(tokens, chunk)
     whole = _FLOAT * tokens * (e + _ropes(model) + 1)  # hidden states, cosines and sines, ids
-    buffer = full_bytes * (tokens // size + 2)
+    shapes = {(mixer.kv_heads, mixer.head_dim) for mixer in model.attentions.values()}
+    buffer = len(shapes) * full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
     attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after its rotation
