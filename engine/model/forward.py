@@ -299,7 +299,7 @@ class Transformer:
                 ffn.add(rows, recorded=False)
 
         # A row attends to all K/V before it, so every part is projected before the first one attends.
-        queries = self.ops.map_parts(project, len(parts))
+        queries = [*map(project, range(len(parts)))] if mixer.in_order else self.ops.map_parts(project, len(parts))
         for span in complete:
             self.store.seal(layer, span)
             if span.round_trip:

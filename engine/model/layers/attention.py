@@ -39,6 +39,7 @@ class Attention:
     """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
 
     Weights = AttentionWeights
+    in_order = False
 
     def __init__(
         self,

@@ -18,6 +18,9 @@ class Mixer(Protocol):
     Weights: ClassVar[Any]
     """A class whose `read` reads the slots of a layer."""
 
+    in_order: ClassVar[bool]
+    """Whether the parts of a prompt must be projected one after another; else several threads take them."""
+
     def __init__(self, ops: Ops, shape: Any, norm_eps: float, weights: Any, cache: Any, transform: Any):
         """shape: the mixer in the configuration. cache: of the layer's state. transform: of attention, what
         `Ops.prepare` made of its HeadTransform."""
