@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine.outputs import BOUNDS, Chunk, Times, Usage
-from polarlm.engine.storage.tiers import guarded, patience
+from polarlm.engine.storage.tiers import circuit_breaker, patience
 from polarlm.engine.storage.tiers.places import Folder
 from polarlm.server.running.counters import Totals
 from tests.server.http_server import Serving, eventually, serving
@@ -146,7 +146,7 @@ def test_damaged_objects_are_counted_and_named(
 def test_a_dying_disk_does_not_fill_the_log(
     tmp_path: Path, damaged: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = guarded.CircuitBreaker(Folder(tmp_path, 1000))
+    place = circuit_breaker.CircuitBreaker(Folder(tmp_path, 1000))
     for number in range(damaged):
         place.is_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
     assert len(caplog.records) == lines
@@ -162,7 +162,7 @@ def test_errors_and_timeouts_are_counted_by_place(server: Serving, monkeypatch: 
         raise OSError("Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(guarded, "_TROUBLED", 0.0)
+        patch.setattr(circuit_breaker, "_TROUBLED", 0.0)
         patch.setattr(Folder, "write", broken)
         ask(server)
         flush(server)
