@@ -179,17 +179,24 @@ def test_closing_ends_what_runs(engine: Engine) -> None:
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
-def test_the_event_loop_goes_on_while_a_prompt_is_computed(engine: Engine) -> None:
-    async def work(asynchronous: AsyncEngine) -> int:
-        beats = 0
-        task = asyncio.create_task(asynchronous.generate(list(range(5, 95)) * 2, SamplingParams(max_tokens=1)))
-        while not task.done():
-            beats += 1
-            await asyncio.sleep(0)
-        await task
-        return beats
+def test_the_event_loop_runs_while_a_prompt_is_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit of work ends only when the loop has run meanwhile."""
+    began, has_run, compute = threading.Event(), threading.Event(), engine.work
 
-    assert run(work, engine) > 10
+    def waits() -> bool:
+        began.set()
+        assert has_run.wait(PATIENCE)
+        return compute()
+
+    async def work(asynchronous: AsyncEngine) -> None:
+        monkeypatch.setattr(engine, "work", waits)
+        task = asyncio.create_task(asynchronous.generate(list(range(5, 95)), SamplingParams(max_tokens=1)))
+        while not began.is_set():
+            await asyncio.sleep(0)
+        has_run.set()
+        assert len((await task).token_ids) == 1
+
+    run(work, engine)
 
 
 def test_event_loops_one_after_the_other_share_an_engine(tiny_path: Path) -> None:
