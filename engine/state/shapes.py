@@ -56,9 +56,12 @@ class StateShape(Protocol):
     def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
         """The arrays of a full-precision block. number_type: of the slots of K/V."""
 
+
+class OwnShape(StateShape, Protocol):
+    """The shape of a state that is not K/V. (Those the store makes, whose encoding takes more.)"""
+
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
-        """The state of `layers`, with so many quantized blocks and full-precision slots. That of K/V, whose encoding
-        takes more, is made by the store."""
+        """The state of `layers`, with so many quantized blocks and full-precision slots."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,6 @@ class LayerShape:
             head_dim=self.head_dim,
         )
 
-    def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
-        raise NotImplementedError("K/V are made by the store")
-
     @property
     def group(self) -> Hashable:
         return self.window, self.kv_heads, self.head_dim
@@ -130,7 +130,7 @@ class CacheShape:
     """How all layers store a block of K/V, or of another state."""
 
     block_size: int  # N
-    layers: tuple[StateShape, ...]
+    layers: tuple[LayerShape | OwnShape, ...]
     # Layer with K/V → the bytes of a quantized block and of a full-precision slot on the backend, all KV heads. Layers
     # that are absent have no padding.
     stored: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)

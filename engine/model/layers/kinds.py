@@ -8,7 +8,7 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.gated_mlp import GatedMLP
-from polarlm.engine.state.shapes import StateShape
+from polarlm.engine.state.shapes import OwnShape
 from polarlm.model_loaders import config
 
 
@@ -26,7 +26,7 @@ class Mixer(Protocol):
         `Ops.prepare` made of its HeadTransform."""
 
     @staticmethod
-    def state_shape(shape: Any, block_size: int) -> StateShape:
+    def state_shape(shape: Any, block_size: int) -> OwnShape:
         """How the state of a layer is stored. Not asked of attention, whose codecs the settings choose."""
 
     def project(self, x: Array, rope: Any, spans: Any, *, recorded: bool, tap: Tap | None = None) -> Any:
