@@ -9,9 +9,10 @@ import numpy as np
 
 from polarlm.bench.gpu.setup import Noise
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.model.forward import LayerWeights, ModelWeights
+from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
+from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
 from polarlm.model_loaders.config import ModelConfig
 

@@ -44,7 +44,7 @@ class _Watch(ABC):
 
     @abstractmethod
     def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
-        """See `engine.model.forward.Taps`."""
+        """See `engine.model.prefill.Taps`."""
 
 
 class Recorder(_Watch):

@@ -5,6 +5,9 @@ Pairs that are not rotated, because RoPE covers only a part of the channels or t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from polarlm.model_loaders.config import Attention, ModelConfig
@@ -42,3 +45,8 @@ class RopeTables:
             cos, sin = np.cos(angles) * factors, np.sin(angles) * factors
             tables.append((cos.astype(np.float32), sin.astype(np.float32)))
         return tables
+
+    def of_layer(self, layer: int, tables: Sequence[Any]) -> Any:
+        """A layer's table, out of those of all kinds; None without attention."""
+        kind = self.kind.get(layer)
+        return None if kind is None else tables[kind]

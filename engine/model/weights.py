@@ -13,8 +13,8 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
-from polarlm.engine.model.forward import LayerWeights, ModelWeights
-from polarlm.engine.model.layers.kinds import FFNS, MIXERS
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import ModelConfig

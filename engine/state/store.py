@@ -25,8 +25,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from polarlm.engine.backends.kv import Cache, SpanView
-from polarlm.engine.backends.ops import STEP_ROWS, Ops
+from polarlm.engine.backends.ops import STEP_ROWS, Ops, Spans
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
@@ -68,6 +70,15 @@ class Span:
     growth: list[Growth]
     is_step: bool = False
     round_trip: bool = False
+
+
+def positions(spans: Sequence[Span]) -> np.ndarray:
+    """The positions of all rows of `spans`, (T,) int64."""
+    counts = [span.count for span in spans]
+    if sum(counts) == len(spans):  # as in most steps
+        return np.array([span.start for span in spans])
+    firsts = np.cumsum([0, *counts[:-1]])
+    return np.arange(sum(counts)) + np.repeat([span.start for span in spans] - firsts, counts)
 
 
 class _Step(NamedTuple):
@@ -172,6 +183,16 @@ class KVStore:
                 group.abort(grown)
             raise
         return growth
+
+    def spans(self, spans: Sequence[Span], rows: slice) -> list[Spans]:
+        """The parts of `spans` that lie in `rows` of all their rows, for the ops: one value for each group."""
+        cuts, end = [], 0
+        for span in spans:
+            begin, end = end, end + span.count  # the span's rows
+            first, last = max(begin, rows.start), min(end, rows.stop)
+            if first < last:
+                cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
+        return [group.spans([self.view(group.layers[0], *cut) for cut in cuts]) for group in self.groups]
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
         """`rows` of `span`, which start at `position`, as a layer and all others of its group see them."""

@@ -19,9 +19,10 @@ from polarlm.engine.backends.ops import Load
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import cache_shape, store_plan
-from polarlm.engine.model.forward import LayerWeights, ModelWeights, Transformer
+from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
+from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import Draw, Sampling
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens

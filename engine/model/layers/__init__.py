@@ -15,7 +15,7 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.weight_formats import Linear
 
 Tap = Callable[[str, Array], None]
-"""tap(name, x): see `engine.model.forward.Taps`, for one layer and position."""
+"""tap(name, x): see `engine.model.prefill.Taps`, for one layer and position."""
 
 Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm, as the ops take it
 

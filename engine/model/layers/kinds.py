@@ -1,14 +1,16 @@
-"""Which class computes which kind of mixer and of feed-forward network."""
+"""Which class computes which kind of mixer and of feed-forward network, and the two of a layer."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.attention import Attention
-from polarlm.engine.model.layers.gated_mlp import GatedMLP
+from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.state.shapes import OwnShape
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
 
@@ -43,3 +45,33 @@ class Mixer(Protocol):
 # The class of a kind in a configuration → the class that computes it, a Mixer.
 MIXERS: dict[type[config.Mixer], Any] = {config.Attention: Attention}
 FFNS = {config.GatedMLP: GatedMLP}
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of a decoder layer."""
+
+    mixer: Any  # of the kind's `Weights`
+    ffn: GatedMLPWeights
+
+    @property
+    def matrices(self) -> dict[str, Linear]:
+        """All that rows are multiplied by, by their names."""
+        return {name: w for part in (self.mixer, self.ffn) for name, w in vars(part).items() if isinstance(w, Linear)}
+
+
+class DecoderLayer(NamedTuple):
+    """What computes a decoder layer."""
+
+    mixer: Mixer
+    ffn: GatedMLP
+
+
+def decoder_layer(
+    ops: Ops, layer: config.Layer, norm_eps: float, weights: LayerWeights, cache: Any, transform: Any
+) -> DecoderLayer:
+    """What computes `layer`. cache, transform: as a `Mixer` takes them."""
+    mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
+    return DecoderLayer(
+        mixer(ops, layer.mixer, norm_eps, weights.mixer, cache, transform), ffn(ops, layer.ffn, norm_eps, weights.ffn)
+    )

@@ -1,0 +1,114 @@
+"""Prefill: the rows of a prompt go through the layers in units, each in parts that threads share.
+
+Letters: T rows, E hidden size, H query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polarlm.engine.backends.ops import Array, Ops, Spans
+from polarlm.engine.model.layers import Tap
+from polarlm.engine.model.layers.kinds import DecoderLayer
+from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.state.store import KVStore, Span, positions
+
+Taps = Callable[[str, int, int, Array], None]
+"""taps(name, layer, position, x) is called with values of a prompt's forward pass, for the rows from `position` on.
+
+name: "input" (T, E), the input of the layer, which may be changed in place; "queries" (T, H, D) and "keys" (T, K, D),
+scaled and rotated as they are stored; "attention" (T, H·D), the input of the output projection. x is valid until the
+call returns. Parts of a prompt may come in any order, and from several threads.
+"""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a prompt that go through a layer together, and the spans that their K/V go to."""
+
+    rows: slice
+    position: int  # of the first row, in its sequence
+    spans: Sequence[Spans]  # for each group of layers
+    skipped: int  # first rows whose output is not needed: in the last layer, only their K/V are computed
+    last: Spans  # for the last layer, without the skipped rows
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The forward pass of prompts. taps: called in prompts of one span."""
+
+    ops: Ops
+    store: KVStore
+    layers: Sequence[DecoderLayer]
+    ropes: RopeTables
+    taps: Taps | None
+
+    def units(
+        self, x: Array, spans: Sequence[Span], first_output: int, *, by_layer: bool
+    ) -> Generator[int, None, None]:
+        """Take x (T, E), the embedded rows of `spans`, through all layers, in place, and seal these.
+
+        Yields the number of rows after each unit; see `Transformer.forward_units`. The last layer leaves rows before
+        `first_output` as they are.
+        """
+        # With a round trip, a block is encoded as a whole before any of its tokens attends.
+        count, whole = len(x), any(span.round_trip for span in spans)
+        step = count if whole else self.ops.prefill_rows
+        ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self.ropes.tables(positions(spans))]
+        units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+        parts = [[self._part(spans, rows, first_output) for rows in self.ops.split_rows(unit)] for unit in units]
+        done, last = 0, (len(self.layers) - 1, units[-1])
+        for layer in range(len(self.layers)):
+            for span in spans:
+                self.store.begin_layer(layer, span)
+            rope = self.ropes.of_layer(layer, ropes)
+            for unit, unit_parts in zip(units, parts, strict=True):
+                self._layer(layer, x, rope, unit_parts, spans if unit is units[-1] else ())
+                rows = unit.stop - unit.start
+                done += rows
+                if by_layer or done + rows > step or (layer, unit) == last:
+                    yield done
+                    done = 0
+
+    def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:
+        count = rows.stop - rows.start
+        skipped = min(max(0, first_output - rows.start), count)
+        seen = self.store.spans(spans, rows)
+        last, position = self.store.group_of(len(self.layers) - 1), spans[0].start + rows.start
+        if skipped in (0, count):  # if all rows are skipped, none attends in the last layer
+            return _Part(rows, position, seen, skipped, seen[last])
+        kept = self.store.spans(spans, slice(rows.start + skipped, rows.stop))
+        return _Part(rows, position, seen, skipped, kept[last])
+
+    def _layer(self, layer: int, x: Array, rope: Any, parts: Sequence[_Part], complete: Sequence[Span]) -> None:
+        """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`."""
+        mixer, ffn = self.layers[layer]
+        group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
+
+        def tap(position: int) -> Tap | None:
+            taps = self.taps
+            return None if taps is None else lambda name, x: taps(name, layer, position, x)
+
+        def project(i: int) -> Any:
+            rows, seen = parts[i].rows, tap(parts[i].position)
+            if seen is not None:
+                seen("input", x[rows])
+            own = None if rope is None else (rope[0][rows], rope[1][rows])
+            return mixer.project(x[rows], own, parts[i].spans[group], recorded=False, tap=seen)
+
+        def mix(i: int) -> None:
+            part, skipped = parts[i], parts[i].skipped if is_last else 0
+            if skipped < len(queries[i]):
+                spans, rows = part.last if is_last else part.spans[group], x[part.rows][skipped:]
+                mixer.mix(rows, queries[i][skipped:], spans, recorded=False, tap=tap(part.position + skipped))
+                ffn.add(rows, recorded=False)
+
+        # A row attends to all K/V before it, so every part is projected before the first one attends.
+        queries = [*map(project, range(len(parts)))] if mixer.in_order else self.ops.map_parts(project, len(parts))
+        for span in complete:
+            self.store.seal(layer, span)
+            if span.round_trip:
+                self.store.round_trip(layer, span)
+        self.ops.map_parts(mix, len(parts))
