@@ -3,8 +3,10 @@
     python -m scripts.mutate [--number 100] [--seed 0] [--rooms engine/state,cuda] [--suite FOLDER] [--jobs 1]
 
 Each mutation is made in a copy of the tracked files, and the tests of the room that it is in run there until the first
-one fails. `--suite` takes the tests of another checkout: the same seed gives the same mutations of the same product, so
-that two suites can be compared. Those that survive are printed: some change nothing that could be seen.
+one fails: those of `make test`, and, for mutations that these miss, the slow tests of `make test-all`. So the table
+shows what the short run loses. `--suite` takes the tests of another checkout: the same seed gives the same mutations of
+the same product, so that two suites can be compared. Those that survive are printed: some change nothing that could be
+seen.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-KILLED, SURVIVED = "killed", "survived"
+KILLED, KILLED_SLOWLY, SURVIVED = "killed", "killed by a slow test", "survived"
+_MARKS = {KILLED: "not slow", KILLED_SLOWLY: "slow"}  # outcome → the tests that lead to it
 _SECONDS = 600  # for the tests of one mutation; one that hangs is found
+_NO_TESTS = 5  # pytest's exit status
 
 # Room → the tests that are about it.
 ROOMS: Mapping[str, Sequence[str]] = {
@@ -137,8 +141,8 @@ def chosen(found: Sequence[Mutation], number: int, seed: int) -> list[Mutation]:
     return in_turn[:number]
 
 
-def outcome(mutation: Mutation, product: Path, suite: Path) -> str:
-    """KILLED or SURVIVED, by the tests of `suite` in a copy of `product`."""
+def kills(mutation: Mutation, product: Path, suite: Path, marks: str) -> bool:
+    """Whether one of the tests in `suite` with these marks fails in a copy of `product` with the mutation."""
 
     def change(copy: Path) -> None:
         path = copy / mutation.file
@@ -146,26 +150,31 @@ def outcome(mutation: Mutation, product: Path, suite: Path) -> str:
         after = mutation.place + len(mutation.old)
         path.write_text(text[: mutation.place] + mutation.new + text[after:], encoding="utf-8")
 
-    return SURVIVED if passes(mutation.room, product, suite, change) else KILLED
+    return not passes(mutation.room, product, suite, marks, change)
 
 
-def passes(room: str, product: Path, suite: Path, change: Callable[[Path], None] = lambda copy: None) -> bool:
+def passes(
+    room: str, product: Path, suite: Path, marks: str, change: Callable[[Path], None] = lambda copy: None
+) -> bool:
     """Whether the tests of a room pass in a copy of `product`, which is changed first."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder)
         _copy(product, copy)
         shutil.rmtree(copy / "tests")
         shutil.copytree(suite / "tests", copy / "tests", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        kernels = Path(".pytest_cache", "kernels")  # those of sources that are not changed need not be compiled again
+        if (product / kernels).is_dir():
+            shutil.copytree(product / kernels, copy / kernels)
         change(copy)
         tests = [test for test in ROOMS[room] if (copy / test).exists()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         environment = {**os.environ, **one_thread, "PYTHONPATH": str(copy)}
         try:
             ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=_SECONDS)
         except subprocess.TimeoutExpired:
             return False
-        return ran.returncode == 0
+        return ran.returncode in (0, _NO_TESTS)
 
 
 def _copy(product: Path, copy: Path) -> None:
@@ -176,12 +185,17 @@ def _copy(product: Path, copy: Path) -> None:
         shutil.copy2(product / name, copy / name, follow_symlinks=False)
 
 
-def table(results: Sequence[tuple[Mutation, str]]) -> str:
-    """Killed mutations of all, by room."""
-    rows = Counter(mutation.room for mutation, _ in results)
-    killed = Counter(mutation.room for mutation, what in results if what == KILLED)
-    lines = [f"{room:32} {killed[room]:4} of {count:3}" for room, count in rows.items()]
-    return "\n".join([*lines, f"{'all':32} {killed.total():4} of {rows.total():3}"])
+def table(outcomes: Mapping[Mutation, str]) -> str:
+    """Mutations of each room that `make test` kills, those that `make test-all` kills, and how many there are."""
+    rooms = Counter(mutation.room for mutation in outcomes)
+    short, long = (
+        Counter(mutation.room for mutation, what in outcomes.items() if what in kinds)
+        for kinds in ([KILLED], [KILLED, KILLED_SLOWLY])
+    )
+    rows = [(room, short[room], long[room], count) for room, count in rooms.items()]
+    rows.append(("all", short.total(), long.total(), rooms.total()))
+    head = f"{'':32} {'make test':>9} {'test-all':>9} {'of':>4}"
+    return "\n".join([head, *(f"{room:32} {a:9} {b:9} {count:4}" for room, a, b, count in rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,21 +208,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a file for the results, as JSON")
     options = parser.parse_args(argv)
     picked = chosen(list(mutations(ROOT, options.rooms.split(","))), options.number, options.seed)
-    results: list[tuple[Mutation, str]] = []
     for room in dict.fromkeys(mutation.room for mutation in picked):
-        if not passes(room, ROOT, options.suite):
+        if not passes(room, ROOT, options.suite, _MARKS[KILLED]):
             print(f"error: The tests of {room} do not pass as they are, so they tell nothing", file=sys.stderr)
             return 1
-    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(picked), unit="mutation", disable=None) as bar:
-        for mutation, what in zip(picked, pool.map(lambda m: outcome(m, ROOT, options.suite), picked), strict=True):
-            results.append((mutation, what))
-            bar.update()
-            if what == SURVIVED:
-                tqdm.write(f"survived: {mutation}")
-            if options.output:
-                rows = [{**asdict(one), "outcome": told} for one, told in results]
-                options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print(table(results))
+    outcomes = dict.fromkeys(picked, SURVIVED)
+    for kind, marks in _MARKS.items():
+        left = [mutation for mutation, what in outcomes.items() if what == SURVIVED]
+        with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(left), unit="mutation", disable=None) as bar:
+            found = pool.map(lambda m, marks=marks: kills(m, ROOT, options.suite, marks), left)
+            for mutation, is_killed in zip(left, found, strict=True):
+                bar.update()
+                if is_killed:
+                    outcomes[mutation] = kind
+                if options.output:
+                    rows = [{**asdict(one), "outcome": told} for one, told in outcomes.items()]
+                    options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    for mutation, what in outcomes.items():
+        if what == SURVIVED:
+            print(f"survived: {mutation}")
+    print(table(outcomes))
     return 0
 
 

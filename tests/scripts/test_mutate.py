@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from scripts import mutate
-from scripts.mutate import KILLED, SURVIVED, Mutation, chosen, mutations, outcome, table
+from scripts.mutate import Mutation, chosen, mutations
 
 MODULE = '''"""One - two."""
 from __future__ import annotations
@@ -30,12 +31,18 @@ __device__ float f(float *x, int n) {
     __syncthreads();
 }
 """
-TESTS = """from polarlm_like import module
+TESTS = """import pytest
+from polarlm_like import module
 
 
 def test_f():
     assert module.f(7) == 47
     assert module.f(1) == 1
+
+
+@pytest.mark.slow
+def test_f_at_its_limit():
+    assert module.f(3) == 43
 """
 
 
@@ -71,12 +78,20 @@ def test_what_runs_is_changed_and_nothing_else(product: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mutation_is_killed_or_survives(product: Path) -> None:
-    by_token = {mutation.old: mutation for mutation in mutations(product, ["polarlm_like"])}
-    results = [(by_token[token], outcome(by_token[token], product, product)) for token in ("+", "<")]
-    assert [what for _, what in results] == [KILLED, SURVIVED]  # nothing asks for f(3)
+def test_mutations_are_killed_by_short_tests_or_slow_ones_or_survive(
+    product: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutate, "ROOT", product)
+    rooms = ["--rooms", "polarlm_like", "--jobs", "2", "--output", str(product / "outcomes.json")]
+    assert mutate.main(rooms) == 0
+    rows = json.loads((product / "outcomes.json").read_text(encoding="utf-8"))
+    assert {row["old"]: row["outcome"] for row in rows if row["file"].endswith(".py")} == {
+        "<": mutate.KILLED_SLOWLY,
+        **dict.fromkeys(["and", "not", "+", "40"], mutate.KILLED),
+    }
+    assert {row["outcome"] for row in rows if row["file"].endswith(".cu")} == {mutate.SURVIVED}
     assert (product / "polarlm_like" / "module.py").read_text(encoding="utf-8") == MODULE
-    assert table(results).splitlines()[-1].split() == ["all", "1", "of", "2"]
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "4", "5", "8"]
 
 
 def test_the_choice_is_fair_and_repeatable() -> None:
