@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polarlm.engine import Engine, SamplingParams, Usage
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.prefill import Prefill
 from tests.cpu import CpuOps
 from tests.tiny import EOS
 
@@ -18,14 +20,14 @@ def timed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(CpuOps, "prefill_rows", 16)
-    for name, seconds in (("_layer", 2.0), ("step", 1.0)):
-        work = getattr(tiny._model, name)
+    for part, name, seconds in ((Prefill, "_layer", 2.0), (Transformer, "step", 1.0)):
+        work = getattr(part, name)
 
         def run(*given, work=work, seconds=seconds):
             now[0] += seconds
             return work(*given)
 
-        monkeypatch.setattr(tiny._model, name, run)
+        monkeypatch.setattr(part, name, run)
     return tiny
 
 
