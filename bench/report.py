@@ -33,7 +33,7 @@ class Output:
         None,
         "--output",
         metavar="FILE",
-        help="where the JSON goes, and pictures beside it; else <benchmark>-<subject>-<date>.json in the current "
+        help="where the JSON goes, and pictures next to it; else <benchmark>-<subject>-<date>.json in the current "
         "folder, or in a checkout's bench/results/local",
     )
     publish: bool = setting(

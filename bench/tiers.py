@@ -24,7 +24,7 @@ from polarlm.engine.config import setting
 from polarlm.engine.state.plan import format_bytes
 
 _FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-_ROOM = 64  # tokens of context behind the prompt
+_ROOM = 64  # tokens of context after the prompt
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class EngineConfig:
         "--spec-type",
         choices=limits.DRAFTS,
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last place where the "
-        "newest tokens stood before; draft-simple asks the draft model, and needs no flag beside that one",
+        "newest tokens stood before; draft-simple asks the draft model, and needs no other flag",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     draft_min: int = setting(0, "--draft-min", metavar="N", help="fewest tokens of a draft; shorter ones are dropped")
@@ -169,7 +169,7 @@ class SamplingParams:
     """
 
     max_tokens: int = setting(
-        -1, "-n", "--predict", metavar="N", help="most tokens to generate; -1 goes on to the end of the context"
+        -1, "-n", "--predict", metavar="N", help="most tokens to generate; -1 continues to the end of the context"
     )
     temperature: float | None = setting(None, "--temp", metavar="T", help="0 is greedy [the model's, else 0.8]")
     top_k: int | None = setting(
@@ -238,7 +238,7 @@ class SamplingParams:
         text=True,
         help="end the answer where TEXT appears; may be repeated",
     )
-    ignore_eos: bool = setting(False, "--ignore-eos", help="go on after an end-of-sequence token")
+    ignore_eos: bool = setting(False, "--ignore-eos", help="continue after an end-of-sequence token")
     logprobs: int | None = setting(
         None,
         help="return the log-probability of each generated token, and of this many most likely tokens (0 to 20)",

@@ -70,11 +70,11 @@ class Chunk:
     stopped_by: str | None = None  # on the last chunk: the stop string before which the answer ends
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # beside `prefilled`: those of them that were found in the KV store
+    cached_tokens: int = 0  # of a chunk with `prefilled`: those of them that were found in the KV store
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set
     # In one chunk before the first token, one per token of the prompt after the first, if requested:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_ids: tuple[int, ...] = ()  # beside `prompt_logprobs`: all tokens of the prompt
+    prompt_ids: tuple[int, ...] = ()  # with `prompt_logprobs`: all tokens of the prompt
     embedding: np.ndarray | None = None  # in one chunk of a request for it: (E,) float32, of length 1
 
 

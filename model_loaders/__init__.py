@@ -173,7 +173,7 @@ def _existing(path: str | Path) -> Path:
             "give a folder with safetensors files, or a .gguf file."
         )
     if where.suffix == ".safetensors":
-        raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json beside it.")
+        raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json in it.")
     return where
 
 

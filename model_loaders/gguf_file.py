@@ -94,7 +94,7 @@ class GgufFile:
         return number if isinstance(number, int) and isinstance(count, int) and count > 1 else None
 
     def _join(self, number: int, mmap: bool) -> None:
-        """Add the tensors of the other parts, which lie beside this one."""
+        """Add the tensors of the other parts, which lie in the same folder."""
         count, found = self.metadata["split.count"], _PART_NAME.fullmatch(self.path.name)
         if found is None or int(found["count"]) != count or int(found["number"]) != number + 1:
             raise LoadError(

@@ -114,7 +114,7 @@ class _Rendering:
     def parts(self) -> list[str | int]:
         """The text, alternating with the numbers of the messages whose ids replace their content.
 
-        The template's process is asked once where the template shows every answer as it is, in the same place behind
+        The template's process is asked once where the template shows every answer as it is, in the same place after
         its question: for the plain text, the framed one, and the prompt of the first answer.
         """
         if self._ids:

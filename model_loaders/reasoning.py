@@ -10,12 +10,12 @@ from typing import Literal
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.renders import Renders
 
-Place = Literal["before", "inside", "behind"]
+Place = Literal["before", "inside", "after"]
 
 
 @dataclass(frozen=True)
 class Tags:
-    """The text before and behind reasoning, such as <think> and </think>."""
+    """The text before and after reasoning, such as <think> and </think>."""
 
     open: str
     close: str
@@ -46,10 +46,10 @@ def find_tags(template: Renders) -> Tags | None:
 
 def _around(text: str) -> Tags | None:
     before, found, rest = text.partition(_REASONING)
-    behind, answered, _ = rest.partition(_ANSWER)
+    after, answered, _ = rest.partition(_ANSWER)
     if not found or not answered:
         return None
-    open, close = _BEFORE.search(before), _BEHIND.match(behind)
+    open, close = _BEFORE.search(before), _BEHIND.match(after)
     return Tags(open[1], close[1]) if open and close else None
 
 
@@ -58,7 +58,7 @@ def place_of_answer(template: Renders, tags: Tags, variables: Mapping[str, objec
     (prompt,) = template.render_each([[{"role": "user", "content": _QUESTION}]], **variables)
     if _ends_with(prompt, tags.open):
         return "inside"
-    return "behind" if _ends_with(prompt, tags.close) else "before"
+    return "after" if _ends_with(prompt, tags.close) else "before"
 
 
 def _ends_with(prompt: str | LoadError, tag: str) -> bool:

@@ -13,7 +13,7 @@ class Strings(Sequence[str]):
     times their bytes, and leave holes in the memory."""
 
     def __init__(self, content: bytes, ends: np.ndarray) -> None:
-        """content: the strings as the file has them, each behind 8 bytes with its length; ends: where each ends."""
+        """content: the strings as the file has them, each after 8 bytes with its length; ends: where each ends."""
         self._content, self._ends = content, ends
 
     def __len__(self) -> int:

@@ -72,10 +72,10 @@ class ChatTemplate:
     def place_of_answer(self, variables: Mapping[str, object]) -> Place:
         """Where in its reasoning an answer begins, if the template has these variables. Raises LoadError.
 
-        "before" it; "inside" it, where the prompt has opened it; "behind" it, where there is none.
+        "before" it; "inside" it, where the prompt has opened it; "after" it, where there is none.
         """
         if self.tags is None:
-            return "behind"
+            return "after"
         key = json.dumps(variables, sort_keys=True)
         if key not in self._places:
             if len(self._places) >= _MOST_VARIABLES:

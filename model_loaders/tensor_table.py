@@ -132,5 +132,5 @@ def head_order(head_dim: int, rotary_dim: int, interleaved: bool) -> np.ndarray:
     rotated, passed = np.arange(rotary_dim), np.arange(head_dim - rotary_dim)
     pairs, left = rotary_dim // 2, (head_dim - rotary_dim) // 2
     pair, half = (rotated // 2, rotated % 2) if interleaved else (rotated % pairs, rotated // pairs)
-    behind = pairs + passed % max(1, left) + passed // max(1, left) * (head_dim // 2)
-    return np.concatenate([pair + half * (head_dim // 2), behind])
+    after = pairs + passed % max(1, left) + passed // max(1, left) * (head_dim // 2)
+    return np.concatenate([pair + half * (head_dim // 2), after])

@@ -18,7 +18,7 @@ from polarlm.model_loaders.tensor_table import row_order
 from polarlm.model_loaders.tensors import PLAIN, READABLE, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store beside the weights
+_HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store with the weights
 _LISTED = 3  # names shown in an error before "and N more"
 
 

@@ -5,7 +5,7 @@
 
 With names, it makes these models alone; without, all of them and `rope.json`.
 Every model has random weights, scaled so that logits spread over a few units and the order of the tokens matters.
-`reference.npz` beside each holds ids int64 (T,), logits float32 (T, V), inv_freq float32 (D/2,) and the scalar
+`reference.npz` next to each holds ids int64 (T,), logits float32 (T, V), inv_freq float32 (D/2,) and the scalar
 attention_factor, and where there are two kinds of RoPE local_inv_freq or short_inv_freq, all computed by transformers
 in float32 from the files as they were stored. `rope.json` holds frequencies of realistic RoPE settings.
 """

@@ -75,7 +75,7 @@ def _restricted_to(measured: Measured) -> str | None:
 
 
 def _picture(path: Path, document: Path) -> list[str]:
-    """The link from `document` to the picture beside a measurement, if there is one."""
+    """The link from `document` to the picture next to a measurement, if there is one."""
     picture = path.with_suffix(".png")
     up = "../" * (len(document.relative_to(ROOT).parts) - 1)
     link = f"![Generated tokens/s against the context]({up}{picture.relative_to(ROOT).as_posix()})"

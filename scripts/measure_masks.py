@@ -1,6 +1,6 @@
 """Measure what a schema costs on the CPU: `python -m scripts.measure_masks` prints times of masks and of steps.
 
-It runs the schemas of the tests with the demonstration model, each of them behind the same answer without a schema, so
+It runs the schemas of the tests with the demonstration model, each of them after the same answer without a schema, so
 that a busy machine is as slow for both. Steps are compared without those that compute tokens together that the schema
 leaves no choice of: these have more rows.
 """

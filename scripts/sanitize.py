@@ -13,7 +13,7 @@ from pathlib import Path
 TOOLS = ("memcheck", "racecheck")
 _PROGRAM = "compute-sanitizer"
 _FOUND = 9  # exit code if it finds something
-_SHOWN = 20  # lines of output behind a failure
+_SHOWN = 20  # lines of output after a failure
 
 
 def find() -> str | None:

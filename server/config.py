@@ -188,7 +188,7 @@ _CHECKS: Mapping[str, Check] = {
     "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
     "cors_origin": that(
         _is_origin,
-        "an origin is * or a scheme and a host in lower case, without a path or a slash behind them, as in "
+        "an origin is * or a scheme and a host in lower case, without a path or a slash after them, as in "
         "https://chat.example.com:8443",
     ),
     "max_body": _POSITIVE,

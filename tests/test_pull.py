@@ -82,7 +82,7 @@ def test_a_process_that_is_stopped_is_gone_on_with_by_another(
         hub.trouble.hold.pop(name).set()
         _, said = first.communicate(timeout=120)
     assert first.returncode == 130
-    assert said.splitlines()[-2:] == ["The next attempt goes on from what has been downloaded.", "Stopped"]
+    assert said.splitlines()[-2:] == ["The next attempt continues from what has been downloaded.", "Stopped"]
     begun = partial.stat().st_size
     assert begun > 0
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`python -m polarlm.bench.gpu`: times of the kernels on a GPU, beside its limits and other libraries' kernels.
+"""`python -m polarlm.bench.gpu`: times of the kernels on a GPU, next to its limits and other libraries' kernels.
 
 The most important measurements come first; the report names those that --budget leaves no time for. The JSON file is
 written after each of them, so that a run that is stopped keeps its results.

@@ -1,4 +1,4 @@
-"""Results of `python -m polarlm.bench.gpu`, to stand beside predictions for the same GPU."""
+"""Results of `python -m polarlm.bench.gpu`, to stand next to predictions for the same GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`python -m polarlm.bench.gpu.predict`: predicted times of a step on a GPU that is not there.
 
 The kernels that the engine would launch are compiled, and their instructions and bytes are counted. What is printed is
-a prediction, beside the least time that the bytes take; `python -m polarlm.bench.gpu` measures.
+a prediction, next to the least time that the bytes take; `python -m polarlm.bench.gpu` measures.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> s
 
 
 def format_prompts(prompts: Sequence[Prompt]) -> str:
-    """The parts of every prompt, and its time beside that of its products and bytes."""
+    """The parts of every prompt, and its time next to that of its products and bytes."""
     tables = []
     for prompt in prompts:
         title = (
@@ -214,7 +214,7 @@ def _parts(title: str, whole: Pass) -> str:
 
 
 def format_measured(machine: Machine, runs: Sequence[Run], measured: Sequence[Pair]) -> str:
-    """Measured times beside predicted ones, or a sentence if there are none."""
+    """Measured times next to predicted ones, or a sentence if there are none."""
     if not runs:
         return f"Not measured: there are no results of {machine.name}; python -m polarlm.bench.gpu makes them."
     if not measured:
@@ -230,7 +230,7 @@ def format_measured(machine: Machine, runs: Sequence[Run], measured: Sequence[Pa
         for pair in measured
     ]
     header = ("time of", "predicted µs", "measured µs", "measured / predicted", "measured in")
-    return f"Measured on {runs[0].gpu}, beside the predictions\n\n{report.table(header, rows)}"
+    return f"Measured on {runs[0].gpu}, next to the predictions\n\n{report.table(header, rows)}"
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Options:
     arithmetic: bool = setting(
         False,
         "--arithmetic",
-        help="measure what the CPU's compiled kernels cost, beside each cache type: half of a window is a prompt, and "
+        help="measure what the CPU's compiled kernels cost, next to each cache type: half of a window is a prompt, and "
         "the rest are steps",
     )
     needle: bool = setting(False, "--needle", help="also hide a sentence in the text and ask for it; takes minutes")

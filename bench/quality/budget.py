@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 LEAST, MOST = 512, 2048  # tokens of a window
 _WANTED = 2  # windows; longer ones if there is time for more
-_DOUBLES = 3000  # tokens of a window behind which a token takes twice as long
+_DOUBLES = 3000  # tokens of a window after which a token takes twice as long
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The page of `polarlm quality`: from its figures to one HTML file that needs nothing beside it."""
+"""The page of `polarlm quality`: from its figures to one HTML file that needs no other."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ COLUMNS = {
     "KL 99.9 %": "one position in a thousand is further off than this, in nats",
     "same top-1": "positions where the most likely next token is that of full precision",
     "prompt": "tokens a second of a prompt, on this machine",
-    "generation": "tokens a second behind that prompt, one request alone",
+    "generation": "tokens a second after that prompt, one request alone",
     "1,000 tokens": "bytes of the KV cache for 1,000 tokens in complete blocks",
-    "longest context": "tokens that fit in this machine's memory beside the weights, up to the model's own",
+    "longest context": "tokens that fit in the memory that the weights leave, up to the model's own",
 }
 
 

@@ -28,7 +28,7 @@ _BEYOND = 12.0  # bits/value that are of no interest in a picture of what compre
 
 
 def draw_all(result: Result, name: str, output: Path) -> str:
-    """Draws every picture that `result` has figures for, beside the JSON file `output`; returns a message."""
+    """Draws every picture that `result` has figures for, next to the JSON file `output`; returns a message."""
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def redraw(words: Sequence[str]) -> None:
         flags = argparse.ArgumentParser("python -m polarlm.bench.quality.plots", description="Draw results again.")
-        flags.add_argument("files", nargs="+", metavar="FILE", help="JSON of bench.quality; pictures go beside it")
+        flags.add_argument("files", nargs="+", metavar="FILE", help="JSON of bench.quality; pictures go next to it")
         for file in map(Path, flags.parse_args(words).files):
             try:
                 result = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""How fast a model runs with each cache type: a prompt, and generation behind it, through the engine.
+"""How fast a model runs with each cache type: a prompt, and generation after it, through the engine.
 
 All types share one set of weights and are measured in turn, round after round, so that what else the machine does
 meets all of them.

@@ -63,7 +63,7 @@ def exact_logprobs(model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -
 def scored(
     reference: Transformer, exact: np.ndarray, model: Transformer, hidden: np.ndarray, ids: Sequence[int]
 ) -> Scored:
-    """The score of ids (T,) from their hidden states (T, E) in `model`, beside `exact` ones of `reference`.
+    """The score of ids (T,) from their hidden states (T, E) in `model`, next to `exact` ones of `reference`.
 
     States of the last id predict nothing of the text and are left out.
     """

@@ -58,7 +58,7 @@ class Options:
     rate: float = setting(0.7, "--rate", metavar="R", help="requests that arrive in a second, on average")
     seconds: float = setting(60.0, "--seconds", metavar="S", help="for which requests arrive")
     requests: int | None = setting(None, "--requests", metavar="N", help="requests at most")
-    prompt_tokens: int = setting(128, "--prompt-tokens", metavar="N", help="tokens of a prompt behind the shared ones")
+    prompt_tokens: int = setting(128, "--prompt-tokens", metavar="N", help="tokens of a prompt after the shared ones")
     shared_prefix: int = setting(128, "--shared-prefix", metavar="N", help="tokens that all prompts begin with")
     max_tokens: int = setting(64, "--max-tokens", metavar="N", help="tokens of an answer")
     seed: int = setting(0, "--seed", metavar="N", help="of arrivals and prompts")

@@ -18,7 +18,7 @@ _CURVES = {
 
 
 def draw(result: Mapping[str, Any], output: Path) -> str:
-    """Draws beside the JSON file `output`; returns a sentence about it. Raises EngineError."""
+    """Draws next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context

@@ -1,7 +1,7 @@
-"""`polarlm speed`: tokens a second and memory, beside llama-cpp-python on the same file.
+"""`polarlm speed`: tokens a second and memory, compared with llama-cpp-python on the same file.
 
 Each engine runs with each of its caches in a process of its own. Runs to be compared alternate, so that a machine that
-slows down slows all of them. A context is computed once; every run goes on from there. docs/speed.md says what is
+slows down slows all of them. A context is computed once; every run continues from there. docs/speed.md says what is
 compared with what.
 """
 
@@ -56,7 +56,7 @@ class Options:
         "1,2", "--threads", metavar="N,N", help="numbers of CPU threads; the best one counts for generation"
     )
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
-    depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate behind")
+    depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
     repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; their median counts")
 
 
@@ -73,7 +73,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         argv,
         GROUPS,
         prog="polarlm speed",
-        description="Tokens a second and memory, beside llama-cpp-python on the same file.",
+        description="Tokens a second and memory, compared with llama-cpp-python on the same file.",
         checks={"repeat": at_least(1)},
     )
     types, threads = cache_types(options.types), _numbers("--threads", options.threads)
@@ -168,7 +168,7 @@ def _that_fit(
 ) -> tuple[list[int], list[int]]:
     """The lengths of prompts and contexts that fit into `most` tokens; sentences about the others go to `left_out`.
 
-    A context that leaves no room for the steps behind it is shortened to whole blocks. Raises FlagError if no prompt
+    A context that leaves no room for the steps after it is shortened to whole blocks. Raises FlagError if no prompt
     fits.
     """
     room, block = most - DEEP_STEPS - 1, EngineConfig.block_size

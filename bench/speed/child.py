@@ -36,7 +36,7 @@ _LAST_SECONDS = 10.0  # for the process to end
 
 
 class Failed(Exception):
-    """A contestant cannot go on. The message is the reason, in a few words for a table."""
+    """A contestant cannot continue. The message is the reason, in a few words for a table."""
 
 
 class Child:

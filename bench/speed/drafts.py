@@ -187,7 +187,7 @@ def _patterns(options: Options) -> dict[str, list[Offer]]:
 
 
 def _params(kind: str, tokens: int, *, goes_on: bool) -> SamplingParams:
-    """Greedy. goes_on: behind the end of an answer, too."""
+    """Greedy. goes_on: after the end of an answer, too."""
     return SamplingParams(
         max_tokens=tokens, temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=goes_on, spec_type=kind
     )

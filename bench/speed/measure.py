@@ -1,4 +1,4 @@
-"""The sections of a speed measurement: threads, prompts, generation behind growing contexts, batches, memory."""
+"""The sections of a speed measurement: threads, prompts, generation after growing contexts, batches, memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BATCH_DEPTH, _BATCH_STEPS = 128, 24
 _WHOLE = 256  # tokens; the peer rounds the size of its cache up to a multiple
 # How the expected time of a step and of a prompt's token grows, for the progress bar.
 _CACHE_WEIGHT = 2.0  # a byte of the cache takes so much longer than a byte of the weights
-_PROMPT_DOUBLES = 7000  # tokens of context behind which a token of a prompt takes twice as long
+_PROMPT_DOUBLES = 7000  # tokens of context after which a token of a prompt takes twice as long
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Measurement:
                 self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
 
     def _choose_threads(self) -> None:
-        """Find for each engine the number of threads with which it generates faster, behind a short context.
+        """Find for each engine the number of threads with which it generates faster, after a short context.
 
         It is that of its first contestant. Prompts use the most threads: they have work for all.
         """
@@ -139,7 +139,7 @@ class Measurement:
     # -- sections ----------------------------------------------------------------------------------------------
 
     def _generate(self, name: str, depth: int, steps: int) -> None:
-        """Steps behind `depth` tokens, which every contestant computes once, in the first of its runs."""
+        """Steps after `depth` tokens, which every contestant computes once, in the first of its runs."""
         self._measure_bandwidth()
         row = Row(GENERATION, name, depth)
         row.cells += [Cell(c, self._speed.chosen[c.engine]) for c in self._speed.contestants]
@@ -182,7 +182,7 @@ class Measurement:
         self._add(row)
 
     def _measure_batches(self) -> None:
-        """Steps of several sequences at once beside one alone, with our first cache."""
+        """Steps of several sequences at once, and of one alone, with our first cache."""
         leader = self._leader()
         if leader is None:
             return

@@ -60,7 +60,7 @@ class Ours:
         )
 
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of the K/V of a sequence, which a step behind `tokens` tokens reads."""
+        """Bytes of the K/V of a sequence, which a step after `tokens` tokens reads."""
         return self._shape.sequence_bytes(tokens)
 
     def prompt_rate(self, ids: Sequence[int]) -> float:
@@ -70,13 +70,13 @@ class Ours:
         return len(ids) / (arrived - started)
 
     def rates(self, ids: Sequence[int], steps: int) -> tuple[float, float]:
-        """Tokens a second of a prompt that is computed as a whole, and steps a second behind it."""
+        """Tokens a second of a prompt that is computed as a whole, and steps a second after it."""
         started = time.perf_counter()
         first, *_, last = self._arrivals(ids, steps + 1, PromptOptions(cache_prompt=False))
         return len(ids) / (first - started), steps / (last - first)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        """Steps a second behind `ids` and one more token; there are as many as `following` has tokens after its first.
+        """Steps a second after `ids` and one more token; there are as many as `following` has tokens after its first.
 
         What the store holds of `ids` is not computed again. The tokens are sampled and turned into text.
         """

@@ -60,7 +60,7 @@ class Peer:
         return len(ids) / self._seconds(ids)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        """Steps a second through `following`, token by token, behind `ids` and the first token of `following`.
+        """Steps a second through `following`, token by token, after `ids` and the first token of `following`.
 
         What the cache holds of `ids` is not computed again.
         """
@@ -77,7 +77,7 @@ class Peer:
         del self._held[length:]
 
     def _seconds(self, ids: Sequence[int]) -> float:
-        """Computes `ids` behind what the cache holds."""
+        """Computes `ids` after what the cache holds."""
         seconds = 0.0
         for first in range(0, len(ids), _BATCH):
             part = ids[first : first + _BATCH]
@@ -87,7 +87,7 @@ class Peer:
             self._library.llama_synchronize(self._context)
             seconds += time.perf_counter() - started
             if failed:
-                raise NoPeer(f"cannot compute {len(ids)} tokens behind {len(self._held)}")
+                raise NoPeer(f"cannot compute {len(ids)} tokens after {len(self._held)}")
             self._held += part
         return seconds
 

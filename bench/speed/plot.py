@@ -18,10 +18,10 @@ _PEER = ("#111827", "#6b7280", "#8d929c")
 
 
 def draw(measured: Mapping[str, Any], output: Path) -> str:
-    """Draws beside the JSON file `output`; returns a sentence about it. Raises EngineError."""
+    """Draws next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
     lines = _lines(measured)
     if not any(len(points) > 1 for points in lines.values()):
-        return "No picture: generation was measured behind fewer than two contexts"
+        return "No picture: generation was measured after fewer than two contexts"
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context

@@ -25,7 +25,7 @@ class ChatConfig:
         "--prompt",
         metavar="TEXT",
         text=True,
-        help="the first message; with -no-cnv, the text to go on from",
+        help="the first message; with -no-cnv, the text to continue from",
     )
     file: str | None = setting(None, "-f", "--file", metavar="FILE", help="read the prompt from FILE (UTF-8)")
     system_prompt: str | None = setting(
@@ -40,7 +40,7 @@ class ChatConfig:
         True,
         "-no-cnv",
         "--no-conversation",
-        help="go on from the prompt as plain text, without a chat template, and exit",
+        help="continue from the prompt as plain text, without a chat template, and exit",
     )
     json_schema: str | None = setting(
         None,

@@ -110,7 +110,7 @@ class ChatSession:
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         question, answer = (shorten(message["content"], _BRIEF, placeholder=" …") for message in messages[-2:])
         size = counted(len(session.token_ids), "token")
-        return f"The conversation saved in {file} goes on: {size}.\n{PROMPT}{question}\n{answer}"
+        return f"The conversation saved in {file} continues: {size}.\n{PROMPT}{question}\n{answer}"
 
     @contextmanager
     def _transfer(self, what: str) -> Iterator[Progress]:
@@ -207,7 +207,7 @@ def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
     if turn.finish_reason == "loop":
         return (
             f"The answer was stopped: its last {_LOOP_TOKENS} tokens are the same ones over and over. "
-            "--no-loop-check lets such an answer go on."
+            "--no-loop-check lets such an answer continue."
         )
     if turn.finish_reason != "length":
         return None

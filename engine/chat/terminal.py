@@ -32,7 +32,7 @@ _HELP = """\
 /system         show the system prompt
 /system TEXT    start anew with TEXT as the system prompt
 /save [PATH]    write the conversation and its cache to a file
-/load [PATH]    go on with a conversation that was saved
+/load [PATH]    continue with a conversation that was saved
 /stats          show speed, context and cache of the last answer
 /exit           leave, as Ctrl-D does
 Enter sends; a \\ at the end of the line, or Alt-Enter, starts a new line. Ctrl-C stops an answer.

@@ -50,7 +50,7 @@ class CacheFit:
 
 @dataclass(frozen=True)
 class WeightFit:
-    """What fits beside the weights as one type."""
+    """What fits in the memory that the weights leave, as one type."""
 
     weight_type: str  # a value of EngineConfig.weight_type
     bytes: int
@@ -149,7 +149,7 @@ def fit_weights(
     contexts: Sequence[int] = (),
     name: str | None = None,
 ) -> WeightFit:
-    """What fits beside weights of `size` bytes. name: in the place of their type."""
+    """What fits in the memory that weights of `size` bytes leave. name: in the place of their type."""
     room, lacking = 0, 0
     try:
         room = ops.room_beside(size)
@@ -263,7 +263,7 @@ def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig)
         lack = f"{format_bytes(smallest.bytes)} as {smallest.weight_type}, {format_bytes(smallest.lacking)} too much"
         return Advice(f"This model does not fit here: its weights take {lack}; {_SMALLEST}.", None)
     most = max(one.tokens for one in smallest.caches)
-    return Advice(f"This model does not fit here: {most:,} tokens of context are left beside it; {_SMALLEST}.", None)
+    return Advice(f"This model does not fit here: {most:,} tokens of context are left with it; {_SMALLEST}.", None)
 
 
 def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:

@@ -41,7 +41,7 @@ def weight_format(config: EngineConfig) -> WeightFormat | None:
 
 
 def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
-    """A function that tells whether a model, whose file has so many bytes, fits in memory beside its KV store.
+    """A function that tells whether a model, whose file has so many bytes, fits in memory together with its KV store.
 
     The store is for the context that was asked for, else for the model's own, of which 16,384 tokens count at most.
     Nothing is known of a model without a configuration: its file has to fit alone.
@@ -91,7 +91,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
 
 
 def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape) -> Callable[[int], int]:
-    """From the tokens of a prompt to the bytes that the work on it needs beside the KV store."""
+    """From the tokens of a prompt to the bytes that the work on it needs in addition to the KV store."""
     return lambda tokens: ops.work_bytes(Load(model, shape.widest, tokens, config.parallel))
 
 

@@ -69,7 +69,7 @@ class ModelDrafter:
         return self._kv
 
     def _compute(self, kv: SequenceKV, ids: Sequence[int]) -> Sampled:
-        """Compute the rows of tokens that follow those of `kv` → the token behind them. Raises OutOfBlocks."""
+        """Compute the rows of tokens that follow those of `kv` → the token after them. Raises OutOfBlocks."""
         if len(ids) > MOST_DRAFTED:
             self._prefill(kv, ids[:-1])
             ids = ids[-1:]

@@ -1,6 +1,6 @@
 """Drafted tokens: guesses at the next tokens of a request, which one step verifies together.
 
-A step computes the rows of the newest token and of the drafted ones, and each row draws the token behind it as if all
+A step computes the rows of the newest token and of the drafted ones, and each row draws the token after it as if all
 drafted tokens before it were right. As long as what is drawn is what was drafted, the next row counts as well. The
 answer is that of steps of one token: every row attends to what it would attend to there, and has the same draw.
 
@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """Up to `most` tokens that may follow `ids`."""
 
     def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether there may be a draft behind the token that follows `ids`; a step does not begin before it then."""
+        """Whether there may be a draft after the token that follows `ids`; a step does not begin before it then."""
 
     def release(self) -> None:
         """Give up what the drafter holds besides memory of its own: the request ends, or waits."""
@@ -50,8 +50,8 @@ class Drafter(Protocol):
 class PromptLookup:
     """Drafts what came after the last place where the newest `size` tokens stood before, in the prompt or the answer.
 
-    The index has the place behind every run of `size` tokens, so that a new token costs the same however long the
-    sequence is. A draft that reaches the end of the sequence goes on with itself, as a repetition would.
+    The index has the place after every run of `size` tokens, so that a new token costs the same however long the
+    sequence is. A draft that reaches the end of the sequence continues with itself, as a repetition would.
     """
 
     def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = ()) -> None:
@@ -60,8 +60,8 @@ class PromptLookup:
         self._modulus = vocabulary**size
         self._read = 0  # ids in the index
         self._run = 0  # the newest ids, as digits of one number
-        self._places: dict[int, int] = {}  # a run of ids → the place behind it
-        self._found: int | None = None  # the place behind the last run that equals the newest ids
+        self._places: dict[int, int] = {}  # a run of ids → the place after it
+        self._found: int | None = None  # the place after the last run that equals the newest ids
         self.read(ids)
 
     def read(self, ids: Sequence[int]) -> None:
@@ -154,18 +154,18 @@ class Drafts:
         """1 ≤ most; least ≤ most. seconds: of a step, by its rows."""
         self._drafter, self._seconds = drafter, seconds
         self._lengths = sorted({rows - 1 for rows in DRAFT_ROWS if least <= rows - 1 <= most} | {most})
-        self._right, self._tried = 1.0, 2.0  # of tokens behind right ones, which decay: those that were right, and all
+        self._right, self._tried = 1.0, 2.0  # of tokens after right ones, which decay: those that were right, and all
         self._pause = _PAUSES[0]
-        self._resumes = 0  # tokens of the sequence with which drafts go on
+        self._resumes = 0  # tokens of the sequence with which drafts continue
         self._before = Batch(1)  # the step of the last draft, without it
         self.drafted = self.accepted = 0
 
     def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether there may be a draft behind the token that follows `ids`."""
+        """Whether there may be a draft after the token that follows `ids`."""
         return len(ids) + 1 >= self._resumes and self._drafter.is_ready(ids)
 
     def draft(self, ids: Sequence[int], room: int, batch: Batch) -> Sequence[int]:
-        """Tokens to verify behind `ids`, at most `room`, in the step of `batch`, to which they are added."""
+        """Tokens to verify after `ids`, at most `room`, in the step of `batch`, to which they are added."""
         if len(ids) < self._resumes or room < self._lengths[0]:
             return ()
         likely = self._right / self._tried
@@ -207,7 +207,7 @@ class Drafts:
 
 
 def _expected(length: int, likely: float) -> float:
-    """How many tokens of a draft are right on average, if each is right that often behind right ones."""
+    """How many tokens of a draft are right on average, if each is right that often after right ones."""
     return length if likely >= 1 else likely * (1 - likely**length) / (1 - likely)
 
 

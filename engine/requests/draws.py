@@ -54,13 +54,13 @@ class Draws:
 
     @property
     def reach_ahead(self) -> bool:
-        """Whether there are draws behind tokens that are not in the sequence: not with a constraint or DRY."""
+        """Whether there are draws after tokens that are not in the sequence: not with a constraint or DRY."""
         return self._constraint is None and self._dry is None
 
     def next(self, after: Sequence[int] = ()) -> Draw:
         """How to draw the next token. Raises whatever the constraint raises.
 
-        after: how to draw the one behind these, which are drafted, or NEWEST for one that is not known yet.
+        after: how to draw the one after these, which are drafted, or NEWEST for one that is not known yet.
         """
         window, beyond = self._params.repeat_last_n, len(after)
         recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
@@ -93,7 +93,7 @@ class Draws:
         self._has_mask = self._constraint is None
 
     def _sampling_after(self, beyond: int) -> Sampling:
-        """That of the token behind `beyond` more."""
+        """That of the token after `beyond` more."""
         may_end = self._sequence.generated + beyond >= self._params.min_tokens
         return self._sampling if may_end else self._sampling_without_ends
 

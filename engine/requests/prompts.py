@@ -29,7 +29,7 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of a prompt: of text, with BOS if the model has one; of messages; or the ids given, unchecked.
 
-    Of a sequence of ids and texts, a text at the beginning gets BOS, and the others go on with what comes before them.
+    Of a sequence of ids and texts, a text at the beginning gets BOS, and the others continue what comes before them.
 
     Messages with "token_ids" become these. Raises EngineError for anything that is not a prompt, and for text that
     cannot fit into `context`, before it is tokenized.

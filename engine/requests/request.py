@@ -85,7 +85,7 @@ class Request:
     wants_progress: bool = False
     conversation: Conversation | None = None  # that the answer ends and is kept with
     constraint: Constraint | None = None
-    drafts: Drafts | None = None  # never beside a constraint or DRY
+    drafts: Drafts | None = None  # never with a constraint or DRY
     kv: SequenceKV | None = None
     prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before the prefix is matched
@@ -195,7 +195,7 @@ class Request:
 
     @property
     def may_draft(self) -> bool:
-        """Whether tokens may be drafted behind the next one, which is not known yet."""
+        """Whether tokens may be drafted after the next one, which is not known yet."""
         return self.drafts is not None and self.drafts.is_ready(self.sequence.ids)
 
     def draft(self, rows: int, batch: Batch) -> Sequence[int]:
@@ -226,13 +226,13 @@ class Request:
         try:
             while not self.sequence.finished and (token := self.draws.only_token()) is not None:
                 self._take(token)
-        except Exception as error:  # of the constraint; the other requests of the step go on
+        except Exception as error:  # of the constraint; the other requests of the step continue
             self.fail(error)
 
     def take_verified(self, drafted: Sequence[int], sampled: Iterable[Sampled]) -> int:
         """Take the sampled tokens as far as drafted ones are right → the number of these whose K/V are kept.
 
-        sampled: the token behind the newest one, and those behind the drafted ones. As in steps of one token, the last
+        sampled: the token after the newest one, and those after the drafted ones. As in steps of one token, the last
         one that is taken has no K/V.
         """
         assert self.drafts is not None
@@ -259,7 +259,7 @@ class Request:
                 self.constraint.accept(token)
                 complete = self.constraint.finished
             except Exception as error:
-                self.fail(error)  # the other requests of the step go on
+                self.fail(error)  # the other requests of the step continue
                 return
         chunk = Chunk(self._stop_filter.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
         if self._stop_filter.stopped or complete:
@@ -284,7 +284,7 @@ class Request:
     def fail(self, error: Exception) -> None:
         """Fail the request: its reader gets the exception instead of a last chunk."""
         if isinstance(error, MemoryError):
-            error = EngineError("There is not enough memory to go on with this request", "out_of_memory")
+            error = EngineError("There is not enough memory to continue this request", "out_of_memory")
         self.damaged = isinstance(error, EngineError) and error.code == "model_damaged"
         self.sequence.finish_reason = "error"
         self.outbox.append(error)

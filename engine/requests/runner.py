@@ -192,7 +192,7 @@ class Runner:
             self._scheduler.prefilled(request.sequence)
 
     def _match_prefix(self, request: Request) -> SequenceKV:
-        """The longest stored prefix of a request's tokens from which it can go on. Raises OutOfBlocks."""
+        """The longest stored prefix of a request's tokens from which it can continue. Raises OutOfBlocks."""
         options = request.options
         ids = request.sequence.ids[:-1] if options.cache_prompt and not request.reads_prompt else ()
         kv = self._prefixes.match_prefix(ids, options.cache_salt)

@@ -9,7 +9,7 @@ steps its budget is the median step's time in that proportion, times `_CATCH_UP`
 longer than the median the last step took, and how much longer the next one will take if it fills a block, which is
 encoded then: a slow step and a prefill do not add up. A unit that starts within the budget may exceed it.
 
-When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always goes on, so
+When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
 every sequence becomes the oldest at some time and finishes.
 """
 

@@ -24,7 +24,7 @@ class _Step:
 
     fetch: the token of each request; None while `logits` wait for their draws, which wait for the last step's tokens.
     known: requests whose next token is known already, and whose rows are only computed. drafted: the drafted tokens of
-    requests that have any; `sampled` are then those behind each of their rows, from that of the newest token on.
+    requests that have any; `sampled` are then those after each of their rows, from that of the newest token on.
     """
 
     requests: Sequence[Request]
@@ -51,7 +51,7 @@ class Steps:
         with requests that may draft."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._preempt, self._seconds = scheduler, preempt, seconds
-        self._begun: _Step | None = None  # the step behind the last one whose tokens were taken
+        self._begun: _Step | None = None  # the step after the last one whose tokens were taken
 
     @property
     def has_begun(self) -> bool:
@@ -156,7 +156,7 @@ class Steps:
             raise
 
     def _draft(self, request: Request, batch: Batch) -> Sequence[int]:
-        """Tokens to verify behind the newest one, as many as go into the current block with it."""
+        """Tokens to verify after the newest one, as many as go into the current block with it."""
         if request.kv is None:  # it was preempted for this step
             return ()
         missing = len(request.sequence.ids) - request.kv.length
@@ -205,7 +205,7 @@ class Steps:
             return None
 
     def _open(self, request: Request, drafted: int) -> Span | None:
-        """A span of the newest token, for which younger requests may be preempted, and of `drafted` ones behind it.
+        """A span of the newest token, for which younger requests may be preempted, and of `drafted` ones after it.
 
         With tokens before it that no step has computed: as many of all of them as go into a step and into the current
         block, so that each attends to the codes that it would attend to in a step of its own. Without the drafted ones

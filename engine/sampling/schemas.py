@@ -1,6 +1,6 @@
 """JSON schemas as llguidance is given them, for answers and for calls of tools: closed, and lenient unless strict.
 
-An object with properties has no others unless its schema says `additionalProperties`: where they may go on without
+An object with properties has no others unless its schema says `additionalProperties`: where they may continue without
 end, small models do so. llguidance ignores keywords that it does not know where it is told to be lenient.
 """
 

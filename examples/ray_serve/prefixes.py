@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _BLOCK = 256  # characters, about the 64 tokens of a block
-_BLOCKS = 16  # of a user's first message: a long document with another question behind it has the same ones
+_BLOCKS = 16  # of a user's first message: a long document with another question after it has the same ones
 
 
 def prefix_key(body: bytes) -> str:

@@ -141,7 +141,7 @@ def choose_gguf(
         found = [model for model in found if all(map(is_here, model.files))] or found
         if not found:
             raise LoadError(
-                f"Of {name.repo}, no file fits in memory here beside its KV store; there are {listed}. Choose a "
+                f"Of {name.repo}, no file fits in memory here together with its KV store; there are {listed}. Choose a "
                 f"smaller model or context, or name a file to load it all the same: {name.repo}:{models[-1].label}."
             )
         found = [model for model in models if model.label == found[0].label]

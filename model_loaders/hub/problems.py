@@ -9,7 +9,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.hub.client import Client
 from polarlm.model_loaders.hub.names import HubName
 
-GOES_ON = "The next attempt goes on from what has been downloaded."
+GOES_ON = "The next attempt continues from what has been downloaded."
 _TOKENS = "https://huggingface.co/settings/tokens"
 _LOG_IN = f"run `hf auth login`, or set HF_TOKEN, with a token of {_TOKENS}"
 

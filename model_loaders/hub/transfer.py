@@ -1,4 +1,4 @@
-"""Files of a repository into the hub's cache: transfers that go on where an earlier one stopped, and are checked.
+"""Files of a repository into the hub's cache: transfers that continue where an earlier one stopped, and are checked.
 
 The package huggingface_hub finds the files, and places them in its cache. It does not transfer them here: its newer
 versions begin an interrupted file anew, and no version compares checksums.

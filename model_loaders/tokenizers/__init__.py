@@ -30,7 +30,7 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
         return hf_json.load(whole, settings)
     if not model.is_file():
         raise LoadError(
-            f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model beside its weights."
+            f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model next to its weights."
         )
     try:
         content = model.read_bytes()

@@ -35,7 +35,7 @@ class Takes:
     """Whether a control token removes the white space around it."""
 
     before: bool = False
-    behind: bool = False
+    after: bool = False
 
 
 class BaseTokenizer(ABC):
@@ -123,8 +123,8 @@ class BaseTokenizer(ABC):
             plain, takes = text[end : match.start()], self._takes.get(match.group(), Takes())
             yield plain.rstrip(_SPACE) if takes.before else plain
             yield self._control[match.group()]
-            behind = _SPACES.match(text, match.end()) if takes.behind else None
-            end = behind.end() if behind else match.end()
+            after = _SPACES.match(text, match.end()) if takes.after else None
+            end = after.end() if after else match.end()
         yield text[end:]
 
     def _check(self, token_id: int) -> None:

@@ -1,4 +1,4 @@
-"""The ids that begin a sequence and that end a generation, from the files beside a vocabulary."""
+"""The ids that begin a sequence and that end a generation, from the files next to a vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WELL_KNOWN_ENDS = (
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """The JSON files beside a vocabulary, {} for one that is absent."""
+    """The JSON files next to a vocabulary, {} for one that is absent."""
 
     folder: Path
     config: Mapping[str, object]

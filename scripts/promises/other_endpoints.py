@@ -88,7 +88,7 @@ STANDARD: dict[str, list[Promise]] = {
             "a last message of the assistant's is continued",
             f"{_CHATS}::test_a_last_message_of_the_assistant_is_continued",
         ),
-        held("`response_format` with a `schema` beside its type", f"{_OWN}::test_a_schema_may_stand_beside_its_type"),
+        held("`response_format` with a `schema` next to its type", f"{_OWN}::test_a_schema_may_stand_beside_its_type"),
         held(
             "`tools`, `tool_choice`; calls whole and streamed",
             "test_http_tools.py::test_required_calls_parse",
@@ -103,7 +103,7 @@ STANDARD: dict[str, list[Promise]] = {
         held("`chat_template_kwargs`", "test_http_tools.py::test_variables_of_the_template_are_honoured"),
         held("`reasoning_effort`", "test_http_tools.py::test_an_effort_of_reasoning_goes_to_the_template"),
         refused("how long a model reasons", "reasoning_budget_tokens"),
-        different("`timings` beside the usage", "`/completion` has them"),
+        different("`timings` next to the usage", "`/completion` has them"),
     ],
     "POST /v1/chat/completions/control": [different("ends a model's reasoning", "404")],
     "POST /v1/chat/completions/input_tokens": [

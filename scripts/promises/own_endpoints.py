@@ -59,7 +59,7 @@ OWN: dict[str, list[Promise]] = {
             "test_fields.py::test_harmless_fields_are_ignored",
         ),
         different(
-            "`n_keep`, and going on when the context is full",
+            "`n_keep`, and continuing when the context is full",
             "the answer ends there, with `truncated`",
             f"{_OWN}::test_an_answer_that_fills_the_context_is_truncated",
         ),
@@ -108,7 +108,7 @@ OWN: dict[str, list[Promise]] = {
         held("`timings`", f"{_OWN}::test_timings_count_and_time_both_parts"),
         different(
             "`generation_settings` with `n_ctx` and `model`",
-            "`model` stands beside it",
+            "`model` stands next to it",
             f"{_OWN}::test_settings_are_those_that_were_used",
         ),
         held("a client that hangs up ends its request", f"{_OWN}::test_a_client_that_hangs_up_cancels"),

@@ -1,6 +1,6 @@
 """The text of an answer in parts while it comes: reasoning, text, and calls of tools.
 
-White space beside tags and calls is no part of the text. Text that may be the beginning of a tag or a call is held back
+White space around tags and calls is no part of the text. Text that may be the beginning of a tag or a call is held back
 until more shows what it is, so the parts do not depend on how the text comes.
 """
 
@@ -94,7 +94,7 @@ class AnswerParser:
         """The parts that are left at the end of the answer. Nothing of a call is text: before its name it is left out.
 
         cut: the model has not ended the answer itself. Then what may be the beginning of a call is one, too.
-        next: the stop string that the answer would go on with.
+        next: the stop string that the answer would continue with.
         """
         held, self._held = self._held, ""
         if self._state == self._reasoning:

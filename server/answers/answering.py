@@ -100,8 +100,8 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
         if asked.options.continue_final_message and template.tags is not None:
             begun = asked.prompt[-1]["content"]
             opened = place == "inside" or template.tags.open in begun
-            place = "inside" if opened and template.tags.close not in begun else "behind"
-        reasoning = None if place == "behind" else template.tags
+            place = "inside" if opened and template.tags.close not in begun else "after"
+        reasoning = None if place == "after" else template.tags
         format = None if asked.tools is None else template.calls
     except LoadError as error:
         raise EngineError(str(error)) from None
@@ -169,7 +169,7 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
     )
 
 
-# -- behind ------------------------------------------------------------------------------------------------------------
+# -- ids of answers ----------------------------------------------------------------------------------------------------
 
 
 def _keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:

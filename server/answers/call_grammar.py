@@ -68,7 +68,7 @@ class _Grammar:
         rest = {"may": "text | called", "must": "calls", "none": "text"}[self.calls]
         if self.tags is None:
             return [f"start: {rest}"]
-        behind = {"must": "SPACE? calls"}.get(self.calls, f"({rest})")
+        after = {"must": "SPACE? calls"}.get(self.calls, f"({rest})")
         close = self._literal(self.tags.close)
         unclosed = "" if self.calls == "must" else " | unclosed"
         if self.tags.close in self.control:
@@ -79,7 +79,7 @@ class _Grammar:
                 f"unclosed: UNCLOSED\nUNCLOSED: /(?s:.*)/ & ~/{_containing(self.tags.close)}/",
             ]
         if self.thinks:
-            start = f"start: thought {behind}{unclosed}"
+            start = f"start: thought {after}{unclosed}"
         else:
             opened = f"SPACE? {self._literal(self.tags.open)} "
             if self.tags.open not in self.control and self.tags.close not in self.control:
@@ -90,7 +90,7 @@ class _Grammar:
                 ]
                 opened = ""
             unclosed = unclosed and f" | {opened}unclosed"
-            start = f"start: {rest} | {opened}thought {behind}{unclosed}"
+            start = f"start: {rest} | {opened}thought {after}{unclosed}"
         return [start, *(line for line in thought if unclosed or not line.startswith("unclosed")), "SPACE: /\\s{1,8}/"]
 
     def _free(self) -> list[str]:

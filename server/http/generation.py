@@ -140,7 +140,7 @@ class Counting:
     """The endpoint that counts the tokens of the prompts of another one."""
 
     def __init__(self, driver: Driver, endpoint: Endpoint, more: Mapping[str, Any] | None = None) -> None:
-        """more: what the answer has beside the count."""
+        """more: what the answer has in addition to the count."""
         self._driver = driver
         self._endpoint = endpoint
         self._about = about(driver)

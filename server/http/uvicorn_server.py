@@ -71,7 +71,7 @@ class Web(uvicorn.Server):
         yield
 
     def refuse(self) -> None:
-        """Accept no more connections; those that are open go on."""
+        """Accept no more connections; those that are open continue."""
         for server in self.servers:
             server.close()
 

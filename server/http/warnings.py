@@ -1,4 +1,4 @@
-"""Warnings beside an answer: in its header and its line of the log.
+"""Warnings with an answer: in its header and its line of the log.
 
 A field that nobody knows changes nothing. Its name may be a slip of the pen, so the nearest known one is told.
 """

@@ -8,7 +8,7 @@ const SPOKEN = 600; // characters of an answer that a screen reader is given at 
 const ENDINGS = {
   length: "as long as the server and the context allow",
   stopped: "stopped",
-  loop: "stopped, because it repeated itself over and over (Settings can let it go on)",
+  loop: "stopped, because it repeated itself over and over (Settings can let it continue)",
   edited: "edited",
 };
 
@@ -39,7 +39,7 @@ function regenerate(message) {
 const canContinue = ({ text, calls, ending, error }) =>
   text !== "" && !calls.length && !$("schema").value.trim() && (error !== "" || ["length", "stopped", "loop", "edited", ""].includes(ending));
 
-/** Lets the model go on with an answer. */
+/** Lets the model continue an answer. */
 function resume(message) {
   if (live || !settingsHold()) return;
   following = true;
@@ -47,7 +47,7 @@ function resume(message) {
   $("message").focus();
 }
 
-/** The messages up to the answer; with the answer, if there is some of it, which the server goes on with then. */
+/** The messages up to the answer; with the answer, if there is some of it, which the server then continues. */
 function messagesUpTo(message) {
   const messages = [];
   for (let at = message; at; at = parentOf(at)) messages.unshift(at);
@@ -236,7 +236,7 @@ function draftsOf(details) {
 /** The words of an answer, each block of them a line; of a long answer the beginning. */
 function spoken(body) {
   const text = [...body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")].map((block) => block.textContent).join("\n");
-  return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer goes on.` : text;
+  return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer continues.` : text;
 }
 
 /** Shows the server's complaint at the field that it is about. */

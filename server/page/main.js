@@ -10,7 +10,7 @@ function busy(yes) {
   if (focused) $("message").focus();
 }
 
-/** Says what goes on; screen readers say the sentence, too, and leave out a figure that changes all the time. */
+/** Says what is happening; screen readers say the sentence, too, and leave out a figure that changes all the time. */
 function tell(sentence, figure = "") {
   if ($("status").textContent !== sentence) $("status").textContent = sentence;
   $("progress").textContent = figure;

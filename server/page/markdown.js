@@ -1,6 +1,6 @@
 "use strict";
 
-// Markdown to elements, as it streams in: which block a line begins, or goes on with.
+// Markdown to elements, as it streams in: which block a line begins, or continues.
 
 const LONGEST_MARK = 500; // characters of a line after which it is known what it is
 
@@ -18,7 +18,7 @@ const UNDECIDED = /^ *(?:[-*+_] *|\d{1,9}[.)]? *|#{1,6} *|> *|`{1,2}|`{3,}[^`]*|
 class Markdown {
   #rest = ""; // of the line, as long as it may become anything
   #open = null; // where the characters of the line go, once that is known
-  #block = null; // what the next line may go on with: words, code or a table
+  #block = null; // what the next line may continue: words, code or a table
   #lists = []; // the lists that are open, each in an item of the one before
   #blank = false; // whether an empty line came last
   #quote = null;

@@ -128,9 +128,9 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "seed", "OLV", "-1 takes a different one each time [-1]"
     yield "stop", "OLV", "a string, or an array of at most 16"
     yield "stop_token_ids", "V", "tokens that end the answer as the model's own ends do"
-    yield "ignore_eos", "LV", "goes on after the model's own ends"
+    yield "ignore_eos", "LV", "continues after the model's own ends"
     yield "logprobs", "OLV", "in chat true, else a number from 0 to 20"
-    yield "top_logprobs", "OLV", "in chat, 0 to 20 beside `logprobs`"
+    yield "top_logprobs", "OLV", "in chat, 0 to 20, with `logprobs`"
     yield (
         "n_probs",
         "L",
@@ -148,7 +148,7 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
         "response_format",
         "OLV",
         "`text`, `json_object`, or `json_schema`: the answer is JSON of that schema, which may also be llama-server's "
-        "`schema` beside `json_object`",
+        "`schema` with `json_object`",
     )
     yield "json_schema", "L", "the answer is JSON of this schema; an object or its text"
     yield "grammar", "L", "the answer is of this grammar, in GBNF or llguidance's form of Lark"
@@ -160,7 +160,7 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield (
         "continue_final_message",
         "LV",
-        "whether the answer goes on with the last message [true if that is the assistant's]",
+        "whether the answer continues with the last message [true if that is the assistant's]",
     )
     yield "add_generation_prompt", "LV", "the opposite of `continue_final_message`"
     yield "tools", "OLV", "at most 128 functions, which the model may call; needs the extra `json`"

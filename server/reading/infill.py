@@ -37,14 +37,14 @@ class Infill:
     middle: int
     repository: int | None
     file: int | None
-    ends: tuple[int, ...]  # that come behind a middle, where the model writes on
+    ends: tuple[int, ...]  # that come after a middle, where the model writes on
 
     def prompt(
         self, prefix: str, suffix: str, begun: str = "", files: Iterable[tuple[str, str]] = (), name: str = "filename"
     ) -> Mixed:
         """The prompt for the text between `prefix` and `suffix`, which begins with `begun`.
 
-        files: names and texts of others beside it, whose name is `name`.
+        files: names and texts of other files; its own name is `name`.
         """
         parts: Mixed = [] if self.bos is None else [self.bos]
         files = list(files)

@@ -48,7 +48,7 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
 
 
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
-    """Whether the answer goes on with the last message, which is the assistant's. Raises BadRequest.
+    """Whether the answer continues with the last message, which is the assistant's. Raises BadRequest.
 
     It does so unless the request says otherwise, as at llama-server, or by two fields that vLLM has.
     """

@@ -100,7 +100,7 @@ def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
     if flag("logprobs", False if given is None else given):
         return count("top_logprobs", 0 if top is None else top, 0, MOST_LOGPROBS)
     if top is not None:
-        raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true beside it")
+        raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true with it")
     return None
 
 

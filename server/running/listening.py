@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 BACKLOG = 128  # connections that the system holds until they are accepted
-_OTHER_FILES = 256  # that the process opens beside its connections
+_OTHER_FILES = 256  # that the process opens in addition to its connections
 _LOG = logging.getLogger(__name__)
 _LOST_AFTER = 20  # seconds without an answer until a peer counts as lost
 

@@ -48,7 +48,7 @@ def for_clients(error: Exception) -> Exception:
     if isinstance(error, (Refused, EngineError)):
         return error
     _LOG.error("a request ended with an unexpected error", exc_info=error)
-    return Refused("internal", f"The server could not go on with this request: unexpected {type(error).__name__}")
+    return Refused("internal", f"The server could not continue this request: unexpected {type(error).__name__}")
 
 
 TOO_MANY_CONNECTIONS = "The server has too many connections"

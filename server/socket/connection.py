@@ -24,7 +24,7 @@ from polarlm.server.socket.lines import Lines
 from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
-MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them
+MOST_PENDING = 1 << 20  # bytes after a whole message that are kept for a client that does not read them
 KEY_SECONDS = 10.0  # until a client has to have shown the key
 IDLE_SECONDS = 1800.0  # for which a client may have no request under way
 PROBE_SECONDS = 0.25

@@ -30,7 +30,7 @@ class SocketServer:
         )
 
     def refuse(self) -> None:
-        """Accept no more connections; those that are open go on."""
+        """Accept no more connections; those that are open continue."""
         self._server.close()
 
     async def close(self) -> None:

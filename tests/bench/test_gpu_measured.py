@@ -145,7 +145,7 @@ def test_the_report_has_measured_times_beside_predicted_ones(
     results(tmp_path / "local" / "gpu.json", step(4e-3))
     assert predict.main(["--output", str(output)]) == 0
     *_, title, _, _, _, device, with_host, _ = capsys.readouterr().out.splitlines()
-    assert title == "Measured on NVIDIA H200, beside the predictions"
+    assert title == "Measured on NVIDIA H200, next to the predictions"
     assert "step, 2,048 × 1, without the host" in device
     written = json.loads(output.read_text(encoding="utf-8"))
     predicted = written["steps"][0]["seconds"]

@@ -229,7 +229,7 @@ def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.
         peer.Peer("model.bin", 99, 1, "f16")
     other = peer.Peer("model.gguf", 99, 1, "f16")
     library.room = 10
-    with pytest.raises(peer.NoPeer, match=r"^cannot compute 11 tokens behind 0$"):
+    with pytest.raises(peer.NoPeer, match=r"^cannot compute 11 tokens after 0$"):
         other.prompt_rate(ids(11))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(peer.NoPeer, match=r"^not installed$"):

@@ -183,7 +183,7 @@ def test_a_saved_conversation_goes_on(chat, engine, state, tmp_path, named):
     assert f"The conversation is saved in {file}: 12 tokens." in err
     code, out, err = chat(lines=f"two\n/load{name}\n/system\nthree\n")
     assert (code, out) == (0, "you said: two\nyou said: three\n")
-    assert f"The conversation saved in {file} goes on: 12 tokens.\n> one\nyou said: one\nBe brief.\n" in err
+    assert f"The conversation saved in {file} continues: 12 tokens.\n> one\nyou said: one\nBe brief.\n" in err
     assert engine.prompts[-1] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "one"},

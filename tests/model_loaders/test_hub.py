@@ -357,7 +357,7 @@ def test_a_connection_that_always_breaks_is_given_up(large: Hub) -> None:
     problem = refusal("user/large")
     assert "cannot be reached" in problem
     assert "is not in the cache as a whole" in problem
-    assert "The next attempt goes on" in problem
+    assert "The next attempt continues" in problem
     assert len(large.fetched("model.safetensors")) == 3  # the first attempt, and one after each wait
 
 
@@ -412,7 +412,7 @@ def test_ctrl_c_keeps_what_came_and_says_so(large: Hub, monkeypatch: pytest.Monk
         patch.setattr(transfer._Content, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch("user/large", verbose=said.append)
-    assert said[-1] == "The next attempt goes on from what has been downloaded."
+    assert said[-1] == "The next attempt continues from what has been downloaded."
     fetch("user/large")
     assert (large.fetched("model.safetensors")[-1] or "").startswith("bytes=")
 

@@ -114,7 +114,7 @@ def _simulate_and_report(argv: Sequence[str]) -> None:
 
 
 def _compare(options: Options, costs: Costs, destination: Output, argv: Sequence[str]) -> None:
-    """Write and print what `bench.serving` measured beside its simulation."""
+    """Write and print what `bench.serving` measured, and its simulation."""
     assert options.beside is not None
     output = destination.path("simulate-beside", costs.name)
     pair = {"costs": asdict(costs), **beside(Path(options.beside), costs)}

@@ -18,7 +18,7 @@ from polarlm.bench.serving.simulate.trace import Trace
 from polarlm.engine import EngineError
 
 _PERCENTS = (50, 95)
-_AFTER = 3600.0  # seconds that the simulation goes on after the last arrival
+_AFTER = 3600.0  # seconds that the simulation continues after the last arrival
 
 
 def beside(file: Path, costs: Costs) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Tiers:
             self._remote.put(key, tokens)
 
     def pin(self, key: int, tokens: int) -> None:
-        """Take `tokens` of the store for a request that goes on from `key`, which stays in no tier meanwhile."""
+        """Take `tokens` of the store for a request that continues from `key`, which stays in no tier meanwhile."""
         for tier in self._local:
             tier.pop(key)
         self.store.pinned += tokens

@@ -76,7 +76,7 @@ class Trace:
 
     begins: np.ndarray  # seconds, of each conversation's first turn
     system: np.ndarray  # its system prompt
-    history: np.ndarray  # tokens of turns that it had before, beside the system prompt
+    history: np.ndarray  # tokens of turns that it had before, without the system prompt
     first: np.ndarray
     prompt: np.ndarray  # of each turn: new tokens, without the conversation before
     answer: np.ndarray  # tokens

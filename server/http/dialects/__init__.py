@@ -1,4 +1,4 @@
-"""APIs beside OpenAI's older ones, one module each: a file `dialects/NAME.py` is served.
+"""APIs other than OpenAI's older ones, one module each: a file `dialects/NAME.py` is served.
 
 Such a module defines
 

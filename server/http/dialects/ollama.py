@@ -158,7 +158,7 @@ class _Embedded:
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What both endpoints take beside the prompt, in our own names. Raises BadRequest."""
+    """What both endpoints take in addition to the prompt, in our own names. Raises BadRequest."""
     own: dict[str, Any] = {"model": body.get("model"), "stream": body.get("stream", True)}
     for name, value in members("options", body.get("options", {})).items():
         if name in _OPTIONS:

@@ -129,7 +129,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _included(value: Any) -> list[Any]:
-    """The names of what a response should have beside its text; what there is none of here is left out."""
+    """The names of what a response should have in addition to its text; what there is none of here is left out."""
     return [text(f"include[{index}]", name) for index, name in enumerate(items("include", value))]
 
 

@@ -24,7 +24,7 @@ class Shapes:
     prefix: str  # of an answer's id
     whole: str  # names of the objects
     part: str
-    switched_logprobs: bool  # whether log-probabilities are requested by true and a count beside it
+    switched_logprobs: bool  # whether log-probabilities are requested by true, with a count in another field
     answer: Callable[[Answer], dict[str, Any]]  # fields of a choice for a whole answer
     opening: dict[str, Any] | None  # of a streamed answer's first choice, before any text; None for no such choice
     piece: Callable[[Piece, int], dict[str, Any]]  # of a choice for a piece and the number of the call that it is in

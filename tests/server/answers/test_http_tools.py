@@ -203,11 +203,17 @@ def test_each_message_of_a_chat_is_hashed_once(thinking: Serving, monkeypatch: p
     hashed: list[Any] = []
     key = answers._key
     monkeypatch.setattr(answers, "_key", lambda before, message: hashed.append(message) or key(before, message))
-    messages = [*MESSAGES, {"role": "assistant", "content": "Fine."}, *MESSAGES]
-    text = "<think>\nso\n</think>\n\nHello."
-    ask(thinking, messages=messages, **thoughts(thinking.engine, text))
-    assert hashed[:3] == messages
-    assert [message["content"] for message in hashed[3:]] == [text, "Hello."]
+    texts = ["Hash me.", "Once.", "Me, too."]
+    roles = ["user", "assistant", "user"]
+    answered = "As you wish."
+    generated = f"<think>\nso\n</think>\n\n{answered}"
+    ask(
+        thinking,
+        messages=[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)],
+        **thoughts(thinking.engine, generated),
+    )
+    wanted = [*texts, generated, answered]  # an answer of an earlier test may end meanwhile
+    assert [message["content"] for message in hashed if message["content"] in wanted] == wanted
 
 
 def test_reasoning_may_stay_in_the_text_or_be_left_out(thinking: Serving) -> None:
