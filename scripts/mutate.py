@@ -35,7 +35,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 KILLED, KILLED_SLOWLY, SURVIVED = "killed", "killed by a slow test", "survived"
 _MARKS = {KILLED: "not slow", KILLED_SLOWLY: "slow"}  # outcome → the tests that lead to it
-_SECONDS = 600  # for the tests of one mutation; one that hangs is found
+_SECONDS = 1800  # for the tests of one mutation; one that hangs is found
 _NO_TESTS = 5  # pytest's exit status
 
 # Room → the tests that are about it.

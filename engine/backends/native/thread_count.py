@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 
 from polarlm.engine.backends.numpy.cgroups import groups, read_number
-from polarlm.engine.backends.numpy.thread_choice import VARIABLES
 from polarlm.engine.outputs import Threads
+
+VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_count(setting: int, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Threads:

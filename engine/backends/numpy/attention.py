@@ -113,7 +113,7 @@ def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, wind
     """Attention of scaled q (K, G, T, D), whose first row has `position`, by online softmax over tiles → same shape."""
     tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, window)
     whole = functools.reduce(_merge, (_partial(q, position, tile, window) for tile in tiles))
-    return (whole.mix / whole.total).reshape(q.shape)
+    return (whole.weighted / whole.row_sum).reshape(q.shape)
 
 
 class _Tile(NamedTuple):
@@ -131,9 +131,9 @@ class _Tile(NamedTuple):
 class _Partial(NamedTuple):
     """Attention over some of the keys: maximum score (K, R, 1), sum of exp (K, R, 1), weighted values (K, R, D)."""
 
-    top: np.ndarray
-    total: np.ndarray
-    mix: np.ndarray
+    row_max: np.ndarray
+    row_sum: np.ndarray
+    weighted: np.ndarray
 
 
 def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _Partial:
@@ -145,22 +145,24 @@ def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _
         by_block = scores.reshape(*scores.shape[:2], tile.mean.shape[1], -1)
         by_block += (flat @ tile.mean.swapaxes(1, 2))[..., None]
     _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, window)
-    top = scores.max(axis=-1, keepdims=True)
-    scores -= _finite(top)
+    row_max = scores.max(axis=-1, keepdims=True)
+    scores -= _finite(row_max)
     np.exp(scores, out=scores)
-    return _Partial(top, scores.sum(axis=-1, keepdims=True), scores @ tile.v)
+    return _Partial(row_max, scores.sum(axis=-1, keepdims=True), scores @ tile.v)
 
 
 def _merge(a: _Partial, b: _Partial) -> _Partial:
     """Attention over the keys of both, by rescaling to the larger maximum."""
-    top = np.maximum(a.top, b.top)
-    fade_a, fade_b = np.exp(a.top - _finite(top)), np.exp(b.top - _finite(top))
-    return _Partial(top, a.total * fade_a + b.total * fade_b, a.mix * fade_a + b.mix * fade_b)
+    row_max = np.maximum(a.row_max, b.row_max)
+    rescale_a, rescale_b = np.exp(a.row_max - _finite(row_max)), np.exp(b.row_max - _finite(row_max))
+    return _Partial(
+        row_max, a.row_sum * rescale_a + b.row_sum * rescale_b, a.weighted * rescale_a + b.weighted * rescale_b
+    )
 
 
-def _finite(top: np.ndarray) -> np.ndarray:
-    """`top`, with 0 for −inf, where a row sees no key: exp(−inf − 0) is 0, but −inf − −inf would be NaN."""
-    return np.where(np.isneginf(top), np.float32(0), top)
+def _finite(row_max: np.ndarray) -> np.ndarray:
+    """`row_max`, with 0 for −inf, where a row sees no key: exp(−inf − 0) is 0, but −inf − −inf would be NaN."""
+    return np.where(np.isneginf(row_max), np.float32(0), row_max)
 
 
 def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:

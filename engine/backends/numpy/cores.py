@@ -41,11 +41,6 @@ class Cores:
         with self._lock:
             return self._usual if self._alone else self._now
 
-    @property
-    def kernels(self) -> set[str]:
-        """Names of the processor types of the BLAS kernels in use, as the libraries spell them."""
-        return {library.info().get("architecture", "") for library in self._libraries}
-
     def use(self, number: int) -> None:
         """Set the number of BLAS threads of the process, or of this thread for libraries with a number per thread."""
         with self._lock:

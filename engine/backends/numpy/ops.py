@@ -20,15 +20,6 @@ from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone, rounded
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
-from polarlm.engine.backends.numpy.steps import (
-    StepSpans,
-    attend_together,
-    is_step,
-    is_thin,
-    multiplies_in_place,
-    thin_product,
-)
-from polarlm.engine.backends.numpy.thread_choice import StepThreads
 from polarlm.engine.backends.ops import Load, Result
 from polarlm.engine.jit.run.zeros import zeros
 from polarlm.engine.outputs import Threads
@@ -56,13 +47,11 @@ class NumpyOps:
     fetch_later = None
 
     def __init__(self, threads: int = 0):
-        """threads: of BLAS and of `parallel_map`; 0 keeps BLAS's number, and lets steps choose one or all."""
+        """threads: of BLAS and of `parallel_map`; 0 keeps BLAS's number."""
         self._cores = cores()
         if threads:
             self._cores.use(threads)
-        self._steps = StepThreads(self._cores, is_set=threads > 0)
-        kernels = self._cores.kernels
-        self._in_place = kernels != set() and all(map(multiplies_in_place, kernels))
+        self._is_set = threads > 0
 
     def split_rows(self, rows: slice) -> list[slice]:
         threads = self._cores.number
@@ -77,10 +66,10 @@ class NumpyOps:
     map_parts = parallel_map
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        return self._steps.run(len(inputs[0]), lambda: work(*inputs))
+        return work(*inputs)
 
     def threads(self) -> Threads:
-        return self._steps.last()
+        return Threads(self._cores.number, "by the setting threads" if self._is_set else "as BLAS has them")
 
     def wait(self) -> None:
         """Nothing to wait for: ops are synchronous."""
@@ -151,7 +140,7 @@ class NumpyOps:
         recorded: bool = False,
     ) -> np.ndarray:
         x, weight = x if norm is None else rms_norm(x, *norm), _whole(w)
-        y = thin_product(x, weight) if self._in_place and is_thin(len(x)) else x @ weight.T
+        y = x @ weight.T
         if w.bias is not None:
             y += w.bias
         if activation is not None:
@@ -215,7 +204,7 @@ class NumpyOps:
         return k, v
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Sequence[SpanView]:
-        return StepSpans(spans) if is_step(spans) else spans
+        return spans
 
     def append_kv(self, cache: LayerCache, spans: Sequence[SpanView], k: np.ndarray, v: np.ndarray) -> None:
         for span in spans:
@@ -258,14 +247,8 @@ class NumpyOps:
         kv_heads = cache.format.kv_heads
         heads, dim = q.shape[1:]
         q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(scale)
-        parts = spans.parts if isinstance(spans, StepSpans) else [[span] for span in spans]
-        for number, part in enumerate(parts):
-            rows = slice(part[0].rows.start, part[-1].rows.stop)
-            if isinstance(spans, StepSpans) and len(part) > 1:
-                blocks = spans.blocks(number, cache.format.block_size)
-                out[rows] = attend_together(q[rows], cache, blocks, window).reshape(out[rows].shape)
-            else:
-                attend_alone(q[rows], out[rows], cache, part[0], window)
+        for span in spans:
+            attend_alone(q[span.rows], out[span.rows], cache, span, window)
         if transform is None:
             return out
         back = None if transform.value_rotation is None else transform.value_rotation.T

@@ -16,10 +16,9 @@ pytest.importorskip("llvmlite")
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.native.thread_count import allowed_cpus, core_count, cpu_quota, thread_count
+from polarlm.engine.backends.native.thread_count import VARIABLES, allowed_cpus, core_count, cpu_quota, thread_count
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.cores import cores
-from polarlm.engine.backends.numpy.thread_choice import VARIABLES
 from polarlm.engine.jit.run import workers as working
 from polarlm.engine.jit.run.workers import Workers
 from polarlm.engine.outputs import Threads

@@ -1,4 +1,4 @@
-"""A step of many sequences gives each what it gets alone, only faster."""
+"""A step of many sequences gives each what it gets alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.kv import KVLocation, SpanView
-from polarlm.engine.backends.numpy import steps
-from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from tests.state.fed import HEADS, KV_HEADS, D, N, make_store
 
@@ -61,26 +59,16 @@ def alone(store: KVStore, layer: int, spans: list[Span], q: np.ndarray, window: 
     )
 
 
-@pytest.mark.parametrize("counts", [[1] * 8, [5] * 8, [1, 3, 2, 16, N, 9, 6, 7]], ids=["one", "five", "ragged"])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
-@pytest.mark.parametrize("most", [4, 9, 64])
-def test_attending_together_equals_attending_alone(
-    types: tuple[str, str], most: int, counts: list[int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_many_sequences_get_what_each_gets_alone(types: tuple[str, str], rng: np.random.Generator) -> None:
     """One row and several, across block ends, with windows, with complete and incomplete sinks."""
-    monkeypatch.setattr(steps, "_MOST_BLOCKS", most)
     windows = (None, 11, 3 * N)
     store = make_store(*types, windows=windows, sequences=len(LENGTHS), step_rows=16)
     store = KVStore(store.ops, replace(store.plan, quantized_blocks=(32,) * 3), store.conditioning)
-    spans, q = begun(store, rng, counts)
+    spans, q = begun(store, rng, [1, 3, 2, 16, N, 9, 6, 7])
     for layer, window in enumerate(windows):
-        together = store.ops.spans(views(store, layer, spans), N)
-        out = store.ops.attention(q, store.cache(layer), together, 0.3, window)
+        out = store.ops.attention(q, store.cache(layer), views(store, layer, spans), 0.3, window)
         np.testing.assert_allclose(out, alone(store, layer, spans, q, window), atol=2e-6)
-    parts = steps.StepSpans(views(store, 0, spans)).parts
-    assert [span for part in parts for span in part] == views(store, 0, spans)
-    blocks = [[len(span.table) + len(span.following) + 2 for span in part] for part in parts]
-    assert all(len(part) == 1 or sum(part) <= most for part in blocks)
 
 
 @pytest.mark.parametrize("counts", [[1] * 8, [4, 1, 9, 2, 16, 3, N, 5]], ids=["one", "ragged"])
@@ -90,32 +78,5 @@ def test_nan_left_in_a_slot_does_not_reach_its_next_sequence(counts: list[int], 
     cache = store.cache(0)
     cache.full_k[:], cache.full_v[:] = np.nan, np.inf
     spans, q = begun(store, rng, counts)
-    out = store.ops.attention(q, cache, store.ops.spans(views(store, 0, spans), N), 0.3, None)
+    out = store.ops.attention(q, cache, views(store, 0, spans), 0.3, None)
     np.testing.assert_allclose(out, alone(store, 0, spans, q, None), atol=2e-6)
-
-
-@pytest.mark.parametrize("rows", [2, 3, 8, 16, 32])
-@pytest.mark.parametrize("shape", [(5, 3), (96, 64), (1000, 576), (40, 5000)])
-def test_thin_product_equals_the_product(rows: int, shape: tuple[int, int], rng: np.random.Generator) -> None:
-    weight = rng.standard_normal(shape).astype(np.float32)
-    x = rng.standard_normal((rows, shape[1])).astype(np.float32)
-    y = steps.thin_product(x, weight)
-    exact = x.astype(np.float64) @ weight.T
-    np.testing.assert_allclose(y, exact, atol=1e-5 * np.sqrt(shape[1]) * np.abs(exact).max())
-    assert y.flags.c_contiguous
-
-
-def test_is_step_holds_for_several_sequences_in_slots_only() -> None:
-    step = SpanView(slice(0, 1), 5, KVLocation(None, 0), 0, None, [], N)
-    other = SpanView(slice(1, 2), 5, KVLocation(None, 1), 0, None, [], N)
-    prompt = SpanView(slice(1, 3), 5, KVLocation((np.zeros(1), np.zeros(1)), 0), 0, None, [], N)
-    assert steps.is_step([step, other])
-    assert not steps.is_step([step])
-    assert not steps.is_step([step, prompt])
-    assert not isinstance(NumpyOps().spans([prompt], N), steps.StepSpans)
-
-
-@pytest.mark.parametrize(("architecture", "gains"), [("SkylakeX", True), ("Haswell", False), ("", False)])
-def test_thin_products_are_for_2_to_32_rows_on_known_kernels(architecture: str, gains: bool) -> None:
-    assert steps.multiplies_in_place(architecture) == gains
-    assert [steps.is_thin(rows) for rows in (1, 2, 32, 33)] == [False, True, True, False]
