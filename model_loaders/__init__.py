@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json
-from polarlm.model_loaders.folder import generation_defaults, open_folder
-from polarlm.model_loaders.gguf_file import GgufFile
-from polarlm.model_loaders.gguf_source import open_gguf
+from polarlm.model_loaders.files.folder import generation_defaults, open_folder
+from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.gguf_source import open_gguf
+from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 from polarlm.model_loaders.hub import Fits, HubName, fetch, parse
 from polarlm.model_loaders.rope import rope_frequencies
-from polarlm.model_loaders.weights import WeightSource, main_dtype
 
 if TYPE_CHECKING:
-    from polarlm.model_loaders.templates import ChatTemplate
+    from polarlm.model_loaders.chat.templates import ChatTemplate
     from polarlm.model_loaders.tokenizers import Tokenizer
 
 __all__ = [
@@ -104,7 +104,8 @@ def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, Weig
 
 
 def _load_folder(folder: Path, mmap: bool) -> Model:
-    from polarlm.model_loaders import templates, tokenizers
+    from polarlm.model_loaders import tokenizers
+    from polarlm.model_loaders.chat import templates
 
     config, weights = open_folder(folder, mmap)
     try:
@@ -128,7 +129,8 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
 
 
 def _load_gguf(file: Path, mmap: bool) -> Model:
-    from polarlm.model_loaders import templates, tokenizers
+    from polarlm.model_loaders import tokenizers
+    from polarlm.model_loaders.chat import templates
 
     gguf = GgufFile(file, mmap)
     try:

@@ -14,7 +14,7 @@ _SCALES = (2**-13, -(2**-13), 2**-14)  # of blocks: values are a few hundredths
 
 
 class RandomWeights:
-    """See `model_loaders.weights.WeightSource`. Vectors are ones.
+    """See `model_loaders.files.weights.WeightSource`. Vectors are ones.
 
     type_of: name of a matrix → its weight format.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.templates import ChatTemplate
 
 
 def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, str]], **variables: object) -> str:

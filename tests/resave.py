@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.model_loaders import Model
-from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _SHARD_BYTES = 100 << 20
 

@@ -15,7 +15,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.loading.assembly import assemble, settle, with_cache
 from polarlm.engine.model.weights import weight_bytes
-from polarlm.model_loaders.weights import WeightSource
+from polarlm.model_loaders.files.weights import WeightSource
 
 _SCORING = "as served"
 _ARITHMETIC_SHARE = 0.7  # of the free memory that weights as float32 may take

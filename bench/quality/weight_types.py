@@ -20,7 +20,7 @@ from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.assembly import settle
 from polarlm.engine.model.file_matrix import nearest
 from polarlm.engine.weight_formats import get
-from polarlm.model_loaders.weights import WeightSource
+from polarlm.model_loaders.files.weights import WeightSource
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import StorePlan, format_bytes, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.weights import WeightSource
+from polarlm.model_loaders.files.weights import WeightSource
 
 CACHE_TYPES = ("f16", "q8_0", *PRESETS)
 

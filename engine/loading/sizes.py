@@ -20,7 +20,7 @@ from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig
-from polarlm.model_loaders.tensors import READABLE
+from polarlm.model_loaders.files.tensors import READABLE
 
 _CONTEXT_TO_CHOOSE_BY = 16_384  # tokens, of models with more
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.weight_formats import WeightFormat, find, get, stored_as
-from polarlm.model_loaders.ggml_types import size_of
-from polarlm.model_loaders.weights import WeightSource
+from polarlm.model_loaders.files.ggml_types import size_of
+from polarlm.model_loaders.files.weights import WeightSource
 
 _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 

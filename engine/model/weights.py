@@ -19,9 +19,9 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
-from polarlm.model_loaders.ggml_types import size_of
-from polarlm.model_loaders.tensor_table import Slots
-from polarlm.model_loaders.weights import WeightSource
+from polarlm.model_loaders.files.ggml_types import size_of
+from polarlm.model_loaders.files.tensor_table import Slots
+from polarlm.model_loaders.files.weights import WeightSource
 
 _SAMPLE = 1024  # values from either end of each weight that the fingerprint covers
 

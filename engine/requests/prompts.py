@@ -12,7 +12,7 @@ from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions
 from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.limits import check_roles
-from polarlm.model_loaders.prompt import chat_ids
+from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]

@@ -23,7 +23,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.tensor_table import TensorTable
+from polarlm.model_loaders.files.tensor_table import TensorTable
 
 
 def families() -> tuple[str, ...]:

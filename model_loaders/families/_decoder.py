@@ -16,8 +16,8 @@ from polarlm.model_loaders.config import (
     RopeConfig,
 )
 from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
 from polarlm.model_loaders.rope import rope_config
-from polarlm.model_loaders.tensor_table import Names, TensorTable, tensor_table
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
 QK_NORMS: Names = {

@@ -6,7 +6,7 @@ from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 GGUF = GgufLayout(

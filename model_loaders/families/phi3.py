@@ -11,8 +11,8 @@ from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 from polarlm.model_loaders.rope import rope_config, rotary_dim
-from polarlm.model_loaders.tensor_table import TensorTable, tensor_table
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 GGUF = GgufLayout(

@@ -11,8 +11,9 @@ from typing import Any
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import Fields, read_json
-from polarlm.model_loaders.folder import read_configuration
-from polarlm.model_loaders.gguf_source import sizes_from_beginning
+from polarlm.model_loaders.files.folder import read_configuration
+from polarlm.model_loaders.files.gguf_source import sizes_from_beginning
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
 from polarlm.model_loaders.hub.choice import (
     BESIDE_WEIGHTS,
     CONFIG,
@@ -27,7 +28,6 @@ from polarlm.model_loaders.hub.client import Client, Listing
 from polarlm.model_loaders.hub.names import PREFIX, HubName, parse
 from polarlm.model_loaders.hub.problems import GOES_ON, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
-from polarlm.model_loaders.safetensors_source import INDEX, SINGLE
 
 __all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse", "quantization_of", "sizes"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
 from polarlm.model_loaders.hub.names import HubName
-from polarlm.model_loaders.safetensors_source import INDEX, SINGLE
 
 CONFIG = "config.json"
 BESIDE_WEIGHTS = (  # what a folder of safetensors is read with; the configuration alone must be there

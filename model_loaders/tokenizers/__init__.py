@@ -13,7 +13,7 @@ from polarlm.model_loaders.tokenizers._protocol import Tokenizer
 from polarlm.model_loaders.tokenizers._special import FolderSettings
 
 if TYPE_CHECKING:
-    from polarlm.model_loaders.gguf_file import GgufFile
+    from polarlm.model_loaders.files.gguf_file import GgufFile
 
 __all__ = ["Tokenizer", "load_for_folder", "load_for_gguf"]
 

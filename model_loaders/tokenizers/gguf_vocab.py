@@ -15,14 +15,14 @@ import tokenizers
 from tokenizers.models import BPE
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.strings import Strings
+from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.tokenizers import patterns
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
 from polarlm.model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer
 
 if TYPE_CHECKING:
-    from polarlm.model_loaders.gguf_file import GgufFile
+    from polarlm.model_loaders.files.gguf_file import GgufFile
     from polarlm.model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer
 
 

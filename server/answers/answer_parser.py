@@ -11,8 +11,8 @@ import string
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from polarlm.model_loaders.call_format import CallFormat
-from polarlm.model_loaders.reasoning import Tags
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.server.answers.pieces import CallStart, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.sampling.schemas import OPTIONS, prepared
-from polarlm.model_loaders.call_format import CallFormat
-from polarlm.model_loaders.reasoning import Tags
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.reasoning import Tags
 
 ID = "[a-zA-Z0-9]{9}"  # of a call, where the model writes it
 

@@ -23,7 +23,7 @@ from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import CacheStats, Chunk, Status, Threads, Usage
 from polarlm.engine.storage.sessions import Session
-from polarlm.model_loaders.templates import ChatTemplate
+from polarlm.model_loaders.chat.templates import ChatTemplate
 
 
 @dataclass

@@ -108,7 +108,7 @@ def test_loading_and_prompts_need_a_bounded_part_of_a_matrix_beside_it(monkeypat
 
 
 class Shapes:
-    """The matrices and vectors of a model, in the types of Q4_K_M; see `model_loaders.weights.WeightSource`."""
+    """The matrices and vectors of a model, in the types of Q4_K_M; see `model_loaders.files.weights.WeightSource`."""
 
     def __init__(self) -> None:
         self._shapes = {spec.name: spec.shape for spec in families.tensors(LLAMA_8B).specs()}

@@ -22,7 +22,7 @@ from polarlm.engine.model.weights import fingerprint, in_words, kept, left_out, 
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import WeightFormat, find, get, writable
 from polarlm.model_loaders import load_weights as open_weights
-from polarlm.model_loaders.weights import WeightSource
+from polarlm.model_loaders.files.weights import WeightSource
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model, read

@@ -17,7 +17,7 @@ from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.model.weights import file_bytes, load_weights, weight_bytes
 from polarlm.engine.weight_formats import Linear, find, get
 from polarlm.model_loaders import load_weights as open_weights
-from polarlm.model_loaders.tensors import StoredWeights
+from polarlm.model_loaders.files.tensors import StoredWeights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model

@@ -11,8 +11,8 @@ import numpy as np
 
 from polarlm.model_loaders import ModelConfig, WeightSource, families, load_weights
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer
-from polarlm.model_loaders.gguf_file import GgufFile
-from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())

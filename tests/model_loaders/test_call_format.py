@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.model_loaders.call_format import CallFormat, find_call_format
-from polarlm.model_loaders.templates import ChatTemplate, for_folder
+from polarlm.model_loaders.chat.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
 from tests.rendering import rendered
 from tests.shared_data import shared

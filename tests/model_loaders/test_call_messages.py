@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from polarlm.model_loaders.gguf_file import GgufFile
-from polarlm.model_loaders.prompt import chat_ids
-from polarlm.model_loaders.templates import ChatTemplate, for_gguf
+from polarlm.model_loaders.chat.prompt import chat_ids
+from polarlm.model_loaders.chat.templates import ChatTemplate, for_gguf
+from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests import call_templates
 from tests.tool_model import tool_model

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.model_loaders import LoadError, load_weights
-from polarlm.model_loaders.file_bytes import FileBytes
-from polarlm.model_loaders.gguf_file import GgufFile
-from polarlm.model_loaders.safetensors_source import read_header
-from polarlm.model_loaders.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.safetensors_source import read_header
+from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
 from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_all, safetensors_file
 
 

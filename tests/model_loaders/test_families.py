@@ -15,8 +15,8 @@ from polarlm.model_loaders import families as families_package
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from polarlm.model_loaders.families import configure, families, gguf_layouts, tensors
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.safetensors_source import open_safetensors
-from polarlm.model_loaders.weights import as_stored
+from polarlm.model_loaders.files.safetensors_source import open_safetensors
+from polarlm.model_loaders.files.weights import as_stored
 from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, read, read_all
 from tests.shared_data import shared
 

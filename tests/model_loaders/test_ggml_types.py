@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from polarlm.model_loaders.ggml_types import BY_NAME, TYPES
-from polarlm.model_loaders.tensors import READABLE
+from polarlm.model_loaders.files.ggml_types import BY_NAME, TYPES
+from polarlm.model_loaders.files.tensors import READABLE
 
 
 def test_types_are_those_of_gguf() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.model_loaders.gguf_file import GgufFile
-from polarlm.model_loaders.prompt import chat_ids
-from polarlm.model_loaders.templates import ChatTemplate, for_folder, for_gguf
+from polarlm.model_loaders.chat.prompt import chat_ids
+from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder, for_gguf
+from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests.model_loaders import vocabularies as vocab
 from tests.rendering import rendered

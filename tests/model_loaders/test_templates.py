@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from polarlm.model_loaders import limited_process, template_worker
+from polarlm.model_loaders import limited_process
+from polarlm.model_loaders.chat import template_worker
+from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder, for_gguf
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.templates import ChatTemplate, for_folder, for_gguf
 from tests.model_loaders import vocabularies as vocab
 from tests.rendering import rendered
 from tests.shared_data import shared

@@ -303,7 +303,7 @@ class TestBosAndEos:
         assert load_for_folder(tmp_path, {}, {}).bos_id is None
 
     def test_smollm2_has_no_bos(self, demo_path: Path) -> None:
-        from polarlm.model_loaders.gguf_file import GgufFile
+        from polarlm.model_loaders.files.gguf_file import GgufFile
 
         tokenizer = load_for_gguf(GgufFile(demo_path))
         assert tokenizer.bos_id is None

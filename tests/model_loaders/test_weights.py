@@ -15,13 +15,13 @@ from safetensors.numpy import load_file
 from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.file_bytes import FileBytes
-from polarlm.model_loaders.folder import generation_defaults
-from polarlm.model_loaders.gguf_file import GgufFile
-from polarlm.model_loaders.safetensors_source import read_header
-from polarlm.model_loaders.strings import Strings
-from polarlm.model_loaders.tensor_table import head_order
-from polarlm.model_loaders.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.folder import generation_defaults
+from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.safetensors_source import read_header
+from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.files.tensor_table import head_order
+from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
 from tests.model_loaders.checkpoints import (
     MODELS,
     NAMES,

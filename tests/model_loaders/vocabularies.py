@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import tokenizers
 
-from polarlm.model_loaders.gguf_file import GgufFile
+from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf
 from tests.shared_data import shared
 

@@ -15,7 +15,7 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.cores import cores
-from polarlm.model_loaders.templates import ChatTemplate
+from polarlm.model_loaders.chat.templates import ChatTemplate
 from tests.cpu import CpuOps
 from tests.rendering import rendered
 

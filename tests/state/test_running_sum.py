@@ -26,7 +26,7 @@ FAMILY = """
 from dataclasses import replace
 
 from polarlm.model_loaders.families import llama
-from polarlm.model_loaders.tensor_table import TensorTable
+from polarlm.model_loaders.files.tensor_table import TensorTable
 from tests.state.running_sum import RunningSum
 
 ARCHITECTURES = ("SumForCausalLM",)

@@ -21,7 +21,7 @@ Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm, as the o
 
 
 class ReadSlot(Protocol):
-    """Reads the tensors that fill the slots of one layer; see `model_loaders.tensor_table`."""
+    """Reads the tensors that fill the slots of one layer; see `model_loaders.files.tensor_table`."""
 
     def vector(self, slot: str) -> Array | None:
         """The tensors of a slot (n_i,), concatenated; None for a slot that the model lacks."""

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.model_loaders.call_format import CallFormat, find_call_format
-from polarlm.model_loaders.reasoning import Tags
-from polarlm.model_loaders.templates import ChatTemplate
+from polarlm.model_loaders.chat.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.reasoning import Tags
+from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.server.answers.answer_parser import AnswerParser
 from polarlm.server.answers.pieces import Piece
 from tests import call_templates

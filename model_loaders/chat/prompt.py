@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from polarlm.model_loaders.control_strings import Guard, guard, unused_characters
+from polarlm.model_loaders.chat.control_strings import Guard, guard, unused_characters
+from polarlm.model_loaders.chat.messages import Message, checked_messages
+from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.messages import Message, checked_messages
-from polarlm.model_loaders.templates import ChatTemplate
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _MOST_BETWEEN = 64  # characters between an answer's reasoning and its text

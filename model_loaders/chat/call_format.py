@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polarlm.model_loaders.call_arguments import json_object
+from polarlm.model_loaders.chat.call_arguments import json_object
+from polarlm.model_loaders.chat.renders import Renders
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.renders import Renders
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]

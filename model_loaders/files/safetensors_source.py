@@ -15,8 +15,8 @@ from typing import TypeGuard
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import Fields, read_json
-from polarlm.model_loaders.file_bytes import FileBytes
-from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit

@@ -20,9 +20,9 @@ from types import MappingProxyType
 import numpy as np
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.file_bytes import FileBytes
-from polarlm.model_loaders.ggml_types import TYPES
-from polarlm.model_loaders.strings import Strings
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.ggml_types import TYPES
+from polarlm.model_loaders.files.strings import Strings
 
 _READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
 _MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.model_loaders.file_bytes import FileBytes
-from polarlm.model_loaders.ggml_types import BY_NAME, size_of
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.ggml_types import BY_NAME, size_of
 
 PLAIN = ("F32", "F16", "BF16")
 _LATTICE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")

@@ -8,9 +8,9 @@ from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, table_name
 from polarlm.model_loaders.fields import Fields, read_json
-from polarlm.model_loaders.safetensors_source import INDEX, SINGLE, open_safetensors
-from polarlm.model_loaders.tensors import StoredWeights
-from polarlm.model_loaders.weights import fit
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, open_safetensors
+from polarlm.model_loaders.files.tensors import StoredWeights
+from polarlm.model_loaders.files.weights import fit
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 

@@ -14,8 +14,8 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.tensor_table import row_order
-from polarlm.model_loaders.tensors import PLAIN, READABLE, StoredWeights, can_dequantize
+from polarlm.model_loaders.files.tensor_table import row_order
+from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store with the weights

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from polarlm.model_loaders.chat.renders import Renders
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.renders import Renders
 
 Place = Literal["before", "inside", "after"]
 

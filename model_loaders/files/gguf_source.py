@@ -14,10 +14,10 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.file_bytes import FileBytes
-from polarlm.model_loaders.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
-from polarlm.model_loaders.tensors import StoredTensor, StoredWeights
-from polarlm.model_loaders.weights import fit
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
+from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.files.weights import fit
 
 _KEYS = {  # Hugging Face's key → the file's, without the architecture and the dot
     "hidden_size": "embedding_length",

@@ -8,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polarlm.model_loaders.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.reasoning import Place, Tags, find_tags, place_of_answer
+from polarlm.model_loaders.chat.template_process import TemplateFailed, TemplateProcess
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.reasoning import Place, Tags, find_tags, place_of_answer
-from polarlm.model_loaders.strings import Strings
-from polarlm.model_loaders.template_process import TemplateFailed, TemplateProcess
+from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.tokenizers._special import token_string
 
 if TYPE_CHECKING:
-    from polarlm.model_loaders.gguf_file import GgufFile
+    from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _MOST_VARIABLES = 64  # choices of variables for which the place of an answer is kept
 

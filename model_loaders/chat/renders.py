@@ -9,7 +9,7 @@ from polarlm.model_loaders.errors import LoadError
 
 
 class Renders(Protocol):
-    """A chat template: see `model_loaders.templates`."""
+    """A chat template: see `model_loaders.chat.templates`."""
 
     def render_each(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: object
