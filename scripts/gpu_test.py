@@ -17,7 +17,7 @@ from pathlib import Path
 
 from polarlm.bench import report
 from polarlm.engine import EngineError
-from polarlm.engine.backends.cuda import overlap
+from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.select import select
 from scripts.sanitize import sanitize
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _can_overlap() -> bool:
     """Whether the GPU has overlapped launches, and the environment does not turn them on for all tests."""
-    from polarlm.engine.backends.cuda.cupy_device import can_overlap  # it needs CuPy
+    from polarlm.engine.backends.cuda.device.cupy_device import can_overlap  # it needs CuPy
 
     return can_overlap() and not overlap.is_wanted()
 

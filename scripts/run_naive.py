@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.codecs._norms import ByteNorm
 from polarlm.engine.codecs.ring import points_of
 from polarlm.engine.quantization.conditioning import centre, read_mean

@@ -48,7 +48,7 @@ class _Cupy:
         if name.split(".")[0] not in ("cupy", "cupy_backends"):
             return None
         if not self._modules:
-            from polarlm.engine.backends.cuda import overlap
+            from polarlm.engine.backends.cuda.device import overlap
             from tests.cuda import fake_cupy  # with NumPy, which this module must not import before the paths are set
 
             machine, modules = fake_cupy.make()

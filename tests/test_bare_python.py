@@ -117,7 +117,7 @@ said = []
 with Engine.load(sys.argv[1], device="cpu", block_size=8, verbose=said.append) as loaded:
     print(len(loaded.generate([7, 8, 9], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids))
 print(*(line for line in said if "polarlm[cpu]" in line), sep="\\n")
-parts = ("engine.backends.native", "engine.backends.cuda.cupy_", "engine.jit", "engine.chat.__main__")
+parts = ("engine.backends.native", "engine.backends.cuda.device.cupy_", "engine.jit", "engine.chat.__main__")
 needs_more = tuple(f"polarlm.{part}" for part in (*parts, "server.__main__"))
 for package in (engine, model_loaders, server):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

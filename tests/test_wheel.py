@@ -258,7 +258,7 @@ def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
 
 def test_kernels_and_the_page_are_found(installed: Installed, tmp_path: Path) -> None:
     program = """
-from polarlm.engine.backends.cuda.kernel_source import folder
+from polarlm.engine.backends.cuda.device.kernel_source import folder
 from polarlm.server.http.page import _page
 print(len(list(folder().rglob("*.cu"))), "<html" in _page()[0])
 """

@@ -57,7 +57,7 @@ import sys
 from pathlib import Path
 import polarlm, polarlm.engine.state.store, engine.state.store
 from polarlm import Engine, SamplingParams
-from polarlm.engine.backends.cuda.kernel_source import folder
+from polarlm.engine.backends.cuda.device.kernel_source import folder
 from polarlm.server.http.page import _page
 assert engine.state.store is polarlm.engine.state.store
 assert Path(engine.__file__).parent == Path(sys.argv[2]) / "engine"

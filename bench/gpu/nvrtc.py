@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from polarlm.engine.backends.cuda.kernel_source import OPTIONS
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS
 from polarlm.engine.errors import EngineError
 
 # Architecture → bytes of shared memory that one block may have, static and dynamic together ("Technical

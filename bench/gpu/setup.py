@@ -135,7 +135,7 @@ class CupyClock:
 def open_gpu() -> Gpu:
     """The machine's GPU. Raises EngineError, with the reason, if there is none."""
     select("cuda", 0)
-    from polarlm.engine.backends.cuda.cupy_device import CupyDevice, can_overlap
+    from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap
 
     def fresh(overlaps: bool) -> tuple[CudaOps, Device]:
         device = CupyDevice(overlaps=overlaps)

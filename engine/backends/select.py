@@ -74,7 +74,7 @@ def _cuda() -> Ops:
     if importlib.util.find_spec("cupy") is None:
         raise EngineError(f"An NVIDIA driver is here, but CuPy is not installed ({install})", "device_unavailable")
     try:
-        from polarlm.engine.backends.cuda.cupy_device import open_device
+        from polarlm.engine.backends.cuda.device.cupy_device import open_device
         from polarlm.engine.backends.cuda.ops import CudaOps
     except ImportError as error:
         reason = str(error).strip().splitlines()[0]

@@ -23,10 +23,10 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         find = importlib.util.find_spec
         fake = SimpleNamespace() if cupy else None
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake if name == "cupy" else find(name))
-        device = ModuleType("polarlm.engine.backends.cuda.cupy_device")
+        device = ModuleType("polarlm.engine.backends.cuda.device.cupy_device")
         if opens is not None:
             device.open_device = opens
-        monkeypatch.setitem(sys.modules, "polarlm.engine.backends.cuda.cupy_device", device)
+        monkeypatch.setitem(sys.modules, "polarlm.engine.backends.cuda.device.cupy_device", device)
 
     return has
 

@@ -38,8 +38,8 @@ from polarlm.bench.gpu.setup import LLAMA_8B, Gpu, Sizes, llama, open_gpu
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from polarlm.bench.gpu.tables import Limits, Results, format_tables
 from polarlm.bench.gpu.weights import _random_rows, layer_parts, outer_parts, parameters, weight_bytes
-from polarlm.engine.backends.cuda import overlap
 from polarlm.engine.backends.cuda.attention import AttentionOps
+from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import get
@@ -61,7 +61,10 @@ SIZES = Sizes(
     step_contexts=(64,),
     runs=1,
 )
-DEVICE, RECORDING = "polarlm.engine.backends.cuda.cupy_device", "polarlm.engine.backends.cuda.cupy_recording"
+DEVICE, RECORDING = (
+    "polarlm.engine.backends.cuda.device.cupy_device",
+    "polarlm.engine.backends.cuda.device.cupy_recording",
+)
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------

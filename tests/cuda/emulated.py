@@ -108,7 +108,7 @@ class EmulatedDevice:
 def open_device(*, checked: bool = True) -> Device:
     """The device under test."""
     if os.environ.get("POLARLM_TEST_GPU"):
-        from polarlm.engine.backends.cuda.cupy_device import open_device as open_gpu
+        from polarlm.engine.backends.cuda.device.cupy_device import open_device as open_gpu
 
         return open_gpu()
     return EmulatedDevice(checked=checked)

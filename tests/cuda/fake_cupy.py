@@ -1,4 +1,4 @@
-"""A CuPy whose GPU is the emulator: what `engine.backends.cuda.cupy_device` uses of it, with its rules.
+"""A CuPy whose GPU is the emulator: what `engine.backends.cuda.device.cupy_device` uses of it, with its rules.
 
 Arrays are NumPy's with an address; kernels run in the emulator; a graph holds the launches that it was recorded from
 and does them again. As on a GPU it knows addresses, and owns nothing: what lies there when it is launched is what it

@@ -13,7 +13,7 @@ from polarlm.engine.backends.cuda.device import Addresses, Device
 
 @cache
 def _device() -> Device:
-    from polarlm.engine.backends.cuda.cupy_device import open_device  # it needs CuPy
+    from polarlm.engine.backends.cuda.device.cupy_device import open_device  # it needs CuPy
 
     return open_device()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.kernel_source import with_readers
+from polarlm.engine.backends.cuda.device.kernel_source import with_readers
 from polarlm.engine.records import ROW_BYTES, Layout
 from tests.cuda.programs import Program
 

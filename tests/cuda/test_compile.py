@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
-from polarlm.engine.backends.cuda.kernel_source import folder
+from polarlm.engine.backends.cuda.device.kernel_source import folder
 from polarlm.engine.errors import EngineError
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 

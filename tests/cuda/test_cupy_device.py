@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.config import SamplingParams
@@ -30,7 +30,10 @@ from tests.sampling.constrained import mask_of
 
 SILU = source("activate_mul", ACT="float", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
-NAME, RECORDING = "polarlm.engine.backends.cuda.cupy_device", "polarlm.engine.backends.cuda.cupy_recording"
+NAME, RECORDING = (
+    "polarlm.engine.backends.cuda.device.cupy_device",
+    "polarlm.engine.backends.cuda.device.cupy_recording",
+)
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
 
 
 def test_a_launch_gets_a_table_of_addresses(device) -> None:
-    from polarlm.engine.backends.cuda.kernel_source import prelude
+    from polarlm.engine.backends.cuda.device.kernel_source import prelude
 
     body = "double *const *rows = reinterpret_cast<double *const *>(table); rows[0][0] = rows[1] ? -1.0 : rows[3][1];"
     text = (
@@ -126,7 +129,7 @@ def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     text = 'extern "C" __global__ void f(int *y) { DYNAMIC_SHARED(int, s); s[0] = 1; y[0] = s[0]; }'
     text = text.replace("void f", "void __launch_bounds__(32) f")
     y = device.from_host(np.zeros(1, np.int32))
-    from polarlm.engine.backends.cuda.kernel_source import prelude
+    from polarlm.engine.backends.cuda.device.kernel_source import prelude
 
     for size in (1 << 10, 96 << 10, 64 << 10):
         device.launch("f", prelude() + text, (1,), (1,), (y,), size)
@@ -136,7 +139,7 @@ def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
 @pytest.mark.slow
 def test_the_limit_of_shared_memory_counts_what_the_kernel_has_by_itself(device, machine: Machine) -> None:
     """48 KB, beside 256 bytes of static shared memory: more than a kernel has without asking for it."""
-    from polarlm.engine.backends.cuda.kernel_source import prelude
+    from polarlm.engine.backends.cuda.device.kernel_source import prelude
 
     body = "__shared__ int own[64]; DYNAMIC_SHARED(int, s); s[0] = own[0] = 1; y[0] = s[0] + own[0];"
     text = prelude() + f'extern "C" __global__ void __launch_bounds__(32) f(int *y) {{ {body} }}'

@@ -18,7 +18,7 @@ import pytest
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.linear import result_type
 from polarlm.engine.codecs._rotation import twice_signed_hadamard
 from polarlm.engine.records import table_bytes

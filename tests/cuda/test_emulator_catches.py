@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda.device import Addresses
-from polarlm.engine.backends.cuda.kernel_source import prelude, source
+from polarlm.engine.backends.cuda.device.kernel_source import prelude, source
 from tests.cuda_emulator import EmulatorError, Program
 
 SEEDS = [0, 1, 2, 3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.kernel_source import prelude, source
+from polarlm.engine.backends.cuda.device.kernel_source import prelude, source
 from tests.cuda.formats import read, store
 from tests.cuda_emulator import Program
 

@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import SideArrays
 from polarlm.engine.backends.cuda.candidates import ALL, candidates
 from polarlm.engine.backends.cuda.device import Addresses
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.codecs._nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.quantization.conditioning import centre

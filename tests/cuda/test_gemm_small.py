@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from tests.cuda.formats import EPS32, FORMATS, STEP, poisoned, read, store
 from tests.cuda.programs import Program
 

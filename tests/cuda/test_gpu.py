@@ -132,7 +132,7 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
 @pytest.mark.parametrize("kept", [24, 2])
 def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings for each number of sequences alternate; some are dropped and made again."""
-    monkeypatch.setattr("polarlm.engine.backends.cuda.cupy_recording.MOST_RECORDINGS", kept)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.device.cupy_recording.MOST_RECORDINGS", kept)
     tokens = []
     for ops in (CudaOps(open_device()), Unrecorded(open_device())):
         model = small_model(ops, ("ring4", "ring3.5"))

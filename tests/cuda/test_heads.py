@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs._rotation import signed_hadamard, twice_signed_hadamard

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm, rotate
 from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard

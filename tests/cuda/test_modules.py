@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from polarlm.engine.backends.cuda.modules import Modules, compiler_threads
+from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 
 LONG = 30  # seconds, never waited for in full
 
@@ -94,7 +94,7 @@ def test_a_program_does_not_wait_for_texts_that_nobody_needs() -> None:
     """Three texts take a second each; the one that has begun is finished, the others are left."""
     program = (
         "import time\n"
-        "from polarlm.engine.backends.cuda.modules import Modules\n"
+        "from polarlm.engine.backends.cuda.device.modules import Modules\n"
         "def compile(text):\n"
         "    print(text, flush=True)\n"
         "    time.sleep(1)\n"

@@ -87,7 +87,7 @@ def test_matrices_that_kernels_can_read_keep_their_format(ops: CudaOps, monkeypa
     assert ops.kept_as(get("f32")) is get("f16")
     packed = WeightFormat("q9_9", 32, 34, lambda raw, out: None)
     assert ops.kept_as(packed) is get("f16")
-    monkeypatch.setattr("polarlm.engine.backends.cuda.kernel_source.can_read", lambda name: True)
+    monkeypatch.setattr("polarlm.engine.backends.cuda.device.kernel_source.can_read", lambda name: True)
     assert ops.kept_as(packed) is packed
 
 

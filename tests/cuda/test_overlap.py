@@ -15,8 +15,8 @@ import pytest
 
 from polarlm.bench.gpu.nvrtc import compile_binary, compiler
 from polarlm.bench.gpu.sass import disassemble, disassembler
-from polarlm.engine.backends.cuda import overlap
-from polarlm.engine.backends.cuda.kernel_source import OVERLAPS, waits
+from polarlm.engine.backends.cuda.device import overlap
+from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, waits
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
@@ -160,7 +160,7 @@ def test_a_model_uses_nothing_but_constants_before_it_waits(kind: str, types: tu
 
 # -- on the stand-in for CuPy --------------------------------------------------------------------------------------
 
-NAMES = [f"polarlm.engine.backends.cuda.{name}" for name in ("cupy_device", "cupy_recording")]
+NAMES = [f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording")]
 
 
 @pytest.fixture

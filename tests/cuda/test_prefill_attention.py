@@ -12,7 +12,7 @@ import pytest
 from polarlm.engine import records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.records import Layout
 from tests.cuda.caches import PagedCache, random_cache

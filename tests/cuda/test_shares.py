@@ -13,7 +13,7 @@ from polarlm.bench.gpu.shares import Plan, Shares
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
-from polarlm.engine.backends.cuda.kernel_source import folder, with_readers
+from polarlm.engine.backends.cuda.device.kernel_source import folder, with_readers
 from tests.cuda.programs import Program
 
 N = 64

@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams, records
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.cuda.kernel_source import source
+from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops

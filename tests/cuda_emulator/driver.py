@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses
-from polarlm.engine.backends.cuda.kernel_source import waits
+from polarlm.engine.backends.cuda.device.kernel_source import waits
 from tests.cuda_emulator.build import kernel_names, library, machine
 
 # NumPy knows no bfloat16: its bits travel as uint16.
@@ -27,7 +27,7 @@ class EmulatorError(AssertionError):
 
 
 class Program:
-    """The kernels of one text (see `engine.backends.cuda.kernel_source.source`).
+    """The kernels of one text (see `engine.backends.cuda.device.kernel_source.source`).
 
     checked: stop at the first race, access out of bounds, misaligned vector access, load of shared memory that
     nobody has written, undefined shift or conversion. Without checks a launch takes less than half the time, and a

@@ -130,7 +130,7 @@ def test_widened_blocks_are_uploaded_in_slabs(tmp_path: Path, monkeypatch: pytes
     """As many rows at a time as fit into an upload as float32."""
     tensors = quantized_model(tmp_path / "model.gguf", "Q2_K")
     config, source, _ = open_weights(tmp_path / "model.gguf")
-    monkeypatch.setattr("polarlm.engine.backends.cuda.kernel_source.can_read", lambda name: name == "f16")
+    monkeypatch.setattr("polarlm.engine.backends.cuda.device.kernel_source.can_read", lambda name: name == "f16")
     monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
     device, uploads = open_device(checked=False), []
     from_host = device.from_host

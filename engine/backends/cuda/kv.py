@@ -13,9 +13,9 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, SpanTable, pack_spans
 from polarlm.engine.backends.cuda.candidates import candidates
-from polarlm.engine.backends.cuda.device import Addresses, Array, Device
+from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.codecs import Codec

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Device
-from polarlm.engine.backends.cuda.kernel_source import OVERLAPS, source
+from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, source
 from polarlm.engine.records import Layout
 
 WARP = 32
@@ -70,13 +70,3 @@ def type_of(x: Any) -> str:
 def threads_for(work: int, most: int = 256) -> int:
     """`work` rounded up to whole warps, at most `most`."""
     return min(most, -(-work // WARP) * WARP)
-
-
-def row_stride(x: Any) -> np.int64:
-    """Elements from one row of x (T, …) to the next. Each row must be contiguous."""
-    inner = x.itemsize
-    for axis in range(x.ndim - 1, 0, -1):
-        assert x.shape[axis] == 1 or x.strides[axis] == inner, "the inner axes of a strided array are contiguous"
-        inner *= x.shape[axis]
-    # The stride of a single row is arbitrary, and NumPy and CuPy report different ones.
-    return np.int64(inner // x.itemsize if x.shape[0] == 1 else x.strides[0] // x.itemsize)

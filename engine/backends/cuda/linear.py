@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.cuda import kernel_source, launch_configs, packed
-from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
+from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
+from polarlm.engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, threads_for, type_of
 from polarlm.engine.backends.cuda.launch_configs import (
     DEQUANTIZED_BYTES,
     GEMM_PACKED_ROWS,

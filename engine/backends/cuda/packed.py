@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.backends.cuda import kernel_source
+from polarlm.engine.backends.cuda.device import kernel_source
 from polarlm.engine.weight_formats import WeightFormat
 
 ROWS = 16  # of a tile

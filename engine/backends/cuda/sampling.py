@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Array, Carried, Device
+from polarlm.engine.backends.cuda.device import Array, Carried, Device, row_stride
 from polarlm.engine.backends.cuda.draws import Draws
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled, nothing_left

@@ -104,3 +104,13 @@ class Device(Protocol):
 
         Recordings that need more allocate it when they are recorded.
         """
+
+
+def row_stride(x: Any) -> np.int64:
+    """Elements from one row of x (T, …) to the next. Each row must be contiguous."""
+    inner = x.itemsize
+    for axis in range(x.ndim - 1, 0, -1):
+        assert x.shape[axis] == 1 or x.strides[axis] == inner, "the inner axes of a strided array are contiguous"
+        inner *= x.shape[axis]
+    # The stride of a single row is arbitrary, and NumPy and CuPy report different ones.
+    return np.int64(inner // x.itemsize if x.shape[0] == 1 else x.strides[0] // x.itemsize)

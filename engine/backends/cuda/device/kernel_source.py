@@ -28,7 +28,7 @@ OPTIONS = ("--std=c++17",)
 @cache
 def folder() -> Path:
     """The folder of the CUDA sources, beside `engine`. Raises FileNotFoundError if it is not there."""
-    place = Path(__file__).resolve().parents[3] / "cuda"
+    place = Path(__file__).resolve().parents[4] / "cuda"
     if not (place / "prelude.cuh").is_file():
         raise FileNotFoundError(f"{place}: the CUDA sources are missing; install polarlm again")
     return place

@@ -15,12 +15,10 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from polarlm.engine.backends.cuda import overlap
-from polarlm.engine.backends.cuda.cupy_recording import Recordings, memory_errors, pinned
-from polarlm.engine.backends.cuda.device import Addresses, Carried, Result
-from polarlm.engine.backends.cuda.kernel_source import OPTIONS, source, waits
-from polarlm.engine.backends.cuda.launch import row_stride
-from polarlm.engine.backends.cuda.modules import Modules, compiler_threads
+from polarlm.engine.backends.cuda.device import Addresses, Carried, Result, overlap, row_stride
+from polarlm.engine.backends.cuda.device.cupy_recording import Recordings, memory_errors, pinned
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
+from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
