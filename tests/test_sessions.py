@@ -492,7 +492,7 @@ def with_answers(answers: object) -> Callable[[dict, dict], None]:
 
 
 CHECKSUMMED = {  # files with a right checksum and wrong contents
-    "version": (with_header(version="2"), "another version"),
+    "version": (with_header(version="999"), "another version"),
     "records": (with_header(stored_as="records 999"), "records 999"),
     "model": (with_header(model="0" * 64, name="Other"), "Other"),
     "dropped": (with_header(dropped="x"), "damaged"),
@@ -544,11 +544,13 @@ def test_numbers_inside_records_of_a_gpu_are_checked(tiny_path: Path, file: Path
         for layer in range(2):
             prefix = f"{layer}.coded."
             fields = {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
+            blocks = len(next(iter(fields.values())))
+            format = engine.cache_shape.format(layer)
+            fields = transfer.converted(format, blocks, fields, transfer.FIELDS)
             fields["v.values"] = fields["v.values"].copy()
             fields["v.values"].flat[7] = number
-            blocks = fields["v.values"].shape[1]
-            records = transfer.as_records(engine.cache_shape.format(layer), blocks, fields)
-            arrays |= dict(zip((prefix + "keys", prefix + "values"), records, strict=True))
+            records = transfer.converted(format, blocks, fields, transfer.RECORDS)
+            arrays |= {prefix + name: array for name, array in records.items()}
         checked_file.write(file, {**header, "stored_as": transfer.RECORDS}, arrays)
         if np.isfinite(number):
             assert engine.load_session(file).token_ids == tuple(past)

@@ -68,7 +68,7 @@ class Ops(Protocol):
     """Whether arrays on the device stay usable in a forked child process."""
 
     stored_as: str
-    """The representation that `read_blocks` returns: `FIELDS` or `RECORDS` of `engine.backends.transfer`."""
+    """The representation that `read_blocks` returns: `FIELDS`, `TILES` or `RECORDS` of `engine.backends.transfer`."""
 
     prefill_rows: int
     """Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations."""

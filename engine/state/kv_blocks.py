@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops, Spans
 from polarlm.engine.codecs import NotFinite
@@ -127,7 +126,7 @@ class KVBlocks(TableGroup):
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
         return {
-            (layer, name): self._blocks_first(array)
+            (layer, name): array
             for layer, cache in self._caches.items()
             for name, array in self._ops.read_blocks(cache, blocks).items()
         }
@@ -135,14 +134,7 @@ class KVBlocks(TableGroup):
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         for layer, cache in self._caches.items():
             own = {name: array for (number, name), array in arrays.items() if number == layer}
-            is_fields = "keys" not in own
-            self._ops.write_blocks(
-                cache, blocks, {name: x.swapaxes(0, 1) if is_fields else x for name, x in own.items()}
-            )
-
-    def _blocks_first(self, array: np.ndarray) -> np.ndarray:
-        """Fields have the heads before the blocks, records the blocks before the heads."""
-        return array.swapaxes(0, 1) if self._ops.stored_as == transfer.FIELDS else array
+            self._ops.write_blocks(cache, blocks, own)
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {

@@ -36,7 +36,7 @@ from polarlm.engine.storage.checked_file import DamagedFile
 
 _FORMAT = "polarlm session"
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
-_VERSION = "1"  # of the file, and of the meaning of all codes
+_VERSION = "2"  # of the file, and of the meaning of all codes
 
 # Settings that a session and the engine must share, in the order of their check → the end of the error's sentence.
 _DIFFERENCES = {
@@ -205,14 +205,13 @@ def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
 
 def _check_finite(shape: CacheShape, saved: Snapshot) -> None:
     """Raises ValueError for K/V that are not finite, which would damage every answer that reuses them."""
-    arrays = dict(saved.arrays)
-    for layer in shape.kv_layers:
-        keys, values = (f"{layer}.coded.{name}" for name in ("keys", "values"))
-        if keys in arrays and values in arrays:  # records, which have floats among other bytes
-            records = {"keys": arrays.pop(keys), "values": arrays.pop(values)}
-            fields = transfer.as_fields(shape.format(layer), len(records["keys"]), records)
-            arrays |= {f"{layer}.coded.{name}": array for name, array in fields.items()}
-    if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype.kind == "f"):
+    arrays = [array for array in saved.arrays.values() if array.dtype.kind == "f"]
+    for number in shape.kv_layers:
+        for name, places in transfer.numbers(shape.format(number), saved.stored_as).items():
+            if (given := saved.arrays.get(f"{number}.coded.{name}")) is not None and given.dtype == np.uint8:
+                blocks = given.reshape(len(given), -1)
+                arrays += [blocks.view(dtype)[:, own] for dtype, own in places]
+    if not all(np.isfinite(array).all() for array in arrays):
         raise ValueError("not all numbers are finite")
 
 
@@ -245,7 +244,7 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
 
 def _check_settings(path: SessionPath, header: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raises EngineError for a file of another version, or of an engine with other settings."""
-    if (header["version"], header["stored_as"] in (transfer.FIELDS, transfer.RECORDS)) != (_VERSION, True):
+    if (header["version"], header["stored_as"] in transfer.REPRESENTATIONS) != (_VERSION, True):
         raise _error(
             f"The session {path} is from another version of this program (format {header['version']}, codes as "
             f"{header['stored_as']}): load it with that one"

@@ -60,8 +60,8 @@ def as_fields(store: KVStore, snapshot: Snapshot) -> dict[str, np.ndarray]:
     for layer in range(len(store.shape.layers)):
         prefix = f"{layer}.coded."
         of = {name.removeprefix(prefix): a for name, a in snapshot.arrays.items() if name.startswith(prefix)}
-        count = len(of["keys"]) if "keys" in of else next(iter(of.values())).shape[1]
-        arrays |= {prefix + name: a for name, a in transfer.as_fields(store.shape.format(layer), count, of).items()}
+        fields = transfer.converted(store.shape.format(layer), len(next(iter(of.values()))), of, transfer.FIELDS)
+        arrays |= {prefix + name: a for name, a in fields.items()}
     return arrays
 
 

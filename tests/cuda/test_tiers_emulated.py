@@ -22,7 +22,7 @@ NAME = bytes(16)
 
 def fields(store: KVStore, layer: int, blocks: list[int]) -> Mapping[str, np.ndarray]:
     arrays = store.ops.read_blocks(store.cache(layer), blocks)
-    return transfer.as_fields(store.shape.format(layer), len(blocks), arrays)
+    return transfer.converted(store.shape.format(layer), len(blocks), arrays, transfer.FIELDS)
 
 
 @pytest.mark.parametrize("gpu_first", [True, False])

@@ -22,7 +22,6 @@ from functools import cached_property
 
 import numpy as np
 
-from polarlm.engine import records
 from polarlm.engine.backends import transfer
 from polarlm.engine.state.shapes import ArraySpec, CacheShape
 
@@ -38,8 +37,6 @@ _ALIGNED = 8  # bytes; every array starts at a multiple of it
 _ID = np.dtype("<i4")
 _MOST_IDS = 1 << 20  # bytes, of an answer of 262,144 tokens
 
-# Representations of a BLOCK.
-_AS_FIELDS, _AS_RECORDS = 0, 1
 # Of FULL, the representation is the size of a number in bytes.
 _NUMBERS: dict[int, np.dtype] = {2: np.dtype("<f2"), 4: np.dtype("<f4")}
 
@@ -62,7 +59,7 @@ class Object:
     @property
     def stored_as(self) -> str | None:
         """How the arrays of a BLOCK are represented, see `Ops.stored_as`; None in a way that is not known here."""
-        known = {(_AS_FIELDS, 0): transfer.FIELDS, (_AS_RECORDS, records.VERSION): transfer.RECORDS}
+        known = {representation_of(stored_as): stored_as for stored_as in transfer.REPRESENTATIONS}
         return known.get((self.representation, self.version)) if self.kind == BLOCK else None
 
     @property
@@ -155,7 +152,7 @@ class Payloads:
         return (1 << len(self.shape.groups)) - 1
 
     def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
-        """The arrays of a BLOCK, and the bytes of its payload. Raises ValueError for records that do not exist."""
+        """The arrays of a BLOCK, and the bytes of its payload. Raises ValueError where layers do not have them."""
         key = stored_as, groups
         if key not in self._made:
             n, layers = self.shape.block_size, self.shape.layers
@@ -178,17 +175,22 @@ class Payloads:
         if key not in self._floats:
             places: dict[np.dtype, list[np.ndarray]] = {}
             for part in self.of_blocks(stored_as, groups)[0]:
-                if part.dtype.kind == "f":
-                    size = part.dtype.itemsize
-                    places.setdefault(part.dtype, []).append(np.arange(part.start // size, part.stop // size))
+                for dtype, own in self._numbers_of(part, stored_as):
+                    places.setdefault(dtype, []).append(part.start // dtype.itemsize + own)
             self._floats[key] = [(dtype, np.concatenate(found)) for dtype, found in places.items()]
         return self._floats[key]
+
+    def _numbers_of(self, part: Part, stored_as: str) -> list[tuple[np.dtype, np.ndarray]]:
+        """The places of numbers in a part, by their dtype."""
+        if part.layer in self.shape.kv_layers:
+            return transfer.numbers(self.shape.format(part.layer), stored_as)[part.name]
+        return [(part.dtype, np.arange(math.prod(part.shape)))] if part.dtype.kind == "f" else []
 
     def most_bytes(self) -> int:
         """Bytes of the largest object: a block in full precision, or quantized, or the ids of an answer."""
         sizes = [_MOST_IDS, self.of_full(_NUMBERS[4], self.shape.block_size, self.every_group)[1]]
-        for stored_as in (transfer.FIELDS, transfer.RECORDS):
-            with suppress(ValueError):  # records that do not exist
+        for stored_as in transfer.REPRESENTATIONS:
+            with suppress(ValueError):  # the layers do not have it
                 sizes.append(self.of_blocks(stored_as, self.every_group)[1])
         return HEADER_BYTES + max(sizes)
 
@@ -203,24 +205,12 @@ class Payloads:
         if stored_as is None or not 0 < found.groups <= self.every_group:
             raise DamagedObject("it is no block, or one of another version")
         try:
-            parts, size = self.of_blocks(stored_as, found.groups)
+            _, size = self.of_blocks(stored_as, found.groups)
         except ValueError as error:
             raise DamagedObject(str(error)) from None
         if len(found.payload) != size:
             raise DamagedObject("it has another size")
-        if stored_as == transfer.FIELDS:
-            _check_finite(found.payload.view(dtype)[places] for dtype, places in self._numbers(stored_as, found.groups))
-            return
-        rows = found.payload[None]
-        arrays = {(part.layer, part.name): part.of_rows(rows) for part in parts}
-        for layer in self._layers(found.groups):
-            if layer not in self.shape.kv_layers:
-                _check_finite(array for (number, _), array in arrays.items() if number == layer)
-                continue
-            fields = transfer.as_fields(
-                self.shape.format(layer), 1, {name: arrays[layer, name] for name in ("keys", "values")}
-            )
-            _check_finite(array for array in fields.values() if array.dtype.kind == "f")
+        _check_finite(found.payload.view(dtype)[places] for dtype, places in self._numbers(stored_as, found.groups))
 
     def check_full(self, found: Object) -> tuple[int, ...]:
         """The token ids of a FULL block. Raises DamagedObject unless its numbers are all finite."""
@@ -238,7 +228,8 @@ class Payloads:
 
 def representation_of(stored_as: str) -> tuple[int, int]:
     """(representation, version) of blocks that are represented in this way."""
-    return (_AS_FIELDS, 0) if stored_as == transfer.FIELDS else (_AS_RECORDS, records.VERSION)
+    _, _, version = stored_as.partition(" ")
+    return transfer.REPRESENTATIONS.index(stored_as), int(version or 0)
 
 
 def _placed(found: Sequence[tuple[int, ArraySpec]], start: int) -> tuple[list[Part], int]:
