@@ -67,6 +67,8 @@ def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
     """The arrays of one block of one KV head. Raises ValueError for a representation that these layers do not have."""
     if stored_as == RECORDS:
         return {name: Field((of.nbytes,), _BYTES) for name, of in zip(("keys", "values"), layouts(format), strict=True)}
+    if stored_as not in REPRESENTATIONS:
+        raise ValueError(f"blocks as {stored_as} are those of another version")
     sides = fields(format)
     if stored_as == TILES and (both := tiles(format)) is not None:
         sides |= {side: {"tiles": Field((of.nbytes,), _BYTES)} for side, of in zip("kv", both, strict=True)}
@@ -113,24 +115,20 @@ def _to_fields(format: CacheFormat, given: Arrays) -> dict[str, dict[str, np.nda
 
 
 @cache
-def numbers(format: CacheFormat, stored_as: str) -> dict[str, list[tuple[np.dtype, np.ndarray]]]:
-    """Where the floating-point numbers of a block lie: for each array, the places of all numbers of a type, counted in
-    them from the array's start, which is that of the first KV head. format: without metrics."""
-    plain = {
+def exponents(format: CacheFormat, stored_as: str) -> dict[str, np.ndarray]:
+    """The bits of a block's arrays that are those of the exponents of floating-point numbers, uint8 (bytes,) each: all
+    of a number's are set only if it is not finite. format: without metrics."""
+    zeros = {
         name: np.zeros((1, format.kv_heads, *field.shape), field.dtype)
         for name, field in block_arrays(format, FIELDS).items()
     }
-    infinite = {name: np.full_like(x, np.inf) if x.dtype.kind == "f" else x for name, x in plain.items()}
-    blocks = converted(format, 1, plain, stored_as), converted(format, 1, infinite, stored_as)
-    places: dict[str, list[tuple[np.dtype, np.ndarray]]] = {name: [] for name in blocks[0]}
-    for type in {x.dtype for x in plain.values() if x.dtype.kind == "f"}:
-        word = np.dtype(f"u{type.itemsize}")
-        for name, of in places.items():
-            zero, one = (np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for arrays in blocks)
-            if not zero.nbytes % word.itemsize:
-                is_number = (zero.view(word) == 0) & (one.view(word) == np.array(np.inf, type).view(word))
-                of.append((type, np.flatnonzero(is_number)))
-    return places
+    infinite = {name: np.full_like(x, np.inf) if x.dtype.kind == "f" else x for name, x in zeros.items()}
+    two = converted(format, 1, zeros, stored_as), converted(format, 1, infinite, stored_as)
+    return {name: _bytes(array) ^ _bytes(two[1][name]) for name, array in two[0].items()}
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def full_tokens(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:

@@ -51,8 +51,8 @@ class StateShape(Protocol):
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         """The arrays of a complete block, as `LayerState.read_blocks` gives them. stored_as: see `Ops.stored_as`."""
 
-    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
-        """The arrays of a full-precision block. number_type: of the slots of K/V."""
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        """The arrays of a full-precision block, as `LayerState.read_full` gives them."""
 
 
 class OwnShape(StateShape, Protocol):
@@ -78,8 +78,8 @@ class LayerShape:
         arrays = transfer.block_arrays(self.format(block_size), stored_as)
         return [ArraySpec(name, (self.kv_heads, *field.shape), field.dtype) for name, field in arrays.items()]
 
-    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
-        return [ArraySpec(side, (self.kv_heads, tokens, self.head_dim), number_type) for side in "kv"]
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        return [ArraySpec(side, (self.kv_heads, tokens, self.head_dim), np.dtype(np.float16)) for side in "kv"]
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """The format of a cache of this layer, for the ops."""

@@ -1,4 +1,7 @@
-"""Sessions: files with the token ids of a sequence and its K/V; quantized blocks are saved as codes.
+"""Sessions: files with the token ids of a sequence and its K/V.
+
+A file is a list of objects: the first one, "session", has the ids, what determines the codes, and the number of the
+first block; the blocks follow, as in `engine.storage.payloads`. Each has a name of its file and its place there.
 
 A session can be loaded by any engine with the same model and the same cache types, on any backend. Errors are
 EngineErrors with a sentence for the user and the code "session" (the file is wrong), "storage" (it cannot be read or
@@ -12,16 +15,16 @@ import hmac
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from polarlm.engine.backends import transfer
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import fingerprint
@@ -29,14 +32,15 @@ from polarlm.engine.requests.answers import KEY_BYTES, Known
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.snapshot import Snapshot, export, restore
 from polarlm.engine.state.store import KVStore, SequenceKV
-from polarlm.engine.storage import checked_file
-from polarlm.engine.storage.checked_file import DamagedFile
+from polarlm.engine.storage import files, objects
+from polarlm.engine.storage.copies import Snapshot, export, restore
+from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.engine.storage.payloads import Payloads
 
-_FORMAT = "polarlm session"
+_NAME = b"polarlm session\0"  # of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
-_VERSION = "2"  # of the file, and of the meaning of all codes
+_VERSION = "3"  # of the file, and of the meaning of all codes
 
 # Settings that a session and the engine must share, in the order of their check → the end of the error's sentence.
 _DIFFERENCES = {
@@ -78,7 +82,7 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values()),
-        "conditioning": checked_file.checksum(means, scales),
+        "conditioning": _digest(means, scales),
     }
 
 
@@ -104,18 +108,19 @@ def write(
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
     header = {
-        **own,
-        "format": _FORMAT,
+        "kind": "session",
         "version": _VERSION,
-        "stored_as": saved.stored_as,
-        "dropped": " ".join(map(str, saved.dropped)),
+        **own,
+        **({"salt": _salt_hash(salt, session.token_ids)} if salt else {}),
+        "ids": session.token_ids,
+        "first": min(saved.blocks, default=saved.length),
+        "note": session.note,
+        "answers": session.answers,
     }
-    if salt:
-        header["salt"] = _salt_hash(salt, session.token_ids)
-    arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
-    arrays["token_ids"] = np.asarray(session.token_ids, np.int32)
-    arrays["note"] = np.frombuffer(_as_json(session.note), np.uint8)
-    arrays["answers"] = np.frombuffer(json.dumps(session.answers).encode(), np.uint8)
+    try:
+        head, _ = Object(header).pack(_NAME)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(f"The note of a session must be a JSON value: {error}") from None
     with _sentences(
         f"The session cannot be saved as {path}",
         "choose another place, or make room; a file that was there before is unchanged",
@@ -127,15 +132,20 @@ def write(
                 raise EngineError(
                     f"{path} is there already and is no session, so it is not replaced: choose another name", "storage"
                 )
-        total = sum(array.nbytes for array in arrays.values())
-        checked_file.write(file, header, arrays, _counting(progress, total))
+        name = _names(header)
+        blocks = (part for number, block in sorted(saved.blocks.items()) for part in block.pack(name(number)))
+        total = len(head) + sum(block.payload.nbytes for block in saved.blocks.values())
+        files.write(file, chain([head], blocks), _counting(progress, total))
 
 
 def is_session(path: SessionPath) -> bool:
-    """Whether `path` is a file that `write` has written, as its header says: a damaged one may be none."""
+    """Whether `path` is a file that `write` has written, as its first bytes say: a damaged one may be none."""
     try:
-        return os.path.isfile(path) and checked_file.read_header(Path(path)).get("format") == _FORMAT
-    except (OSError, DamagedFile):
+        if not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            return objects.name_of(file.read(objects.NAMED)) == _NAME
+    except OSError:
         return False
 
 
@@ -155,34 +165,46 @@ def read(
     """
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
-        if checked_file.read_header(Path(path)).get("format") != _FORMAT:
-            raise _error(f"{path} is not a session: give a file that was saved as one")
-        size = os.path.getsize(path)
-        count = _counting(progress, size)
-        header, arrays = checked_file.read(Path(path), count)
-        count(size)  # also what precedes the arrays
+        count = _counting(progress, os.path.getsize(path))
+        with open(path, "rb") as file:
+            header = objects.read(file, _NAME, count).header
+            session = _parsed(path, header, own, vocabulary)
+            _check_salt(path, str(header.get("salt", "")), salt, session)
+            if (length := len(session.token_ids)) > context:
+                raise _error(
+                    f"The session {path} has {counted(length, 'token')}, but this engine's context has {context}: "
+                    "raise ctx_size or kv_memory"
+                )
+            blocks = dict(_blocks(path, file, header, Payloads(shape), count))
+    return session, Snapshot(length, blocks)
+
+
+def _blocks(
+    path: SessionPath, file: BinaryIO, header: Mapping[str, Any], payloads: Payloads, progress: Callable[[int], None]
+) -> Iterator[tuple[int, Object]]:
+    """The blocks in the rest of a file, with their numbers. Raises EngineError unless they are right, and all."""
+    ids, n, name = header["ids"], payloads.shape.block_size, _names(header)
+    where = f"block {header['first']}"
     try:
-        _check_settings(path, header, own)
-        session, saved = _parsed(header, arrays, vocabulary)
-        _check_finite(shape, saved)
-    except MemoryError:
-        raise _no_memory(f"There is not enough memory to load {path}: free some") from None
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise _error(_damaged(path)) from None
-    _check_salt(path, header.get("salt", ""), salt, session)
-    if saved.length > context:
-        raise _error(
-            f"The session {path} has {counted(saved.length, 'token')}, but this engine's context has {context}: "
-            "raise ctx_size or kv_memory"
-        )
-    return session, saved
+        for number in range(header["first"], -(-len(ids) // n)):
+            where = f"block {number}"
+            block = objects.read(file, name(number), progress)
+            if 0 < number < len(ids) // n:
+                payloads.check_block(block)
+            elif list(payloads.check_full(block)) != ids[number * n : (number + 1) * n]:
+                raise DamagedObject("it has other tokens")
+            yield number, block
+        if file.read(1):
+            raise DamagedObject("more follows than was saved")
+    except DamagedObject as error:
+        raise _error(f"{_damaged(path)} ({where}: {error})") from None
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
     """A snapshot of the longest stored prefix of `ids`."""
     kv = prefixes.match_prefix(ids, salt)
     try:
-        return export(store, kv)
+        return export(store, kv, ids)
     except MemoryError:
         raise _no_memory(f"There is not enough memory to save {counted(kv.length, 'token')}: free some") from None
     finally:
@@ -203,33 +225,35 @@ def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
         raise _error(_damaged(path)) from None
 
 
-def _check_finite(shape: CacheShape, saved: Snapshot) -> None:
-    """Raises ValueError for K/V that are not finite, which would damage every answer that reuses them."""
-    arrays = [array for array in saved.arrays.values() if array.dtype.kind == "f"]
-    for number in shape.kv_layers:
-        for name, places in transfer.numbers(shape.format(number), saved.stored_as).items():
-            if (given := saved.arrays.get(f"{number}.coded.{name}")) is not None and given.dtype == np.uint8:
-                blocks = given.reshape(len(given), -1)
-                arrays += [blocks.view(dtype)[:, own] for dtype, own in places]
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise ValueError("not all numbers are finite")
+def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str], vocabulary: range) -> Session:
+    """The session that a header says. Raises EngineError for one of another version or of an engine with other
+    settings, and for a header that `write` has not written."""
+    try:
+        _check_settings(path, header, own)
+        ids = tuple(header["ids"])
+        if not all(type(i) is int and i in vocabulary for i in ids):
+            raise ValueError("unknown token ids")
+        if type(header["first"]) is not int or header["first"] < 0:
+            raise ValueError("no first block")
+        return Session(ids, header["note"], tuple(map(_answer, header["answers"])))
+    except (DamagedObject, KeyError, TypeError, ValueError, AttributeError):
+        raise _error(f"{_damaged(path)} (its header)") from None
 
 
-def _parsed(header: Mapping[str, str], arrays: dict[str, np.ndarray], vocabulary: range) -> tuple[Session, Snapshot]:
-    """The session and the snapshot in a file.
+def _names(header: Mapping[str, Any]) -> Callable[[int], bytes]:
+    """The names of a session's blocks, by their numbers."""
+    of = json.dumps([header["ids"], *(header[key] for key in _DIFFERENCES)]).encode()
+    key = hashlib.sha256(of).digest()
+    return lambda number: hashlib.blake2b(b"%d" % number, key=key, digest_size=objects.NAME_BYTES).digest()
 
-    Raises KeyError, TypeError, ValueError or RecursionError for a file that `write` has not written.
-    """
-    ids, note, answers = (arrays.pop(name) for name in ("token_ids", "note", "answers"))
-    if ids.ndim != 1 or ids.dtype != np.int32:
-        raise ValueError("no token ids")
-    if len(ids) and not (vocabulary.start <= ids.min() and ids.max() < vocabulary.stop):
-        raise ValueError("unknown token ids")
-    dropped = tuple(map(int, header["dropped"].split()))
-    session = Session(
-        tuple(ids.tolist()), json.loads(note.tobytes()), tuple(map(_answer, json.loads(answers.tobytes())))
-    )
-    return session, Snapshot(len(ids), dropped, header["stored_as"], arrays)
+
+def _digest(means: Mapping[str, str], scales: Iterable[tuple[str, np.ndarray]]) -> str:
+    """The SHA-256 of what conditions keys and values, in hex."""
+    digest = hashlib.sha256(json.dumps(means).encode())
+    for name, array in scales:
+        digest.update(repr((name, array.shape, str(array.dtype))).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -242,12 +266,12 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
     return key, tuple(ids)
 
 
-def _check_settings(path: SessionPath, header: Mapping[str, str], own: Mapping[str, str]) -> None:
+def _check_settings(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]) -> None:
     """Raises EngineError for a file of another version, or of an engine with other settings."""
-    if (header["version"], header["stored_as"] in transfer.REPRESENTATIONS) != (_VERSION, True):
+    if header["version"] != _VERSION:
         raise _error(
-            f"The session {path} is from another version of this program (format {header['version']}, codes as "
-            f"{header['stored_as']}): load it with that one"
+            f"The session {path} is from another version of this program (format {header['version']}): load it with "
+            "that one"
         )
     for key, sentence in _DIFFERENCES.items():
         if header[key] != own[key]:
@@ -276,13 +300,6 @@ def _check_file(file: Path, path: SessionPath) -> None:
         raise EngineError(f"{path} is a folder, or not a regular file: give the name of a file", "storage")
 
 
-def _as_json(note: Any) -> bytes:
-    try:
-        return json.dumps(note).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _error(f"The note of a session must be a JSON value: {error}") from None
-
-
 def _counting(progress: Progress | None, total: int) -> Callable[[int], None]:
     """A function that is called with bytes done, and calls `progress` with their sum."""
     done = 0
@@ -301,7 +318,7 @@ def _sentences(what: str, advice: str) -> Iterator[None]:
     """Raise errors of reading and writing files as EngineErrors: `what` failed, the reason, `advice`."""
     try:
         yield
-    except DamagedFile:
+    except DamagedObject:
         raise _error(f"{what}: it is damaged, or not a session; {advice}") from None
     except MemoryError:
         raise _no_memory(f"{what}: there is not enough memory; free some") from None

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.state.snapshot import export
 from polarlm.engine.storage.tiers import patience, tiers
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.places import Folder
 from tests.small_disk import small_disk
+from tests.storage.arrays import assert_same, stored
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
 
 N = 8
@@ -57,19 +57,13 @@ def next_turn(engine: Engine, first: Completion, seed: int = 2) -> Completion:
     return engine.generate([*PROMPT, *first.token_ids, *ids(seed, 9)], PARAMS)
 
 
-def kv_of(engine: Engine, tokens: Sequence[int]) -> dict[str, np.ndarray]:
+def kv_of(engine: Engine, tokens: Sequence[int]) -> dict[tuple[int, int, str], np.ndarray]:
     """All K/V that the store has of a sequence."""
     with engine._exclusive():
         kv = engine._prefixes.match_prefix(tokens)
-        found = export(engine._store, kv)
+        found = stored(engine._store, kv)
         engine._prefixes.release(kv, tokens)
-    return {"length": np.asarray(found.length), **found.arrays}
-
-
-def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    return found
 
 
 @pytest.mark.parametrize("compiled", [True, False])

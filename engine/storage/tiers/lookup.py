@@ -12,10 +12,11 @@ from threading import Thread, current_thread
 
 from polarlm.engine.state.prefix import Blocks, PrefixCache
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.objects import DamagedObject, Object, unpack
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.copies import FullBlock, Run
 from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.objects import DamagedObject, Object, Payloads, unpack
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 
 _RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
@@ -135,13 +136,13 @@ class _Search:
             if not needed or not self._store_lacks(number, needed):
                 continue
             read = self._block(number) if self.wanted() else None
-            if read is None or read[0].groups & needed != needed or not self._claim(read[0]):
+            if read is None or _groups(read[0]) & needed != needed or not self._claim(read[0]):
                 count, tail, length = number, None, number * self._n  # the blocks behind it are of no use
                 break
             held.append((number, *read))
         self._add_blocks(found, held, length)
         if tail is not None and self._claim(tail.block):
-            self._add_full(found, self.hashes[count - 1], tail.ids, tail.block, tail.block.groups)
+            self._add_full(found, self.hashes[count - 1], tail.ids, tail.block, _groups(tail.block))
             found.spans.append((count * self._n, count * self._n + len(tail.ids), tail.label))
         return found if found.parts else None
 
@@ -221,9 +222,9 @@ class _Search:
             return None, common
         name, payloads = self.names.tail(before), self.lookup.payloads
         read = self.lookup.read(name, payloads.check_full) if self.wanted() and self.lookup.has(name) else None
-        if read is None or read[0].groups != payloads.every_group:
+        if read is None or _groups(read[0]) != payloads.every_group:
             return None, 0
-        own = payloads.check_full(read[0])
+        own = read[0].ids
         both = zip(own, rest, strict=False)
         common = next((i for i, (a, b) in enumerate(both) if a != b), min(len(own), len(rest)))
         is_of_use = common == len(own) or all(group.can_cut for group in self._store.groups)
@@ -239,25 +240,28 @@ class _Search:
         rest = list(held)
         if rest and rest[0][0] == 0:
             first = rest.pop(0)[1]
-            self._add_full(found, self.root, self.ids[:n], first, self._needed(0, length) & first.groups)
+            self._add_full(found, self.root, self.ids[:n], first, self._needed(0, length) & _groups(first))
 
         def kind(one: tuple[int, tuple[int, Object, str]]) -> tuple[object, ...]:
             index, (number, block, _) = one
             most = max(1, _RUN_BYTES // len(block.payload))
-            needed = self._needed(number, length) & block.groups
-            return number - index, block.representation, block.version, block.groups, needed, index // most
+            needed = self._needed(number, length) & _groups(block)
+            return number - index, block.header, needed, index // most
 
         for _, members in groupby(enumerate(rest), kind):
             numbers, blocks, _ = zip(*(one for _, one in members), strict=True)
-            needed = self._needed(numbers[0], length) & blocks[0].groups
-            if needed and blocks[0].stored_as is not None:
-                given = [block.payload for block in blocks]
+            needed = self._needed(numbers[0], length) & _groups(blocks[0])
+            if needed:
                 keys = [self.hashes[number] for number in numbers]
                 own = [self.ids[number * n : (number + 1) * n] for number in numbers]
-                before, groups = self.hashes[numbers[0] - 1], blocks[0].groups
-                found.parts.append(Run(before, keys, own, blocks[0].stored_as, groups, needed, given))
+                found.parts.append(Run(self.hashes[numbers[0] - 1], keys, own, needed, blocks))
 
     def _add_full(self, found: TierHit, before: bytes, ids: Sequence[int], block: Object, needed: int) -> None:
-        if needed and block.number_type is not None:
-            full = FullBlock(before, tuple(ids), block.number_type, block.groups, needed, block.payload[None])
-            found.parts.append(full)
+        if needed:
+            found.parts.append(FullBlock(before, tuple(ids), needed, block))
+
+
+def _groups(block: Object) -> int:
+    """The groups of layers that a checked block has arrays of, as bits."""
+    groups: int = block.header["groups"]
+    return groups

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.copies import FullBlock, Run
-from polarlm.engine.storage.tiers.objects import Payloads
 
 _LOG = logging.getLogger(__name__)
 _RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
