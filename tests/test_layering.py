@@ -54,10 +54,12 @@ ROOMS: dict[str, set[str]] = {
     "requests": {"state", "model", "sampling", "storage.tiers"} | TOLD,
 }
 ROOMS["loading.calibration"] = ROOMS["model"] | {"storage.files", "storage.objects", "model", "codecs"}
+ROOMS["storage.identity"] = {"model"}
 ROOMS["storage.sessions"] = ROOMS["requests"] | {
     "requests",
     "storage.copies",
     "storage.files",
+    "storage.identity",
     "storage.objects",
     "storage.payloads",
 }
@@ -79,6 +81,7 @@ ROOMS["engine"] = {
     "model",
     "requests",
     "sampling",
+    "storage.identity",
     "storage.sessions",
     "storage.tiers",
 } | TOLD

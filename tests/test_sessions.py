@@ -21,7 +21,7 @@ from polarlm.engine.loading import encoding
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.state.shapes import CacheShape, LayerShape
-from polarlm.engine.storage import files, objects, sessions
+from polarlm.engine.storage import files, identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 from tests.bare import feed
@@ -85,7 +85,7 @@ def write_objects(path: Path, header: dict[str, Any], blocks: dict[int, Object])
     try:
         name = sessions._names(header)
     except KeyError:
-        name = sessions._names({**dict.fromkeys(sessions._DIFFERENCES), "ids": []})
+        name = sessions._names({**dict.fromkeys(identity.DETERMINE), "ids": []})
     parts = [Object(header).pack(sessions._NAME), *(block.pack(name(number)) for number, block in blocks.items())]
     path.write_bytes(b"".join(piece for part in parts for piece in part))
 

@@ -33,15 +33,6 @@ def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) ->
     return [Object(header, row) for row in rows]
 
 
-def put_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Sequence[Object]) -> None:
-    """Write objects of the same header to quantized blocks; not to those that are None. Raises ValueError where one
-    does not fit."""
-    parts, _ = payloads.of_blocks(given[0].header["stored_as"], given[0].header["groups"])
-    for group, ids in _by_group(store, blocks):
-        own = (part for part in parts if part.layer in group.layers)
-        group.write_blocks(ids, {(part.layer, part.name): part.of_objects(given) for part in own})
-
-
 def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[int]) -> Object:
     """A block in full precision with `ids`."""
     given: dict[tuple[int, str], np.ndarray] = {}
@@ -54,12 +45,17 @@ def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[i
     return Object({"kind": "full", "groups": groups_of(slots), "ids": [int(i) for i in ids]}, rows[0])
 
 
-def put_full(store: KVStore, payloads: Payloads, slots: Blocks, given: Object) -> None:
-    """Write a block in full precision to slots; not to those that are None."""
-    parts, _ = payloads.of_full(len(given.ids), given.header["groups"])
-    for group, (slot,) in _by_group(store, [slots]):
-        own = (part for part in parts if part.layer in group.layers)
-        group.write_full(slot, {(part.layer, part.name): part.of_objects([given])[0] for part in own})
+def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Sequence[Object]) -> None:
+    """Write objects of the same header to quantized blocks, or to slots in full precision; not to those that are None.
+    Raises ValueError where one does not fit."""
+    parts = payloads.parts_of(given[0])
+    for group, ids in _by_group(store, blocks):
+        arrays = {(part.layer, part.name): part.of_objects(given) for part in parts if part.layer in group.layers}
+        if given[0].is_full:
+            (slot,) = ids
+            group.write_full(slot, {key: array[0] for key, array in arrays.items()})
+        else:
+            group.write_blocks(ids, arrays)
 
 
 def _by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple[LayerState, list[int]]]:
@@ -101,7 +97,7 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
     """
     payloads, n = Payloads(store.shape), store.shape.block_size
     complete = saved.length // n
-    groups = {number: block.header["groups"] for number, block in saved.blocks.items()}
+    groups = {number: block.groups for number, block in saved.blocks.items()}
     sequence = SequenceKV(saved.length, [])
     try:
         for index, group in enumerate(store.groups):
@@ -114,12 +110,9 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
         for number in {0, complete} & groups.keys():
             if len(saved.blocks[number].ids) != min(n, saved.length - number * n):
                 raise ValueError(f"block {number} has other tokens")
-            put_full(store, payloads, held[number], saved.blocks[number])
-        quantized = (number for number in range(1, complete) if number in groups)
-        for _, members in groupby(quantized, lambda number: saved.blocks[number].header):
+        for _, members in groupby(sorted(groups), lambda number: saved.blocks[number].header):
             numbers = list(members)
-            given = [saved.blocks[number] for number in numbers]
-            put_blocks(store, payloads, [held[number] for number in numbers], given)
+            put(store, payloads, [held[number] for number in numbers], [saved.blocks[number] for number in numbers])
     except BaseException:
         for group, table in zip(store.groups, sequence.tables, strict=False):
             group.release(table)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 NAME_BYTES = 16
-MOST_IDS = 2 << 20  # bytes of the object of an answer's ids, of 262,144 tokens
+MOST_HEADER = 2 << 20  # bytes, of objects that others may have made: those of an answer of 262,144 tokens
 
 _FIELDS = struct.Struct("<8s16sIQ")
 _MAGIC = b"polarkv2"
@@ -42,6 +42,17 @@ class Object:
 
     header: Mapping[str, Any]
     payload: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is a block in full precision."""
+        return self.header.get("kind") == "full"
+
+    @property
+    def groups(self) -> int:
+        """The groups of layers that a checked block has arrays of, as bits."""
+        groups: int = self.header["groups"]
+        return groups
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -66,11 +77,11 @@ def pack_ids(name: bytes, ids: Sequence[int]) -> tuple[bytes, memoryview]:
     return Object({"kind": "ids", "ids": [int(i) for i in ids]}).pack(name)
 
 
-def unpack(name: bytes, content: bytes | bytearray | memoryview) -> Object:
-    """The object of this name. Raises DamagedObject."""
+def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOST_HEADER) -> Object:
+    """The object of this name. Raises DamagedObject, also for a header of more than `most` bytes."""
     view = memoryview(content)
     size, end = _sizes(name, view)
-    if len(view) != size:
+    if len(view) != size or end - _START > most:
         raise DamagedObject("it has another size")
     if _digest(view[: _FIELDS.size], view[_START:]) != view[_FIELDS.size : _START]:
         raise DamagedObject("its checksum is wrong")
@@ -100,7 +111,7 @@ def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda d
     while done < size and (count := file.readinto(content[done : done + _PIECE])):  # type: ignore[attr-defined]
         done += count
         progress(count)
-    return unpack(name, content[:done])
+    return unpack(name, content[:done], size)
 
 
 def name_of(start: bytes) -> bytes:

@@ -18,11 +18,10 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.state.shapes import ArraySpec, CacheShape, LayerShape, OwnShape
-from polarlm.engine.storage.objects import MOST_IDS, DamagedObject, Object
+from polarlm.engine.storage.objects import MOST_HEADER, DamagedObject, Object
 
 _ALIGNED = 8  # bytes; every array starts at a multiple of it
 _NOT_FINITE = "not all of its numbers are finite"
-_MOST_HEADER = 1 << 16  # bytes before the payload of a block
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,12 @@ class Payloads:
         """The arrays of a block in full precision, and the bytes of its payload."""
         return self._placed(groups, lambda layer: layer.full_arrays(tokens), tokens)
 
+    def parts_of(self, block: Object) -> list[Part]:
+        """The arrays of a block that has been checked."""
+        if block.is_full:
+            return self.of_full(len(block.ids), block.groups)[0]
+        return self.of_blocks(block.header["stored_as"], block.groups)[0]
+
     def _placed(
         self, groups: int, specs: Callable[[LayerShape | OwnShape], list[ArraySpec]], kind: object
     ) -> tuple[list[Part], int]:
@@ -94,33 +99,32 @@ class Payloads:
             mask = np.zeros(size, np.uint8)
             for part in parts:
                 if part.layer in self.shape.kv_layers:
-                    mask[part.start : part.stop] = transfer.exponents(self.shape.format(part.layer), stored_as)[
-                        part.name
-                    ]
+                    own = transfer.exponents(self.shape.format(part.layer), stored_as)
+                    mask[part.start : part.stop] = own[part.name]
                 elif part.dtype.kind == "f":
                     part.of_rows(mask[None])[...] = np.inf
             self._masks[key] = mask.view(np.uint16)
         return self._masks[key]
 
     def most_bytes(self) -> int:
-        """Bytes of the largest object: a block in full precision, or quantized, or the ids of an answer."""
+        """Bytes that no object has more of: a block in full precision, or quantized, or the ids of an answer."""
         sizes = [self.of_full(self.shape.block_size, self.every_group)[1]]
         for stored_as in transfer.REPRESENTATIONS:
             with suppress(ValueError):  # the layers do not have it
                 sizes.append(self.of_blocks(stored_as, self.every_group)[1])
-        return max(MOST_IDS, _MOST_HEADER + max(sizes))
+        return MOST_HEADER + max(sizes)
 
     # -- checks ------------------------------------------------------------------------------------------------
 
     def check_block(self, found: Object) -> None:
         """Raises DamagedObject unless `found` is a quantized block of this shape whose numbers are all finite."""
-        groups, stored_as = self._groups_of(found, "block"), found.header.get("stored_as")
+        groups, stored_as = self._groups_of(found, "block"), str(found.header.get("stored_as"))
         try:
-            _, size = self.of_blocks(str(stored_as), groups)
+            _, size = self.of_blocks(stored_as, groups)
         except ValueError as error:
             raise DamagedObject(str(error)) from None
         _check_size(found, size)
-        mask = self._exponents(str(stored_as), groups)
+        mask = self._exponents(stored_as, groups)
         if ((found.payload.view(np.uint16) & mask == mask) & (mask != 0)).any():
             raise DamagedObject(_NOT_FINITE)
 

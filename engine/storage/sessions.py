@@ -15,7 +15,7 @@ import hmac
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -26,14 +26,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
-from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.requests.answers import KEY_BYTES, Known
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
-from polarlm.engine.storage import files, objects
+from polarlm.engine.storage import files, identity, objects
 from polarlm.engine.storage.copies import Snapshot, export, restore
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
@@ -41,18 +39,6 @@ from polarlm.engine.storage.payloads import Payloads
 _NAME = b"polarlm session\0"  # of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
 _VERSION = "3"  # of the file, and of the meaning of all codes
-
-# Settings that a session and the engine must share, in the order of their check → the end of the error's sentence.
-_DIFFERENCES = {
-    "model": "was saved with the model {there}, and this is {here}, or the same one with weights in another precision: "
-    "load it where it was saved",
-    "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
-    "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
-    "choose them with cache_type_k and cache_type_v",
-    "conditioning": "has keys and values that were conditioned in another way: give key_conditioning=False and "
-    "calibration=False as when it was saved; if they are, the model has been calibrated anew since, or another version "
-    "of this program saved it",
-}
 
 SessionPath = str | PathLike[str]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -65,25 +51,6 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # of its conversation
-
-
-def settings(model: Transformer, name: str) -> dict[str, str]:
-    """The model's name, and everything but token ids that determines codes, as text for the header of a session."""
-    shape = model.store.shape
-    means = {"mean_bits": " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())}
-    scales = [
-        (f"{layer}.{side}", array)
-        for layer, conditioning in enumerate(model.store.conditioning)
-        if conditioning.scale is not None
-        for side, array in zip(conditioning.scale._fields, conditioning.scale, strict=True)
-    ]
-    return {
-        "name": name,
-        "model": fingerprint(model.ops, model.config, model.weights),
-        "block_size": str(shape.block_size),
-        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values()),
-        "conditioning": _digest(means, scales),
-    }
 
 
 def check_types(shape: CacheShape) -> None:
@@ -102,8 +69,8 @@ def write(
     """Write a session to `path`, in place of an earlier one, which is unchanged after an EngineError. Other files are
     not replaced, but for empty ones.
 
-    own: this engine's `settings`. session: of the tokens in `saved`. salt: that of the prompts that find them; "" for
-    none.
+    own: this engine's `identity.settings`. session: of the tokens in `saved`. salt: that of the prompts that find them;
+    "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -183,21 +150,23 @@ def _blocks(
     path: SessionPath, file: BinaryIO, header: Mapping[str, Any], payloads: Payloads, progress: Callable[[int], None]
 ) -> Iterator[tuple[int, Object]]:
     """The blocks in the rest of a file, with their numbers. Raises EngineError unless they are right, and all."""
-    ids, n, name = header["ids"], payloads.shape.block_size, _names(header)
-    where = f"block {header['first']}"
+    ids, n, name, number = header["ids"], payloads.shape.block_size, _names(header), header["first"]
     try:
-        for number in range(header["first"], -(-len(ids) // n)):
-            where = f"block {number}"
+        while number * n < len(ids):
             block = objects.read(file, name(number), progress)
             if 0 < number < len(ids) // n:
                 payloads.check_block(block)
             elif list(payloads.check_full(block)) != ids[number * n : (number + 1) * n]:
                 raise DamagedObject("it has other tokens")
             yield number, block
+            number += 1
         if file.read(1):
             raise DamagedObject("more follows than was saved")
     except DamagedObject as error:
-        raise _error(f"{_damaged(path)} ({where}: {error})") from None
+        raise _error(
+            f"The session {path} is damaged, or cannot be read by this installation: block {number}: {error}; load "
+            "another copy of it"
+        ) from None
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
@@ -236,24 +205,15 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
         if type(header["first"]) is not int or header["first"] < 0:
             raise ValueError("no first block")
         return Session(ids, header["note"], tuple(map(_answer, header["answers"])))
-    except (DamagedObject, KeyError, TypeError, ValueError, AttributeError):
-        raise _error(f"{_damaged(path)} (its header)") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise _error(_damaged(path)) from None
 
 
 def _names(header: Mapping[str, Any]) -> Callable[[int], bytes]:
     """The names of a session's blocks, by their numbers."""
-    of = json.dumps([header["ids"], *(header[key] for key in _DIFFERENCES)]).encode()
+    of = json.dumps([header["ids"], *(header[key] for key in identity.DETERMINE)]).encode()
     key = hashlib.sha256(of).digest()
     return lambda number: hashlib.blake2b(b"%d" % number, key=key, digest_size=objects.NAME_BYTES).digest()
-
-
-def _digest(means: Mapping[str, str], scales: Iterable[tuple[str, np.ndarray]]) -> str:
-    """The SHA-256 of what conditions keys and values, in hex."""
-    digest = hashlib.sha256(json.dumps(means).encode())
-    for name, array in scales:
-        digest.update(repr((name, array.shape, str(array.dtype))).encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
 
 
 def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -273,11 +233,8 @@ def _check_settings(path: SessionPath, header: Mapping[str, Any], own: Mapping[s
             f"The session {path} is from another version of this program (format {header['version']}): load it with "
             "that one"
         )
-    for key, sentence in _DIFFERENCES.items():
-        if header[key] != own[key]:
-            named = "name" if key == "model" else key
-            there, here = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (header, own))
-            raise _error(f"The session {path} {sentence.format(there=there, here=here)}")
+    if (differs := identity.difference(header, own)) is not None:
+        raise _error(f"The session {path} {differs}")
 
 
 def _salt_hash(salt: str, ids: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.copies import put_blocks, take_blocks, take_full
+from polarlm.engine.storage.copies import put, take_blocks, take_full
 from polarlm.engine.storage.objects import unpack
 from polarlm.engine.storage.payloads import Payloads
 from tests.cuda.emulated import open_device
@@ -44,7 +44,7 @@ def test_codes_are_the_same_on_the_other_device(gpu_first: bool) -> None:
         assert one.header["stored_as"] == store.ops.stored_as
     target = [group.quantized.allocate(len(blocks)) for group in other.groups]
     places = [[own[number] for own in target] for number in range(len(blocks))]
-    put_blocks(other, Payloads(other.shape), places, found)
+    put(other, Payloads(other.shape), places, found)
     for layer in range(len(store.shape.layers)):
         group = store.group_of(layer)
         given = fields(store, layer, [own[group] for own in blocks if own[group] is not None])

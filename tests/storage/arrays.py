@@ -13,13 +13,8 @@ from polarlm.engine.storage.payloads import Payloads
 
 def of_block(payloads: Payloads, block: Object, stored_as: str | None = None) -> dict[tuple[int, str], np.ndarray]:
     """(layer, name) → array (K, …); quantized blocks are converted to `stored_as` if it is given."""
-    header = block.header
-    if header["kind"] == "full":
-        parts, _ = payloads.of_full(len(block.ids), header["groups"])
-    else:
-        parts, _ = payloads.of_blocks(header["stored_as"], header["groups"])
-    found = {(part.layer, part.name): part.of_objects([block]) for part in parts}
-    if stored_as is not None and header["kind"] == "block":
+    found = {(part.layer, part.name): part.of_objects([block]) for part in payloads.parts_of(block)}
+    if stored_as is not None and not block.is_full:
         layers = {layer: {name: x for (own, name), x in found.items() if own == layer} for layer, _ in found}
         found = {
             (layer, name): x

@@ -158,6 +158,12 @@ def test_bytes_are_checked_as_fields_are(stored_as: str) -> None:
         made.check_block(Object(header, np.full(size, 255, np.uint8)))
 
 
+def test_a_header_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "json", None)
+    with pytest.raises(DamagedObject):
+        unpack(NAME, objects._FIELDS.pack(objects._MAGIC, NAME, 3 << 20, 0) + bytes(32 + (3 << 20)))
+
+
 @pytest.mark.parametrize("sizes", [(10**9, 0), (0, 10**18), (0, 8), (64, 0)])
 def test_a_file_that_claims_more_than_it_has_is_damaged(tmp_path: Path, sizes: tuple[int, int]) -> None:
     """And takes no memory for it."""

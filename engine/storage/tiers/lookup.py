@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from threading import Thread, current_thread
+from typing import Any
 
 from polarlm.engine.state.prefix import Blocks, PrefixCache
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.objects import DamagedObject, Object, unpack
 from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.tiers.adopting import FoundBlock, Run
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
-from polarlm.engine.storage.tiers.copies import FullBlock, Run
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 
@@ -136,13 +137,13 @@ class _Search:
             if not needed or not self._store_lacks(number, needed):
                 continue
             read = self._block(number) if self.wanted() else None
-            if read is None or _groups(read[0]) & needed != needed or not self._claim(read[0]):
+            if read is None or read[0].groups & needed != needed or not self._claim(read[0]):
                 count, tail, length = number, None, number * self._n  # the blocks behind it are of no use
                 break
             held.append((number, *read))
         self._add_blocks(found, held, length)
         if tail is not None and self._claim(tail.block):
-            self._add_full(found, self.hashes[count - 1], tail.ids, tail.block, _groups(tail.block))
+            found.parts.append(Run([FoundBlock(self.hashes[count - 1], None, tail.ids, tail.block)], tail.block.groups))
             found.spans.append((count * self._n, count * self._n + len(tail.ids), tail.label))
         return found if found.parts else None
 
@@ -222,7 +223,7 @@ class _Search:
             return None, common
         name, payloads = self.names.tail(before), self.lookup.payloads
         read = self.lookup.read(name, payloads.check_full) if self.wanted() and self.lookup.has(name) else None
-        if read is None or _groups(read[0]) != payloads.every_group:
+        if read is None or read[0].groups != payloads.every_group:
             return None, 0
         own = read[0].ids
         both = zip(own, rest, strict=False)
@@ -237,31 +238,16 @@ class _Search:
         n = self._n
         for number, _, label in held:
             found.spans.append((number * n if number > self._first(length) else 0, (number + 1) * n, label))
-        rest = list(held)
-        if rest and rest[0][0] == 0:
-            first = rest.pop(0)[1]
-            self._add_full(found, self.root, self.ids[:n], first, self._needed(0, length) & _groups(first))
 
-        def kind(one: tuple[int, tuple[int, Object, str]]) -> tuple[object, ...]:
+        def kind(one: tuple[int, tuple[int, Object, str]]) -> tuple[Any, ...]:
             index, (number, block, _) = one
             most = max(1, _RUN_BYTES // len(block.payload))
-            needed = self._needed(number, length) & _groups(block)
-            return number - index, block.header, needed, index // most
+            return self._needed(number, length) & block.groups, number - index, block.header, index // most
 
-        for _, members in groupby(enumerate(rest), kind):
-            numbers, blocks, _ = zip(*(one for _, one in members), strict=True)
-            needed = self._needed(numbers[0], length) & _groups(blocks[0])
+        for (needed, *_), members in groupby(enumerate(held), kind):
             if needed:
-                keys = [self.hashes[number] for number in numbers]
-                own = [self.ids[number * n : (number + 1) * n] for number in numbers]
-                found.parts.append(Run(self.hashes[numbers[0] - 1], keys, own, needed, blocks))
+                found.parts.append(Run([self._found(number, block) for _, (number, block, _) in members], needed))
 
-    def _add_full(self, found: TierHit, before: bytes, ids: Sequence[int], block: Object, needed: int) -> None:
-        if needed:
-            found.parts.append(FullBlock(before, tuple(ids), needed, block))
-
-
-def _groups(block: Object) -> int:
-    """The groups of layers that a checked block has arrays of, as bits."""
-    groups: int = block.header["groups"]
-    return groups
+    def _found(self, number: int, block: Object) -> FoundBlock:
+        before = self.hashes[number - 1] if number else self.root
+        return FoundBlock(before, self.hashes[number], self.ids[number * self._n : (number + 1) * self._n], block)
