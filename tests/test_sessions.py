@@ -524,7 +524,7 @@ CHECKSUMMED: dict[str, tuple[Change, str]] = {  # files with right checksums and
     "version": (with_header(version="999"), "another version"),
     "model": (with_header(model="0" * 64, name="Other"), "Other"),
     "no settings": (lambda header, blocks: header.pop("block_size"), "damaged"),
-    "a number for settings": (with_header(block_size=8), "blocks of"),
+    "a number for settings": (with_header(block_size=8), "damaged"),
     "no version": (lambda header, blocks: header.pop("version"), "damaged"),
     "no ids": (lambda header, blocks: header.pop("ids"), "damaged"),
     "an id": (with_header(ids=5), "damaged"),
