@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.transfer import FIELDS
 from polarlm.engine.storage.tiers import patience, tiers
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.places import Folder
@@ -85,6 +86,23 @@ def test_a_turn_after_a_restart_equals_one_without_it_bit_for_bit(model: Path, t
         assert expected.usage.cached_from == {"store": len(PROMPT) + 12}
         assert_same(kv_of(engine, past), kept)
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_backends_share_a_folder(plain_model: Path, tmp_path: Path, compiled_first: bool) -> None:
+    """Blocks of 16 tokens, which lie in tiles with compiled kernels, and in fields without: the codes are the same."""
+    found = []
+    for compiled in (compiled_first, not compiled_first):
+        with load(plain_model, tmp_path, block_size=16, **({} if compiled else {"ops": NumpyOps()})) as engine:
+            found.append(engine.generate(PROMPT, PARAMS).usage.cached_tokens)
+            kv = engine._prefixes.match_prefix(PROMPT)
+            assert ("k.tiles" in {name for *_, name in stored(engine._store, kv)}) == compiled
+            found.append(stored(engine._store, kv, FIELDS))
+            engine._store.release(kv)
+    assert [found[0], found[2]] == [0, 32]
+    first, second = ({key: x for key, x in arrays.items() if 0 < key[0] < 2} for arrays in found[1::2])
+    assert first
+    assert_same(first, second)
 
 
 def test_a_conversation_in_text_goes_on_after_a_restart(plain_model: Path, tmp_path: Path) -> None:
