@@ -54,7 +54,7 @@ class Payloads:
     def __init__(self, shape: CacheShape):
         self.shape = shape
         self._made: dict[tuple[object, ...], tuple[list[Part], int]] = {}
-        self._masks: dict[tuple[str, int], np.ndarray] = {}
+        self._masks: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def every_group(self) -> int:
@@ -90,9 +90,9 @@ class Payloads:
             self._made[kind, groups] = parts, start
         return self._made[kind, groups]
 
-    def _exponents(self, stored_as: str, groups: int) -> np.ndarray:
-        """The bits of a quantized block's payload that are set together only in numbers that are not finite: uint16
-        words, none of which has bits of two numbers."""
+    def _exponents(self, stored_as: str, groups: int) -> tuple[np.ndarray, np.ndarray]:
+        """The bits of exponents in the words of a quantized block's payload, uint16; and what these bits are in a word
+        of a number that is not finite: 1, which they cannot be, where there is no number."""
         key = stored_as, groups
         if key not in self._masks:
             parts, size = self.of_blocks(stored_as, groups)
@@ -103,7 +103,8 @@ class Payloads:
                     mask[part.start : part.stop] = own[part.name]
                 elif part.dtype.kind == "f":
                     part.of_rows(mask[None])[...] = np.inf
-            self._masks[key] = mask.view(np.uint16)
+            words = mask.view(np.uint16)
+            self._masks[key] = words, np.where(words, words, np.uint16(1))
         return self._masks[key]
 
     def most_bytes(self) -> int:
@@ -124,8 +125,8 @@ class Payloads:
         except ValueError as error:
             raise DamagedObject(str(error)) from None
         _check_size(found, size)
-        mask = self._exponents(stored_as, groups)
-        if ((found.payload.view(np.uint16) & mask == mask) & (mask != 0)).any():
+        bits, infinite = self._exponents(stored_as, groups)
+        if (found.payload.view(np.uint16) & bits == infinite).any():
             raise DamagedObject(_NOT_FINITE)
 
     def check_full(self, found: Object) -> tuple[int, ...]:
