@@ -26,7 +26,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.storage import sessions
+from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 
@@ -43,7 +43,7 @@ class Engine:
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
         self._parts, self._fit_line = parts, assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store
-        self._identity = sessions.settings(parts.model, parts.source.name)
+        self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
         determines = {key: value for key, value in self._identity.items() if key != "name"}
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)

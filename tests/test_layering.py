@@ -37,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "limits": {"errors"},
     "config": {"errors", "limits"},
     "outputs": set(),
-    "storage.checked_file": set(),
+    "storage.files": set(),
+    "storage.objects": set(),
     "codecs": set(),
     "weight_formats": set(),
     "quantization": {"codecs"},
@@ -45,13 +46,23 @@ ROOMS: dict[str, set[str]] = {
     "sampling": TOLD,
     "jit": {"errors"},
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
-    "storage.tiers": {"backends.transfer", "backends.kv", "codecs", "state", "records"} | TOLD,
+    "storage.payloads": {"backends.transfer", "state", "storage.objects"},
+    "storage.copies": {"state", "storage.objects", "storage.payloads"},
+    "storage.tiers": {"codecs", "state", "storage.copies", "storage.objects", "storage.payloads"} | TOLD,
     "state": {"backends.kv", "backends.ops", "backends.transfer", "codecs", "quantization", "sampling"} | TOLD,
     "model": {"backends.kv", "backends.ops", "state", "quantization", "sampling", "weight_formats"} | TOLD,
     "requests": {"state", "model", "sampling", "storage.tiers"} | TOLD,
 }
-ROOMS["loading.calibration"] = ROOMS["model"] | {"storage.checked_file", "model", "codecs"}
-ROOMS["storage.sessions"] = ROOMS["requests"] | {"storage.checked_file", "requests", "backends.transfer"}
+ROOMS["loading.calibration"] = ROOMS["model"] | {"storage.files", "storage.objects", "model", "codecs"}
+ROOMS["storage.identity"] = {"model"}
+ROOMS["storage.sessions"] = ROOMS["requests"] | {
+    "requests",
+    "storage.copies",
+    "storage.files",
+    "storage.identity",
+    "storage.objects",
+    "storage.payloads",
+}
 ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
@@ -70,6 +81,7 @@ ROOMS["engine"] = {
     "model",
     "requests",
     "sampling",
+    "storage.identity",
     "storage.sessions",
     "storage.tiers",
 } | TOLD

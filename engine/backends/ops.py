@@ -68,7 +68,7 @@ class Ops(Protocol):
     """Whether arrays on the device stay usable in a forked child process."""
 
     stored_as: str
-    """The representation that `read_blocks` returns: `FIELDS` or `RECORDS` of `engine.backends.transfer`."""
+    """The representation that `read_blocks` returns: `FIELDS`, `TILES` or `RECORDS` of `engine.backends.transfer`."""
 
     prefill_rows: int
     """Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations."""
@@ -295,8 +295,7 @@ class Ops(Protocol):
         """The first `tokens` ≤ N tokens of a full-precision slot: k, v (K, tokens, D) float16, as stored."""
 
     def write_full(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
-        """Write k, v (K, tokens ≤ N, D) to the first tokens of a full-precision slot: float16, or float32 of files that
-        were written when slots of the CPU held that.
+        """Write k, v (K, tokens ≤ N, D), float16 or float32, to the first tokens of a full-precision slot.
 
         Raises ValueError for arrays of another shape or type.
         """

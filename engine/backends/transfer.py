@@ -1,12 +1,20 @@
-"""Quantized blocks on the host, as fields of their codecs or as records of a GPU, and the conversion between both.
+"""Quantized blocks on the host, in the representations of the backends, and the conversion between them.
 
-B blocks of K KV heads. Fields are arrays (K, B, *shape) under the names "k.<field>", "v.<field>" and "mean.<field>";
-records are "keys" and "values", uint8 (B, K, bytes).
+Arrays of B blocks of K KV heads, each (B, K, *shape):
+
+    FIELDS   those of the codecs: "k.<field>" and "v.<field>", and "mean.<field>" of the means of keys
+    TILES    "k.tiles" and "v.tiles", as compiled kernels of a CPU read them, and the fields of the means; the fields of
+             a layer that these kernels do not read
+    RECORDS  "keys" and "values", as a GPU reads them
+
+Tiles and records are bytes, which hold a field's floating-point numbers as they are, each at a multiple of its size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,17 +24,37 @@ from polarlm.engine.codecs import Field
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.records import Layout
 
+if TYPE_CHECKING:
+    from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
+
 Arrays = Mapping[str, np.ndarray]
 
 FIELDS = "fields"
+TILES = "tiles 1"  # with the version of their bytes, which sessions and tiers contain
 RECORDS = f"records {records.VERSION}"
+REPRESENTATIONS = FIELDS, TILES, RECORDS
+
+_BYTES = np.dtype(np.uint8)
 
 
 def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
-    """The arrays of one quantized block of one KV head: of keys ("k"), values ("v") and means ("mean")."""
+    """The fields of one quantized block of one KV head: of keys ("k"), values ("v") and means ("mean")."""
     n, d = format.block_size, format.head_dim
     means = {name: Field(*spec) for name, spec in mean_fields(format.mean_bits, d).items()} if format.mean_bits else {}
     return {"k": format.codec_k.fields(n, d), "v": format.codec_v.fields(n, d), "mean": means}
+
+
+def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
+    """The tiles of keys and of values; None where compiled kernels do not read both. Raises ValueError without LLVM."""
+    n, dim = format.block_size, format.head_dim
+    if n % 16 or dim % 8:
+        return None
+    try:
+        from polarlm.engine.backends.native import codecs
+    except ImportError as error:
+        raise ValueError(f"tiles of a CPU cannot be read here: {error}") from None
+    k, v = codecs.keys(format.codec_k, n, dim), codecs.values(format.codec_v, n, dim)
+    return None if k is None or v is None else (k, v)
 
 
 def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
@@ -35,31 +63,72 @@ def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
     return records.layout(format.codec_k, False, n, d, format.mean_bits), records.layout(format.codec_v, True, n, d)
 
 
-def as_fields(format: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """`blocks` blocks, given as fields or records, as fields. Raises ValueError if the arrays are not such blocks."""
-    if "keys" not in arrays:
-        return _checked_fields(format, blocks, arrays)
-    keys, values = (
-        layout.unpack(pool) for layout, pool in zip(layouts(format), as_records(format, blocks, arrays), strict=True)
-    )
-    sides = {"k": keys[0], "v": values[0], "mean": keys[1]}
-    return {f"{side}.{name}": x.swapaxes(0, 1) for side, arrays in sides.items() for name, x in arrays.items()}
+def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
+    """The arrays of one block of one KV head. Raises ValueError for a representation that these layers do not have."""
+    if stored_as == RECORDS:
+        return {name: Field((of.nbytes,), _BYTES) for name, of in zip(("keys", "values"), layouts(format), strict=True)}
+    if stored_as not in REPRESENTATIONS:
+        raise ValueError(f"blocks as {stored_as} are those of another version")
+    sides = fields(format)
+    if stored_as == TILES and (both := tiles(format)) is not None:
+        sides |= {side: {"tiles": Field((of.nbytes,), _BYTES)} for side, of in zip("kv", both, strict=True)}
+    return {f"{side}.{name}": field for side, of in sides.items() for name, field in of.items()}
 
 
-def as_records(format: CacheFormat, blocks: int, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """`blocks` blocks, given as fields or records, as records. Raises ValueError if the arrays are not such blocks."""
-    keys, values = layouts(format)
-    if "keys" in arrays:
-        k, v = (
-            _checked(arrays, name, (blocks, format.kv_heads, layout.nbytes), np.dtype(np.uint8))
-            for name, layout in (("keys", keys), ("values", values))
+def nbytes(format: CacheFormat, stored_as: str) -> int:
+    """Bytes of a block of all KV heads."""
+    return format.kv_heads * sum(field.nbytes for field in block_arrays(format, stored_as).values())
+
+
+def converted(format: CacheFormat, blocks: int, given: Arrays, stored_as: str) -> dict[str, np.ndarray]:
+    """`blocks` blocks in any representation, in this one. Raises ValueError if `given` are not such blocks."""
+    found = RECORDS if "keys" in given else TILES if "k.tiles" in given else FIELDS
+    checked = {
+        name: _checked(given, name, (blocks, format.kv_heads, *field.shape), field.dtype)
+        for name, field in block_arrays(format, found).items()
+    }
+    if block_arrays(format, stored_as).keys() == checked.keys():
+        return checked
+    sides = _to_fields(format, checked)
+    if stored_as == RECORDS:
+        keys, values = layouts(format)
+        return {"keys": keys.pack(sides["k"], sides["mean"]), "values": values.pack(sides["v"])}
+    if stored_as == TILES and (both := tiles(format)) is not None:
+        sides |= {side: {"tiles": of.pack(sides[side])} for side, of in zip("kv", both, strict=True)}
+    return {f"{side}.{name}": array for side, of in sides.items() for name, array in of.items()}
+
+
+def _to_fields(format: CacheFormat, given: Arrays) -> dict[str, dict[str, np.ndarray]]:
+    """Checked arrays of any representation as the fields of each side."""
+    if "keys" in given:
+        (k, mean), (v, _) = (
+            layout.unpack(given[name]) for name, layout in zip(("keys", "values"), layouts(format), strict=True)
         )
-        return k, v
-    given = _checked_fields(format, blocks, arrays)
-    k_fields, v_fields, mean = (
-        {name: given[f"{side}.{name}"].swapaxes(0, 1) for name in names} for side, names in fields(format).items()
-    )
-    return keys.pack(k_fields, mean), values.pack(v_fields)
+        return {"k": k, "v": v, "mean": mean}
+    sides = {
+        side: {name.removeprefix(f"{side}."): x for name, x in given.items() if name.startswith(f"{side}.")}
+        for side in ("k", "v", "mean")
+    }
+    if "k.tiles" in given and (both := tiles(format)) is not None:
+        sides |= {side: of.unpack(given[f"{side}.tiles"]) for side, of in zip("kv", both, strict=True)}
+    return sides
+
+
+@cache
+def exponents(format: CacheFormat, stored_as: str) -> dict[str, np.ndarray]:
+    """The bits of a block's arrays that are those of the exponents of floating-point numbers, uint8 (bytes,) each: all
+    of a number's are set only if it is not finite. format: without metrics."""
+    zeros = {
+        name: np.zeros((1, format.kv_heads, *field.shape), field.dtype)
+        for name, field in block_arrays(format, FIELDS).items()
+    }
+    infinite = {name: np.full_like(x, np.inf) if x.dtype.kind == "f" else x for name, x in zeros.items()}
+    two = converted(format, 1, zeros, stored_as), converted(format, 1, infinite, stored_as)
+    return {name: _bytes(array) ^ _bytes(two[1][name]) for name, array in two[0].items()}
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def full_tokens(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
@@ -69,14 +138,6 @@ def full_tokens(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
     if not fits or {k.dtype, v.dtype} - {np.dtype(np.float16), np.dtype(np.float32)}:
         raise ValueError(f"{k.dtype} {k.shape} and {v.dtype} {v.shape} are not K/V of a block")
     return tokens
-
-
-def _checked_fields(format: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    return {
-        f"{side}.{name}": _checked(arrays, f"{side}.{name}", (format.kv_heads, blocks, *field.shape), field.dtype)
-        for side, fields_of_side in fields(format).items()
-        for name, field in fields_of_side.items()
-    }
 
 
 def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

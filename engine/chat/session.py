@@ -187,7 +187,7 @@ def _session_file(path: str) -> Path:
         raise EngineError("There is no home folder for a file without a name: give a path", "storage")
     with suppress(OSError):  # opening the file fails with a better sentence
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / "chat_session.safetensors"
+    return folder / "chat.session"
 
 
 def _messages(note: Any) -> list[Mapping[str, Any]] | None:

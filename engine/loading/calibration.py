@@ -6,6 +6,7 @@ They depend on the model and the block size only, so blocks that are encoded wit
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +26,8 @@ from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage import checked_file
+from polarlm.engine.storage import files, objects
+from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -39,6 +41,7 @@ TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 Progress = Callable[[int, int], None]
 
 Statistics = dict[int, LayerStatistics]  # by the number of the layer
+_NAME = b"polarlm measured"  # of the object in the file
 _FORMAT = 2  # version of the file, and of the meaning of its numbers
 
 
@@ -192,29 +195,38 @@ def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int
     return hashlib.sha256(repr((_FORMAT, block_size, list(ids), model)).encode()).hexdigest()
 
 
-# -- the file: an array for each field of each layer -----------------------------------------------------------------
+# -- the file: an object whose payload has an array for each field of each layer --------------------------------------
 
 
 def _read(file: Path, key: str) -> Statistics | None:
     """The statistics in `file`; None if it is missing, damaged, or has another key."""
     try:
-        header, arrays = checked_file.read(file)
-    except (OSError, checked_file.DamagedFile):
+        with file.open("rb") as opened:
+            found = objects.read(opened, _NAME)
+    except (OSError, DamagedObject):
         return None
-    if header != {"key": key}:
+    if found.header["key"] != key:
         return None
-    names = [field.name for field in fields(LayerStatistics)]
-    layers = sorted({int(name.partition(".")[0]) for name in arrays})
-    return {layer: LayerStatistics(*(arrays[f"{layer}.{name}"] for name in names)) for layer in layers}
+    statistics, numbers, end = {}, found.payload.view(np.float32), 0
+    for layer, shapes in found.header["layers"]:
+        arrays = []
+        for shape in shapes:
+            start, end = end, end + math.prod(shape)
+            arrays.append(numbers[start:end].reshape(shape))
+        statistics[layer] = LayerStatistics(*arrays)
+    return statistics
 
 
 def _write(file: Path, key: str, statistics: Statistics, say: Callable[[str], None]) -> None:
     """Write the statistics to `file`, or say why that is not possible."""
     names = [field.name for field in fields(LayerStatistics)]
-    arrays = {f"{i}.{name}": getattr(layer, name) for i, layer in statistics.items() for name in names}
+    arrays = {layer: [getattr(own, name) for name in names] for layer, own in statistics.items()}
+    shapes = [(layer, [array.shape for array in own]) for layer, own in arrays.items()]
+    payload = np.concatenate([array.ravel() for own in arrays.values() for array in own])
+    made = Object({"kind": "calibration", "key": key, "layers": shapes}, payload)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        checked_file.write(file, {"key": key}, arrays)
+        files.write(file, made.pack(_NAME))
     except OSError as error:
         say(
             f"What was measured cannot be kept in {file.parent} ({error.strerror or error}), and is measured again at "

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-
-from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops, Spans
 from polarlm.engine.codecs import NotFinite
@@ -127,7 +124,7 @@ class KVBlocks(TableGroup):
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
         return {
-            (layer, name): self._blocks_first(array)
+            (layer, name): array
             for layer, cache in self._caches.items()
             for name, array in self._ops.read_blocks(cache, blocks).items()
         }
@@ -135,14 +132,7 @@ class KVBlocks(TableGroup):
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         for layer, cache in self._caches.items():
             own = {name: array for (number, name), array in arrays.items() if number == layer}
-            is_fields = "keys" not in own
-            self._ops.write_blocks(
-                cache, blocks, {name: x.swapaxes(0, 1) if is_fields else x for name, x in own.items()}
-            )
-
-    def _blocks_first(self, array: np.ndarray) -> np.ndarray:
-        """Fields have the heads before the blocks, records the blocks before the heads."""
-        return array.swapaxes(0, 1) if self._ops.stored_as == transfer.FIELDS else array
+            self._ops.write_blocks(cache, blocks, own)
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
@@ -154,52 +144,6 @@ class KVBlocks(TableGroup):
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer, cache in self._caches.items():
             self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, "v"])
-
-    # -- snapshots ---------------------------------------------------------------------------------------------
-
-    def snapshot(self, table: BlockTable, length: int) -> dict[str, np.ndarray]:
-        """ "<layer>.<place>.<name>" → array. The places are "coded" (the quantized blocks), with the names of
-        `engine.backends.transfer`; "sink" and "tail" (the current block), with "k" and "v" (K, tokens, D). A place
-        without tokens has no arrays."""
-        arrays: dict[str, np.ndarray] = {}
-        for layer, cache in self._caches.items():
-            if table.quantized:
-                for name, array in self._ops.read_blocks(cache, table.quantized).items():
-                    arrays[f"{layer}.coded.{name}"] = array
-            for place, slot, tokens in self._places(table, length):
-                k, v = self._ops.read_full(cache, slot, tokens)
-                arrays |= {f"{layer}.{place}.k": k, f"{layer}.{place}.v": v}
-        return arrays
-
-    def restore(self, saved: Mapping[str, np.ndarray], length: int, dropped: int) -> BlockTable:
-        table = self.reserve_table(length, dropped, f"{self.layers[0]}.sink.k" in saved)
-        try:
-            for layer in self.layers:
-                self._fill(layer, table, length, saved)
-        except BaseException:
-            self.release(table)
-            raise
-        return table
-
-    def _places(self, table: BlockTable, length: int) -> Iterator[tuple[str, int, int]]:
-        """(place, slot, tokens) of the blocks in full precision."""
-        n = self.block_size
-        for place, slot, tokens in (("sink", table.sink, n), ("tail", table.current, length % n)):
-            if slot is not None:
-                yield place, slot, tokens
-
-    def _fill(self, layer: int, table: BlockTable, length: int, saved: Mapping[str, np.ndarray]) -> None:
-        """Write one layer's arrays to the blocks of `table`. Raises ValueError if some are missing or do not fit."""
-        cache = self._caches[layer]
-        if table.quantized:
-            prefix = f"{layer}.coded."
-            arrays = {name.removeprefix(prefix): array for name, array in saved.items() if name.startswith(prefix)}
-            self._ops.write_blocks(cache, table.quantized, arrays)
-        for place, slot, tokens in self._places(table, length):
-            k, v = (saved.get(f"{layer}.{place}.{side}") for side in "kv")
-            if k is None or v is None or k.ndim != 3 or k.shape[1] != tokens:
-                raise ValueError(f"layer {layer} has no {place} of {tokens} tokens")
-            self._ops.write_full(cache, slot, k, v)
 
     def bytes(self, table: BlockTable) -> int:
         full = (table.sink is not None) + (table.current is not None)

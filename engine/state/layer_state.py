@@ -96,13 +96,10 @@ class LayerState(Protocol):
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         """Write a full-precision block. Raises ValueError as `write_blocks`."""
 
-    def snapshot(self, table: BlockTable, length: int) -> dict[str, np.ndarray]:
-        """Copies on the host of everything that a table of `length` tokens holds."""
+    def reserve_table(self, length: int, dropped: int, with_sink: bool) -> BlockTable:
+        """A table with empty blocks for `length` tokens, of which `dropped` quantized blocks have left the window.
 
-    def restore(self, saved: Mapping[str, np.ndarray], length: int, dropped: int) -> BlockTable:
-        """A table with the arrays of a snapshot, of which `dropped` quantized blocks had left the window.
-
-        Raises OutOfBlocks, or ValueError for a snapshot that does not fit, and changes nothing.
+        Raises OutOfBlocks or ValueError and changes nothing.
         """
 
     def bytes(self, table: BlockTable) -> int:

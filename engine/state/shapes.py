@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,6 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.codecs import Codec
-from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.quantization.metric import Metric
 
 if TYPE_CHECKING:
@@ -53,8 +51,8 @@ class StateShape(Protocol):
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         """The arrays of a complete block, as `LayerState.read_blocks` gives them. stored_as: see `Ops.stored_as`."""
 
-    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
-        """The arrays of a full-precision block. number_type: of the slots of K/V."""
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        """The arrays of a full-precision block, as `LayerState.read_full` gives them."""
 
 
 class OwnShape(StateShape, Protocol):
@@ -76,19 +74,12 @@ class LayerShape:
     window: int | None = None
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
-        """Raises ValueError for records that do not exist."""
-        format, heads = self.format(block_size), self.kv_heads
-        if stored_as == transfer.FIELDS:
-            return [
-                ArraySpec(f"{side}.{name}", (heads, *field.shape), field.dtype)
-                for side, fields in transfer.fields(format).items()
-                for name, field in fields.items()
-            ]
-        layouts = zip(("keys", "values"), transfer.layouts(format), strict=True)
-        return [ArraySpec(name, (heads, layout.nbytes), np.dtype(np.uint8)) for name, layout in layouts]
+        """Raises ValueError for a representation that the layer does not have."""
+        arrays = transfer.block_arrays(self.format(block_size), stored_as)
+        return [ArraySpec(name, (self.kv_heads, *field.shape), field.dtype) for name, field in arrays.items()]
 
-    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
-        return [ArraySpec(side, (self.kv_heads, tokens, self.head_dim), number_type) for side in "kv"]
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        return [ArraySpec(side, (self.kv_heads, tokens, self.head_dim), np.dtype(np.float16)) for side in "kv"]
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """The format of a cache of this layer, for the ops."""
@@ -114,11 +105,7 @@ class LayerShape:
 
     def quantized_bytes(self, block_size: int) -> int:
         """Bytes of a quantized block: both codecs' fields and the means of keys."""
-        n, d = block_size, self.head_dim
-        fields = [*self.codec_k.fields(n, d).values(), *self.codec_v.fields(n, d).values()]
-        means = mean_fields(self.mean_bits, d).values() if self.mean_bits else ()
-        count = sum(field.nbytes for field in fields) + sum(math.prod(shape) * t.itemsize for shape, t in means)
-        return self.kv_heads * count
+        return transfer.nbytes(self.format(block_size), transfer.FIELDS)
 
     def full_bytes(self, block_size: int) -> int:
         """Bytes of a slot of halves."""

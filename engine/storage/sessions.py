@@ -1,4 +1,7 @@
-"""Sessions: files with the token ids of a sequence and its K/V; quantized blocks are saved as codes.
+"""Sessions: files with the token ids of a sequence and its K/V.
+
+A file is a list of objects: the first one, "session", has the ids, what determines the codes, and the number of the
+first block; the blocks follow, as in `engine.storage.payloads`. Each has a name of its file and its place there.
 
 A session can be loaded by any engine with the same model and the same cache types, on any backend. Errors are
 EngineErrors with a sentence for the user and the code "session" (the file is wrong), "storage" (it cannot be read or
@@ -15,40 +18,27 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from polarlm.engine.backends import transfer
 from polarlm.engine.errors import EngineError, counted
-from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.requests.answers import KEY_BYTES, Known
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.snapshot import Snapshot, export, restore
 from polarlm.engine.state.store import KVStore, SequenceKV
-from polarlm.engine.storage import checked_file
-from polarlm.engine.storage.checked_file import DamagedFile
+from polarlm.engine.storage import files, identity, objects
+from polarlm.engine.storage.copies import Snapshot, export, restore
+from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.engine.storage.payloads import Payloads
 
-_FORMAT = "polarlm session"
+_NAME = b"polarlm session\0"  # of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
-_VERSION = "1"  # of the file, and of the meaning of all codes
-
-# Settings that a session and the engine must share, in the order of their check → the end of the error's sentence.
-_DIFFERENCES = {
-    "model": "was saved with the model {there}, and this is {here}, or the same one with weights in another precision: "
-    "load it where it was saved",
-    "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
-    "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
-    "choose them with cache_type_k and cache_type_v",
-    "conditioning": "has keys and values that were conditioned in another way: give key_conditioning=False and "
-    "calibration=False as when it was saved; if they are, the model has been calibrated anew since, or another version "
-    "of this program saved it",
-}
+_VERSION = "3"  # of the file, and of the meaning of all codes
 
 SessionPath = str | PathLike[str]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -61,25 +51,6 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # of its conversation
-
-
-def settings(model: Transformer, name: str) -> dict[str, str]:
-    """The model's name, and everything but token ids that determines codes, as text for the header of a session."""
-    shape = model.store.shape
-    means = {"mean_bits": " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())}
-    scales = [
-        (f"{layer}.{side}", array)
-        for layer, conditioning in enumerate(model.store.conditioning)
-        if conditioning.scale is not None
-        for side, array in zip(conditioning.scale._fields, conditioning.scale, strict=True)
-    ]
-    return {
-        "name": name,
-        "model": fingerprint(model.ops, model.config, model.weights),
-        "block_size": str(shape.block_size),
-        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values()),
-        "conditioning": checked_file.checksum(means, scales),
-    }
 
 
 def check_types(shape: CacheShape) -> None:
@@ -98,24 +69,25 @@ def write(
     """Write a session to `path`, in place of an earlier one, which is unchanged after an EngineError. Other files are
     not replaced, but for empty ones.
 
-    own: this engine's `settings`. session: of the tokens in `saved`. salt: that of the prompts that find them; "" for
-    none.
+    own: this engine's `identity.settings`. session: of the tokens in `saved`. salt: that of the prompts that find them;
+    "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
     header = {
-        **own,
-        "format": _FORMAT,
+        "kind": "session",
         "version": _VERSION,
-        "stored_as": saved.stored_as,
-        "dropped": " ".join(map(str, saved.dropped)),
+        **own,
+        **({"salt": _salt_hash(salt, session.token_ids)} if salt else {}),
+        "ids": session.token_ids,
+        "first": min(saved.blocks, default=saved.length),
+        "note": session.note,
+        "answers": session.answers,
     }
-    if salt:
-        header["salt"] = _salt_hash(salt, session.token_ids)
-    arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
-    arrays["token_ids"] = np.asarray(session.token_ids, np.int32)
-    arrays["note"] = np.frombuffer(_as_json(session.note), np.uint8)
-    arrays["answers"] = np.frombuffer(json.dumps(session.answers).encode(), np.uint8)
+    try:
+        head, _ = Object(header).pack(_NAME)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(f"The note of a session must be a JSON value: {error}") from None
     with _sentences(
         f"The session cannot be saved as {path}",
         "choose another place, or make room; a file that was there before is unchanged",
@@ -127,15 +99,20 @@ def write(
                 raise EngineError(
                     f"{path} is there already and is no session, so it is not replaced: choose another name", "storage"
                 )
-        total = sum(array.nbytes for array in arrays.values())
-        checked_file.write(file, header, arrays, _counting(progress, total))
+        name = _names(header)
+        blocks = (part for number, block in sorted(saved.blocks.items()) for part in block.pack(name(number)))
+        total = len(head) + sum(block.payload.nbytes for block in saved.blocks.values())
+        files.write(file, chain([head], blocks), _counting(progress, total))
 
 
 def is_session(path: SessionPath) -> bool:
-    """Whether `path` is a file that `write` has written, as its header says: a damaged one may be none."""
+    """Whether `path` is a file that `write` has written, as its first bytes say: a damaged one may be none."""
     try:
-        return os.path.isfile(path) and checked_file.read_header(Path(path)).get("format") == _FORMAT
-    except (OSError, DamagedFile):
+        if not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            return objects.name_of(file.read(objects.NAMED)) == _NAME
+    except OSError:
         return False
 
 
@@ -155,34 +132,48 @@ def read(
     """
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
-        if checked_file.read_header(Path(path)).get("format") != _FORMAT:
-            raise _error(f"{path} is not a session: give a file that was saved as one")
-        size = os.path.getsize(path)
-        count = _counting(progress, size)
-        header, arrays = checked_file.read(Path(path), count)
-        count(size)  # also what precedes the arrays
+        count = _counting(progress, os.path.getsize(path))
+        with open(path, "rb") as file:
+            header = objects.read(file, _NAME, count).header
+            session = _parsed(path, header, own, vocabulary)
+            _check_salt(path, str(header.get("salt", "")), salt, session)
+            if (length := len(session.token_ids)) > context:
+                raise _error(
+                    f"The session {path} has {counted(length, 'token')}, but this engine's context has {context}: "
+                    "raise ctx_size or kv_memory"
+                )
+            blocks = dict(_blocks(path, file, header, Payloads(shape), count))
+    return session, Snapshot(length, blocks)
+
+
+def _blocks(
+    path: SessionPath, file: BinaryIO, header: Mapping[str, Any], payloads: Payloads, progress: Callable[[int], None]
+) -> Iterator[tuple[int, Object]]:
+    """The blocks in the rest of a file, with their numbers. Raises EngineError unless they are right, and all."""
+    ids, n, name, number = header["ids"], payloads.shape.block_size, _names(header), header["first"]
     try:
-        _check_settings(path, header, own)
-        session, saved = _parsed(header, arrays, vocabulary)
-        _check_finite(shape, saved)
-    except MemoryError:
-        raise _no_memory(f"There is not enough memory to load {path}: free some") from None
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise _error(_damaged(path)) from None
-    _check_salt(path, header.get("salt", ""), salt, session)
-    if saved.length > context:
+        while number * n < len(ids):
+            block = objects.read(file, name(number), progress)
+            if 0 < number < len(ids) // n:
+                payloads.check_block(block)
+            elif list(payloads.check_full(block)) != ids[number * n : (number + 1) * n]:
+                raise DamagedObject("it has other tokens")
+            yield number, block
+            number += 1
+        if file.read(1):
+            raise DamagedObject("more follows than was saved")
+    except DamagedObject as error:
         raise _error(
-            f"The session {path} has {counted(saved.length, 'token')}, but this engine's context has {context}: "
-            "raise ctx_size or kv_memory"
-        )
-    return session, saved
+            f"The session {path} is damaged, or cannot be read by this installation: block {number}: {error}; load "
+            "another copy of it"
+        ) from None
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
     """A snapshot of the longest stored prefix of `ids`."""
     kv = prefixes.match_prefix(ids, salt)
     try:
-        return export(store, kv)
+        return export(store, kv, ids)
     except MemoryError:
         raise _no_memory(f"There is not enough memory to save {counted(kv.length, 'token')}: free some") from None
     finally:
@@ -203,34 +194,26 @@ def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
         raise _error(_damaged(path)) from None
 
 
-def _check_finite(shape: CacheShape, saved: Snapshot) -> None:
-    """Raises ValueError for K/V that are not finite, which would damage every answer that reuses them."""
-    arrays = dict(saved.arrays)
-    for layer in shape.kv_layers:
-        keys, values = (f"{layer}.coded.{name}" for name in ("keys", "values"))
-        if keys in arrays and values in arrays:  # records, which have floats among other bytes
-            records = {"keys": arrays.pop(keys), "values": arrays.pop(values)}
-            fields = transfer.as_fields(shape.format(layer), len(records["keys"]), records)
-            arrays |= {f"{layer}.coded.{name}": array for name, array in fields.items()}
-    if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype.kind == "f"):
-        raise ValueError("not all numbers are finite")
+def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str], vocabulary: range) -> Session:
+    """The session that a header says. Raises EngineError for one of another version or of an engine with other
+    settings, and for a header that `write` has not written."""
+    try:
+        _check_settings(path, header, own)
+        ids = tuple(header["ids"])
+        if not all(type(i) is int and i in vocabulary for i in ids):
+            raise ValueError("unknown token ids")
+        if type(header["first"]) is not int or header["first"] < 0:
+            raise ValueError("no first block")
+        return Session(ids, header["note"], tuple(map(_answer, header["answers"])))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise _error(_damaged(path)) from None
 
 
-def _parsed(header: Mapping[str, str], arrays: dict[str, np.ndarray], vocabulary: range) -> tuple[Session, Snapshot]:
-    """The session and the snapshot in a file.
-
-    Raises KeyError, TypeError, ValueError or RecursionError for a file that `write` has not written.
-    """
-    ids, note, answers = (arrays.pop(name) for name in ("token_ids", "note", "answers"))
-    if ids.ndim != 1 or ids.dtype != np.int32:
-        raise ValueError("no token ids")
-    if len(ids) and not (vocabulary.start <= ids.min() and ids.max() < vocabulary.stop):
-        raise ValueError("unknown token ids")
-    dropped = tuple(map(int, header["dropped"].split()))
-    session = Session(
-        tuple(ids.tolist()), json.loads(note.tobytes()), tuple(map(_answer, json.loads(answers.tobytes())))
-    )
-    return session, Snapshot(len(ids), dropped, header["stored_as"], arrays)
+def _names(header: Mapping[str, Any]) -> Callable[[int], bytes]:
+    """The names of a session's blocks, by their numbers."""
+    of = json.dumps([header["ids"], *(header[key] for key in identity.DETERMINE)]).encode()
+    key = hashlib.sha256(of).digest()
+    return lambda number: hashlib.blake2b(b"%d" % number, key=key, digest_size=objects.NAME_BYTES).digest()
 
 
 def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -243,18 +226,15 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
     return key, tuple(ids)
 
 
-def _check_settings(path: SessionPath, header: Mapping[str, str], own: Mapping[str, str]) -> None:
+def _check_settings(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]) -> None:
     """Raises EngineError for a file of another version, or of an engine with other settings."""
-    if (header["version"], header["stored_as"] in (transfer.FIELDS, transfer.RECORDS)) != (_VERSION, True):
+    if header["version"] != _VERSION:
         raise _error(
-            f"The session {path} is from another version of this program (format {header['version']}, codes as "
-            f"{header['stored_as']}): load it with that one"
+            f"The session {path} is from another version of this program (format {header['version']}): load it with "
+            "that one"
         )
-    for key, sentence in _DIFFERENCES.items():
-        if header[key] != own[key]:
-            named = "name" if key == "model" else key
-            there, here = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (header, own))
-            raise _error(f"The session {path} {sentence.format(there=there, here=here)}")
+    if (differs := identity.difference(header, own)) is not None:
+        raise _error(f"The session {path} {differs}")
 
 
 def _salt_hash(salt: str, ids: Sequence[int]) -> str:
@@ -277,13 +257,6 @@ def _check_file(file: Path, path: SessionPath) -> None:
         raise EngineError(f"{path} is a folder, or not a regular file: give the name of a file", "storage")
 
 
-def _as_json(note: Any) -> bytes:
-    try:
-        return json.dumps(note).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _error(f"The note of a session must be a JSON value: {error}") from None
-
-
 def _counting(progress: Progress | None, total: int) -> Callable[[int], None]:
     """A function that is called with bytes done, and calls `progress` with their sum."""
     done = 0
@@ -302,7 +275,7 @@ def _sentences(what: str, advice: str) -> Iterator[None]:
     """Raise errors of reading and writing files as EngineErrors: `what` failed, the reason, `advice`."""
     try:
         yield
-    except DamagedFile:
+    except DamagedObject:
         raise _error(f"{what}: it is damaged, or not a session; {advice}") from None
     except MemoryError:
         raise _no_memory(f"{what}: there is not enough memory; free some") from None

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import release
-from polarlm.engine.storage.tiers.objects import Payloads
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.dialects import dialects
 from polarlm.server.http.errors import ApiError, ErrorShapes

@@ -11,12 +11,12 @@ from typing import Any
 
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes
-from polarlm.engine.storage import checked_file
+from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.reading.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_SUFFIX = ".safetensors"
+_SUFFIX = ".session"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SessionFolder:
                 f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
             ) from None
 
-        checked_file.remove_unfinished(self._folder)
+        files.remove_unfinished(self._folder)
 
     def file(self, name: str) -> SessionFile:
         return SessionFile(self._folder, name)

@@ -176,7 +176,7 @@ def state(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_saved_conversation_goes_on(chat, engine, state, tmp_path, named):
-    file = tmp_path / "my talk" if named else state / "chat_session.safetensors"
+    file = tmp_path / "my talk" if named else state / "chat.session"
     name = f" {file}" if named else ""
     code, out, err = chat("-sys", "Be brief.", lines=f"one\n/save{name}\n")
     assert (code, out) == (0, "you said: one\n")

@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.transfer import as_fields
+from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.state.plan import plan_for_tokens
@@ -142,7 +142,7 @@ def test_layers_and_sequences_together_have_the_codes_of_numpy() -> None:
     on_device, on_host = (store_of(ops, 3) for ops in (CudaOps(open_device()), NumpyOps()))
     given, wanted = blocks_of(on_device, together=True), blocks_of(on_host, together=False)
     for layer in range(len(TYPES)):
-        fields = as_fields(on_device.cache(layer).format, 3, given[layer])
+        fields = converted(on_device.cache(layer).format, 3, given[layer], FIELDS)
         assert fields.keys() == wanted[layer].keys()
         for name, array in wanted[layer].items():
             np.testing.assert_array_equal(fields[name], array, err_msg=name)

@@ -14,12 +14,13 @@ from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.transfer import FIELDS, RECORDS
 from polarlm.engine.loading import assembly
-from polarlm.engine.state.snapshot import Snapshot, export, restore
-from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.copies import Snapshot, export, restore
 from tests.cuda.emulated import open_device
 from tests.cuda.programs import Program
 from tests.cuda.test_model_emulated import N, SameWeights, Talk, model_of
+from tests.storage.arrays import arrays_of, assert_same
 
 TYPES = [("ring4", "ring3.5"), ("polarquant", "polarquant")]
 IDS = np.random.default_rng(3).integers(5, 96, 90).tolist()
@@ -51,24 +52,12 @@ def talk(ops: Ops, types: tuple[str, str], fixture: str = "qwen2_mixed_windows")
 
 
 def saved(dialogue: Talk) -> Snapshot:
-    return export(dialogue.model.store, dialogue.sequences[0])
+    sequence = dialogue.sequences[0]
+    return export(dialogue.model.store, sequence, [0] * sequence.length)
 
 
-def as_fields(store: KVStore, snapshot: Snapshot) -> dict[str, np.ndarray]:
-    """All arrays, those of quantized blocks as fields."""
-    arrays = {name: array for name, array in snapshot.arrays.items() if ".coded." not in name}
-    for layer in range(len(store.shape.layers)):
-        prefix = f"{layer}.coded."
-        of = {name.removeprefix(prefix): a for name, a in snapshot.arrays.items() if name.startswith(prefix)}
-        count = len(of["keys"]) if "keys" in of else next(iter(of.values())).shape[1]
-        arrays |= {prefix + name: a for name, a in transfer.as_fields(store.shape.format(layer), count, of).items()}
-    return arrays
-
-
-def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+def stored_as(snapshot: Snapshot) -> set[str]:
+    return {block.header["stored_as"] for block in snapshot.blocks.values() if block.header["kind"] == "block"}
 
 
 @pytest.mark.slow
@@ -77,7 +66,7 @@ def test_a_restored_sequence_gives_the_same_logits_bit_for_bit(types: tuple[str,
     device = CudaOps(open_device(checked=False))
     original, other = talk(device, types), Talk(model_of(device, "qwen2_mixed_windows", types))
     snapshot = saved(original)
-    assert snapshot.stored_as == f"records {records.VERSION}"
+    assert stored_as(snapshot) == {f"records {records.VERSION}"}
     other.prompt(IDS[:40])  # so that blocks lie elsewhere
     other.sequences.insert(0, restore(other.model.store, snapshot))
     for dialogue in (original, other):
@@ -94,22 +83,13 @@ def test_a_snapshot_of_a_gpu_restores_on_the_cpu_and_back(types: tuple[str, str]
     device = CudaOps(open_device(checked=False))
     on_gpu = talk(device, types)
     cpu, gpu = (model_of(ops, "qwen2_mixed_windows", types).store for ops in (SameWeights(device), device))
-    first = saved(on_gpu)
-    second = export(cpu, restore(cpu, first))
-    third = export(gpu, restore(gpu, second))
-    assert (first.stored_as, second.stored_as, third.stored_as) == (transfer.RECORDS, transfer.FIELDS, transfer.RECORDS)
-    assert_same(as_fields(cpu, second), as_fields(gpu, first))
-    assert_same(as_fields(gpu, third), as_fields(gpu, first))
-
-
-def test_full_precision_slots_of_a_cpu_snapshot_become_half_precision_on_a_gpu() -> None:
-    device = CudaOps(open_device(checked=False))
-    on_cpu = talk(SameWeights(device), ("ring4", "ring3.5"))
-    gpu = model_of(device, "qwen2_mixed_windows", ("ring4", "ring3.5")).store
-    given, wanted = (as_fields(store, s) for store, s in (
-        (gpu, export(gpu, restore(gpu, saved(on_cpu)))), (on_cpu.model.store, saved(on_cpu))
-    ))  # fmt: skip
-    assert_same(given, {name: a if ".coded." in name else a.astype(np.float16) for name, a in wanted.items()})
+    first, ids = saved(on_gpu), [0] * on_gpu.sequences[0].length
+    second = export(cpu, restore(cpu, first), ids)
+    third = export(gpu, restore(gpu, second), ids)
+    assert [*stored_as(first), *stored_as(second), *stored_as(third)] == [RECORDS, FIELDS, RECORDS]
+    wanted = arrays_of(gpu, first, FIELDS)
+    assert_same(arrays_of(cpu, second, FIELDS), wanted)
+    assert_same(arrays_of(gpu, third, FIELDS), wanted)
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ import pytest
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.tiers.copies import groups_of, put_blocks, take_blocks, take_full
-from polarlm.engine.storage.tiers.objects import BLOCK, FULL, Payloads, pack, representation_of, unpack
+from polarlm.engine.storage.copies import put, take_blocks, take_full
+from polarlm.engine.storage.objects import unpack
+from polarlm.engine.storage.payloads import Payloads
 from tests.cuda.emulated import open_device
 from tests.cuda.test_model_emulated import SameWeights, model_of
 from tests.cuda.test_stored import talk
+from tests.storage.arrays import of_block
 
 FIXTURE, TYPES = "qwen2_mixed_windows", ("ring4", "ring3.5")
 NAME = bytes(16)
@@ -22,7 +24,7 @@ NAME = bytes(16)
 
 def fields(store: KVStore, layer: int, blocks: list[int]) -> Mapping[str, np.ndarray]:
     arrays = store.ops.read_blocks(store.cache(layer), blocks)
-    return transfer.as_fields(store.shape.format(layer), len(blocks), arrays)
+    return transfer.converted(store.shape.format(layer), len(blocks), arrays, transfer.FIELDS)
 
 
 @pytest.mark.parametrize("gpu_first", [True, False])
@@ -36,20 +38,13 @@ def test_codes_are_the_same_on_the_other_device(gpu_first: bool) -> None:
     known = [[table.block(number) for table in kv.tables] for number in range(1, kv.length // n)]
     blocks = [own for own in known if None not in own]
     assert blocks
-    payloads = Payloads(store.shape)
-    representation, version = representation_of(store.ops.stored_as)
-    rows = []
-    for row in take_blocks(store, payloads, blocks):
-        header, payload = pack(
-            NAME, BLOCK, row, representation=representation, version=version, groups=groups_of(blocks[0])
-        )
-        found = unpack(NAME, header + payload)
-        Payloads(other.shape).check_block(found)
-        assert found.stored_as == store.ops.stored_as
-        rows.append(found.payload)
+    found = [unpack(NAME, b"".join(one.pack(NAME))) for one in take_blocks(store, Payloads(store.shape), blocks)]
+    for one in found:
+        Payloads(other.shape).check_block(one)
+        assert one.header["stored_as"] == store.ops.stored_as
     target = [group.quantized.allocate(len(blocks)) for group in other.groups]
     places = [[own[number] for own in target] for number in range(len(blocks))]
-    put_blocks(other, Payloads(other.shape), places, store.ops.stored_as, np.stack(rows), groups_of(blocks[0]))
+    put(other, Payloads(other.shape), places, found)
     for layer in range(len(store.shape.layers)):
         group = store.group_of(layer)
         given = fields(store, layer, [own[group] for own in blocks if own[group] is not None])
@@ -63,9 +58,6 @@ def test_a_block_in_full_precision_of_a_gpu_has_half_precision() -> None:
     store, kv = dialogue.model.store, dialogue.sequences[0]
     tokens = kv.length % store.shape.block_size
     payloads = Payloads(store.shape)
-    rows, number_type = take_full(store, payloads, [table.current for table in kv.tables], list(range(tokens)))
-    assert number_type == np.float16
-    header, payload = pack(
-        NAME, FULL, rows, representation=number_type.itemsize, tokens=tokens, groups=payloads.every_group
-    )
-    assert payloads.check_full(unpack(NAME, header + payload)) == tuple(range(tokens))
+    block = take_full(store, payloads, [table.current for table in kv.tables], list(range(tokens)))
+    assert payloads.check_full(unpack(NAME, b"".join(block.pack(NAME)))) == tuple(range(tokens))
+    assert {array.dtype for array in of_block(payloads, block).values()} == {np.dtype(np.float16)}

@@ -5,7 +5,7 @@ A sum cannot be cut: it is known at the ends of blocks, and where a sequence end
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class SumShape:
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         return [ArraySpec("sums", (self.size,), np.dtype(np.float64))]
 
-    def full_arrays(self, tokens: int, number_type: np.dtype) -> list[ArraySpec]:
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
         return self.block_arrays(tokens, "")
 
     def state(self, ops: Any, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> Sums:
@@ -144,23 +144,6 @@ class Sums(TableGroup):
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer in self.layers:
             self.slots[layer][slot] = arrays[layer, "sums"]
-
-    def snapshot(self, table: BlockTable, length: int) -> dict[str, np.ndarray]:
-        ids = {"sink": table.sink, "tail": table.current if length % self.block_size else None}
-        saved = {f"{layer}.sums.kept": self.kept[layer][table.quantized] for layer in self.layers}
-        for name, slot in ids.items():
-            if slot is not None:
-                saved |= {f"{layer}.sums.{name}": self.slots[layer][slot] for layer in self.layers}
-        return saved
-
-    def restore(self, saved: Mapping[str, np.ndarray], length: int, dropped: int) -> BlockTable:
-        table = self.reserve_table(length, dropped, f"{self.layers[0]}.sums.sink" in saved)
-        for layer in self.layers:
-            self.kept[layer][table.quantized] = saved[f"{layer}.sums.kept"]
-            for name, slot in (("sink", table.sink), ("tail", table.current)):
-                if slot is not None:
-                    self.slots[layer][slot] = saved[f"{layer}.sums.{name}"]
-        return table
 
     def bytes(self, table: BlockTable) -> int:
         blocks = len(table.quantized) + (table.sink is not None) + (table.current is not None)

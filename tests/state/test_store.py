@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.snapshot import export
 from polarlm.engine.state.store import SequenceKV, Span
 from tests.state.fed import Fed, N, assert_held_by, held, make_store
+from tests.storage.arrays import assert_same, stored
 
 
 @pytest.mark.parametrize("codec", ["f16", "polarquant"])
@@ -63,9 +63,7 @@ def test_kept_rows_are_stored_as_in_steps_of_one_row(steps: list[tuple[int, int]
         assert [(len(t.quantized), t.dropped, t.sink is None, t.current is None) for t in tables[:1]] == [
             (len(t.quantized), t.dropped, t.sink is None, t.current is None) for t in tables[1:]
         ]
-    a, b = (export(fed.store, fed.kv).arrays for fed in (alone, together))
-    assert a.keys() == b.keys()
-    assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert_same(*(stored(fed.store, fed.kv) for fed in (alone, together)))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 9))

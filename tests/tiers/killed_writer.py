@@ -14,8 +14,8 @@ from types import FrameType
 
 import numpy as np
 
+from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers import places
-from polarlm.engine.storage.tiers.objects import IDS, pack
 
 SIZE = 3000  # bytes of a folder, of which the objects take more
 OBJECTS = 6
@@ -41,7 +41,7 @@ def write(folder: Path, point: int) -> None:
     sys.settrace(trace)  # type: ignore[arg-type]
     own = places.Folder(folder, SIZE)
     for step, number in enumerate([*range(OBJECTS), OBJECTS - 1]):  # the last one again, with other contents
-        own.write(name(number), *pack(name(number), IDS, np.full(600, step + point % 7, np.uint8), tokens=4))
+        own.write(name(number), *Object({}, np.full(600, step + point % 7, np.uint8)).pack(name(number)))
         own.used([name(number), name(number - 1)] if number else [])
     own.remove(name(OBJECTS - 1))
 

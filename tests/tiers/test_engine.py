@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.state.snapshot import export
+from polarlm.engine.backends.transfer import FIELDS
 from polarlm.engine.storage.tiers import patience, tiers
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.places import Folder
 from tests.small_disk import small_disk
+from tests.storage.arrays import assert_same, stored
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
 
 N = 8
@@ -57,19 +58,13 @@ def next_turn(engine: Engine, first: Completion, seed: int = 2) -> Completion:
     return engine.generate([*PROMPT, *first.token_ids, *ids(seed, 9)], PARAMS)
 
 
-def kv_of(engine: Engine, tokens: Sequence[int]) -> dict[str, np.ndarray]:
+def kv_of(engine: Engine, tokens: Sequence[int]) -> dict[tuple[int, int, str], np.ndarray]:
     """All K/V that the store has of a sequence."""
     with engine._exclusive():
         kv = engine._prefixes.match_prefix(tokens)
-        found = export(engine._store, kv)
+        found = stored(engine._store, kv)
         engine._prefixes.release(kv, tokens)
-    return {"length": np.asarray(found.length), **found.arrays}
-
-
-def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    return found
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -91,6 +86,23 @@ def test_a_turn_after_a_restart_equals_one_without_it_bit_for_bit(model: Path, t
         assert expected.usage.cached_from == {"store": len(PROMPT) + 12}
         assert_same(kv_of(engine, past), kept)
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_backends_share_a_folder(plain_model: Path, tmp_path: Path, compiled_first: bool) -> None:
+    """Blocks of 16 tokens, which lie in tiles with compiled kernels, and in fields without: the codes are the same."""
+    found = []
+    for compiled in (compiled_first, not compiled_first):
+        with load(plain_model, tmp_path, block_size=16, **({} if compiled else {"ops": NumpyOps()})) as engine:
+            found.append(engine.generate(PROMPT, PARAMS).usage.cached_tokens)
+            kv = engine._prefixes.match_prefix(PROMPT)
+            assert ("k.tiles" in {name for *_, name in stored(engine._store, kv)}) == compiled
+            found.append(stored(engine._store, kv, FIELDS))
+            engine._store.release(kv)
+    assert [found[0], found[2]] == [0, 32]
+    first, second = ({key: x for key, x in arrays.items() if 0 < key[0] < 2} for arrays in found[1::2])
+    assert first
+    assert_same(first, second)
 
 
 def test_a_conversation_in_text_goes_on_after_a_restart(plain_model: Path, tmp_path: Path) -> None:

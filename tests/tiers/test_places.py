@@ -16,9 +16,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from polarlm.engine.storage.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers import places
 from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers.places import Folder, TierStore
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
@@ -269,13 +269,13 @@ _WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from polarlm.engine.storage.tiers.objects import pack, IDS
+from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers.places import Folder
 folder = Folder(Path(sys.argv[1]), 3 << 20)
 print("ready", flush=True)
 for number in range(int(sys.argv[2]), 10**6):
     name = (number % 40).to_bytes(16, "big")
-    folder.write(name, *pack(name, IDS, np.full(1 << 16, number % 7, np.uint8), tokens=4))
+    folder.write(name, *Object({}, np.full(1 << 16, number % 7, np.uint8)).pack(name))
 """
 
 

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import BlockStored
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.objects import Payloads
 from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.engine.storage.tiers.writing import Writer
 from tests.state.fed import N, assert_held_by, held, overwrite

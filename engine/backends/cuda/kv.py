@@ -184,9 +184,9 @@ class CacheOps:
         return arrays
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        given = transfer.as_records(cache.format, len(blocks), arrays)
-        for pool, packed in zip((cache.keys.quantized, cache.values.quantized), given, strict=True):
-            self._copy_records(pool, self._upload(packed), np.arange(len(blocks)), np.asarray(blocks))
+        given = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
+        for name, pool in (("keys", cache.keys.quantized), ("values", cache.values.quantized)):
+            self._copy_records(pool, self._upload(given[name]), np.arange(len(blocks)), np.asarray(blocks))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = (

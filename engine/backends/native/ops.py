@@ -7,6 +7,7 @@ from copy import copy
 
 import numpy as np
 
+from polarlm.engine.backends import transfer
 from polarlm.engine.backends.native.attention import AttentionOps
 from polarlm.engine.backends.native.cache import CacheOps
 from polarlm.engine.backends.native.encoding import EncodingOps
@@ -35,7 +36,7 @@ class NativeOps:
     name = NumpyOps.name
     backend = "native"
     forkable = NumpyOps.forkable
-    stored_as = NumpyOps.stored_as
+    stored_as = transfer.TILES
     prefill_rows = NumpyOps.prefill_rows
     fetch_later = NumpyOps.fetch_later
 

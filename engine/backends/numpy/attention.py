@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
 from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import read_mean
@@ -41,6 +42,8 @@ class LayerCache:
     full_k, full_v: (slots, K, N, D) float16: sinks and current blocks.
     """
 
+    stored_as: ClassVar[str] = transfer.FIELDS
+
     format: CacheFormat
     k: Mapping[str, np.ndarray]
     v: Mapping[str, np.ndarray]
@@ -48,16 +51,24 @@ class LayerCache:
     full_k: np.ndarray
     full_v: np.ndarray
 
-    def read(self, blocks: np.ndarray) -> Sides:
-        """The quantized blocks with these ids."""
+    def take(self, blocks: np.ndarray) -> Sides:
+        """A copy of the quantized blocks with these ids, as they lie in memory."""
         arrays = self.k, self.v, self.mean
         return Sides(*({name: array.take(blocks, axis=1) for name, array in side.items()} for side in arrays))
 
-    def write(self, blocks: Sequence[int], sides: Sides) -> None:
-        """Overwrite the quantized blocks with these ids."""
+    def put(self, blocks: Sequence[int], sides: Sides) -> None:
+        """Overwrite the quantized blocks with these ids by what `take` returns."""
         for side, given in zip((self.k, self.v, self.mean), sides, strict=True):
             for name, array in side.items():
                 array[:, blocks] = given[name]
+
+    def read(self, blocks: np.ndarray) -> Sides:
+        """The fields of the quantized blocks with these ids."""
+        return self.take(blocks)
+
+    def write(self, blocks: Sequence[int], sides: Sides) -> None:
+        """Overwrite the quantized blocks with these ids by fields."""
+        self.put(blocks, sides)
 
     def full(self, place: KVLocation) -> Buffer:
         """k, v (K, S, D) as stored at `place`: the N tokens of a slot, float16, or a buffer's from that block on."""

@@ -17,7 +17,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone, rounded
+from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, Sides, attend_alone, rounded
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.backends.ops import Load, Result
@@ -185,10 +185,8 @@ class NumpyOps:
         return chosen
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        quantized = sum(
-            field.nbytes for field in itertools.chain(*(fields.values() for fields in transfer.fields(format).values()))
-        )
-        return format.kv_heads * quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
+        quantized = transfer.nbytes(format, transfer.FIELDS)
+        return quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """On systems with overcommit, pages that are never written take no memory."""
@@ -272,13 +270,16 @@ class NumpyOps:
         cache.store(place, (k, read_back(format.codec_v, v, format.metric_v, format.block_size)))
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
-        sides = cache.read(np.asarray(blocks, np.intp))
-        return {f"{side}.{name}": x for side, fields in sides._asdict().items() for name, x in fields.items()}
+        sides = cache.take(np.asarray(blocks, np.intp))._asdict().items()
+        return {f"{side}.{name}": x.swapaxes(0, 1) for side, arrays in sides for name, x in arrays.items()}
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        given = transfer.as_fields(cache.format, len(blocks), arrays)
-        names = transfer.fields(cache.format)
-        cache.write(blocks, Sides(*({name: given[f"{side}.{name}"] for name in names[side]} for side in Sides._fields)))
+        given = transfer.converted(cache.format, len(blocks), arrays, cache.stored_as)
+        sides: dict[str, Fields] = {side: {} for side in Sides._fields}
+        for name, x in given.items():
+            side, _, own = name.partition(".")
+            sides[side][own] = x.swapaxes(0, 1)
+        cache.put(blocks, Sides(**sides))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = cache.full(KVLocation(None, slot))

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from threading import Thread, current_thread
+from typing import Any
 
 from polarlm.engine.state.prefix import Blocks, PrefixCache
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.objects import DamagedObject, Object, unpack
+from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.tiers.adopting import FoundBlock, Run
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
-from polarlm.engine.storage.tiers.copies import FullBlock, Run
 from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.objects import DamagedObject, Object, Payloads, unpack
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 
 _RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
@@ -141,7 +143,7 @@ class _Search:
             held.append((number, *read))
         self._add_blocks(found, held, length)
         if tail is not None and self._claim(tail.block):
-            self._add_full(found, self.hashes[count - 1], tail.ids, tail.block, tail.block.groups)
+            found.parts.append(Run([FoundBlock(self.hashes[count - 1], None, tail.ids, tail.block)], tail.block.groups))
             found.spans.append((count * self._n, count * self._n + len(tail.ids), tail.label))
         return found if found.parts else None
 
@@ -223,7 +225,7 @@ class _Search:
         read = self.lookup.read(name, payloads.check_full) if self.wanted() and self.lookup.has(name) else None
         if read is None or read[0].groups != payloads.every_group:
             return None, 0
-        own = payloads.check_full(read[0])
+        own = read[0].ids
         both = zip(own, rest, strict=False)
         common = next((i for i, (a, b) in enumerate(both) if a != b), min(len(own), len(rest)))
         is_of_use = common == len(own) or all(group.can_cut for group in self._store.groups)
@@ -236,28 +238,16 @@ class _Search:
         n = self._n
         for number, _, label in held:
             found.spans.append((number * n if number > self._first(length) else 0, (number + 1) * n, label))
-        rest = list(held)
-        if rest and rest[0][0] == 0:
-            first = rest.pop(0)[1]
-            self._add_full(found, self.root, self.ids[:n], first, self._needed(0, length) & first.groups)
 
-        def kind(one: tuple[int, tuple[int, Object, str]]) -> tuple[object, ...]:
+        def kind(one: tuple[int, tuple[int, Object, str]]) -> tuple[Any, ...]:
             index, (number, block, _) = one
             most = max(1, _RUN_BYTES // len(block.payload))
-            needed = self._needed(number, length) & block.groups
-            return number - index, block.representation, block.version, block.groups, needed, index // most
+            return self._needed(number, length) & block.groups, number - index, block.header, index // most
 
-        for _, members in groupby(enumerate(rest), kind):
-            numbers, blocks, _ = zip(*(one for _, one in members), strict=True)
-            needed = self._needed(numbers[0], length) & blocks[0].groups
-            if needed and blocks[0].stored_as is not None:
-                given = [block.payload for block in blocks]
-                keys = [self.hashes[number] for number in numbers]
-                own = [self.ids[number * n : (number + 1) * n] for number in numbers]
-                before, groups = self.hashes[numbers[0] - 1], blocks[0].groups
-                found.parts.append(Run(before, keys, own, blocks[0].stored_as, groups, needed, given))
+        for (needed, *_), members in groupby(enumerate(held), kind):
+            if needed:
+                found.parts.append(Run([self._found(number, block) for _, (number, block, _) in members], needed))
 
-    def _add_full(self, found: TierHit, before: bytes, ids: Sequence[int], block: Object, needed: int) -> None:
-        if needed and block.number_type is not None:
-            full = FullBlock(before, tuple(ids), block.number_type, block.groups, needed, block.payload[None])
-            found.parts.append(full)
+    def _found(self, number: int, block: Object) -> FoundBlock:
+        before = self.hashes[number - 1] if number else self.root
+        return FoundBlock(before, self.hashes[number], self.ids[number * self._n : (number + 1) * self._n], block)

@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from polarlm.engine.storage.tiers.objects import NAME_BYTES
+from polarlm.engine.storage.objects import NAME_BYTES
 
 _PIECE = 1 << 22  # bytes of a weights file that are read at a time
-_VERSION = b"1"  # of the meaning of all objects
+_VERSION = b"2"  # of the meaning of all objects
 
 
 class Names:

@@ -10,8 +10,8 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.plan import parse_size
 from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.objects import Payloads
 from polarlm.engine.storage.tiers.places import Folder, TierStore
 from polarlm.engine.storage.tiers.remote import Remote
 from polarlm.model_loaders.errors import LoadError

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.tiers.copies import FullBlock, Run
-from polarlm.engine.storage.tiers.objects import Payloads
+from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.tiers.adopting import Run
 
 _LOG = logging.getLogger(__name__)
-_RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
 _WAITING_BYTES = 1 << 30  # of blocks that have been read for requests in the queue, of all of them together
 
 
@@ -50,7 +49,7 @@ class TierHit:
     payloads: Payloads
     root: bytes
     hashes: Sequence[bytes]
-    parts: list[Run | FullBlock] = field(default_factory=list)
+    parts: list[Run] = field(default_factory=list)
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     give_back: Callable[[], None] = lambda: None
 

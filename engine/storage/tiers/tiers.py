@@ -17,10 +17,10 @@ from typing import TypeVar
 from polarlm.engine.outputs import TierStatus
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
-from polarlm.engine.storage.tiers.objects import Payloads, ids_of
 from polarlm.engine.storage.tiers.opening import remembering
 from polarlm.engine.storage.tiers.patience import Patience
 from polarlm.engine.storage.tiers.places import TierStore
@@ -108,9 +108,9 @@ class Tiers:
         def read(wanted: Callable[[], bool]) -> dict[bytes, Sequence[int]]:
             known: dict[bytes, Sequence[int]] = {}
             for key in keys:
-                found = self._lookup.read(names.answer(key), ids_of) if wanted() else None
+                found = self._lookup.read(names.answer(key), lambda one: one.ids) if wanted() else None
                 if found is not None:
-                    known[key] = ids_of(found[0])
+                    known[key] = found[0].ids
             return known
 
         return self._in_time(self._patience.seconds(at_stake), read) or {}

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-import numpy as np
-
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
+from polarlm.engine.storage.copies import groups_of, take_blocks, take_full
+from polarlm.engine.storage.objects import Object, pack_ids
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
-from polarlm.engine.storage.tiers.copies import groups_of, take_blocks, take_full
 from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.objects import BLOCK, FULL, Payloads, pack, pack_ids, representation_of
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
@@ -179,29 +178,22 @@ class Writer:
         return any(not place.has(name) and place.takes_writes for place in self._places)
 
     def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]]) -> None:
-        copied: list[tuple[int, list[bytes], np.ndarray]] = []
+        copied: list[tuple[bytes, Object]] = []
         with self._brief():
             there = [(name, blocks) for key, name in missing if groups_of(blocks := self._prefixes.quantized(key))]
-            for groups, members in groupby(there, lambda one: groups_of(one[1])):
-                own = list(members)
-                rows = take_blocks(self._store, self._payloads, [blocks for _, blocks in own])
-                copied.append((groups, [name for name, _ in own], rows))
-        representation, version = representation_of(self._store.ops.stored_as)
-        for groups, own_names, rows in copied:
-            for name, row in zip(own_names, rows, strict=True):
-                self._write(
-                    name, *pack(name, BLOCK, row, representation=representation, version=version, groups=groups)
-                )
+            for _, members in groupby(there, lambda one: groups_of(one[1])):
+                names, blocks_of = zip(*members, strict=True)
+                copied += zip(names, take_blocks(self._store, self._payloads, blocks_of), strict=True)
+        for name, block in copied:
+            self._write(name, *block.pack(name))
 
     def _write_full(self, name: bytes, before: bytes, ids: Sequence[int], *, replaces: bool = False) -> None:
         with self._brief():
             slots = self._prefixes.full(before, ids)
-            groups = groups_of(slots)
-            if not groups:
+            if not groups_of(slots):
                 return
-            rows, number_type = take_full(self._store, self._payloads, slots, ids)
-        packed = pack(name, FULL, rows, representation=number_type.itemsize, tokens=len(ids), groups=groups)
-        self._write(name, *packed, replaces=replaces)
+            block = take_full(self._store, self._payloads, slots, ids)
+        self._write(name, *block.pack(name), replaces=replaces)
 
     @contextmanager
     def _brief(self) -> Iterator[None]:

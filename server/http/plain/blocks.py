@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from polarlm.engine.storage.tiers.objects import DamagedObject, unpack
+from polarlm.engine.storage.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers.places import TierStore
 from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large

@@ -8,11 +8,17 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import codecs
+from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.cache import TileCache
+from polarlm.engine.backends.native.encoding import EncodingOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
+from tests.backends.native.launching import launcher
+from tests.jit.levels import every_level
 
 K, N, D = 2, 64, 64
 TYPES = [("ring4", "ring3.5"), ("ring5", "f16"), ("turbo3", "q4_0"), ("f16", "f16"), ("polarquant", "polarquant")]
@@ -42,7 +48,10 @@ def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str],
     assert any(x.any() for x in wanted.values())
     other = native.cache(format, 3, 0)
     native.write_blocks(other, [2, 0], wanted)
-    for found in (native.read_blocks(caches[0], [1, 4]), native.read_blocks(other, [2, 0])):
+    for cache, blocks in ((caches[0], [1, 4]), (other, [2, 0])):
+        stored = native.read_blocks(cache, blocks)
+        assert stored["k.tiles"].tobytes() == cache.memory[0][:, blocks].swapaxes(0, 1).tobytes()
+        found = transfer.converted(format, 2, stored, transfer.FIELDS)
         assert list(found) == list(wanted)
         for name, x in wanted.items():
             assert found[name].dtype == x.dtype
@@ -62,6 +71,22 @@ def test_cache_bytes_are_those_of_the_arrays(
     arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
     assert sum(x.nbytes for x in arrays) == 5 * block
     assert cache.full_k.nbytes + cache.full_v.nbytes == 3 * slot
+
+
+@every_level
+@pytest.mark.parametrize("types", TYPES)
+def test_tiles_do_not_depend_on_the_level(types: tuple[str, str], level: Level) -> None:
+    """A block that one machine has stored has the bytes that every other one would have stored."""
+    format, ops, lowest = format_of(types), NativeOps(1), levels()[0]
+    k, v = np.random.default_rng(3).standard_normal((2, K, N, D)).astype(np.float32)
+    stored = []
+    for one in (level, lowest):
+        cache = ops.cache(format, 1, 1)
+        ops.write_full(cache, 0, k, v)
+        EncodingOps(launcher(one)).encode_blocks([FilledBlocks([cache], [0], [KVLocation(None, 0)])])
+        stored.append(ops.read_blocks(cache, [0]))
+    assert stored[0].keys() == stored[1].keys()
+    assert all(array.tobytes() == stored[1][name].tobytes() for name, array in stored[0].items())
 
 
 def test_types_without_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

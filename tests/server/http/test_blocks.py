@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.storage.tiers.objects import Payloads, pack_ids
+from polarlm.engine.storage.objects import pack_ids
+from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import read_command_line
 from polarlm.server.http.plain import blocks
 from tests.server.http_server import Serving, serving

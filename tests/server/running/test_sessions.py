@@ -35,24 +35,24 @@ GREEDY = {"temperature": 0, "max_tokens": 3}
 # A session is written once the file named in GO is there.
 WAITING = """
 import os, time
-from polarlm.engine.storage import checked_file
-write = checked_file.write
+from polarlm.engine.storage import files
+write = files.write
 def waiting(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
     while not os.path.exists(os.environ["GO"]):
         time.sleep(0.01)
     write(*arguments)
-checked_file.write = waiting
+files.write = waiting
 """
 
 # A session is written half, and no further.
 STUCK = """
 import os, time
-from polarlm.engine.storage import checked_file
+from polarlm.engine.storage import files
 def stuck(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
     time.sleep(600)
-checked_file._put = stuck
+files._put = stuck
 """
 
 
@@ -111,7 +111,7 @@ def saved(process: Process, name: str = "talk") -> Path:
     """A session that has been saved."""
     turn(process, [USER])
     assert ask(process, "/sessions/save", name=name, messages=[USER])[0] == 200
-    return process.sessions / f"{name}.safetensors"
+    return process.sessions / f"{name}.session"
 
 
 def save_that_waits(process: Process, go: Path) -> tuple[threading.Thread, list[Any]]:
@@ -288,7 +288,7 @@ def test_a_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_session_that_cannot_be_removed(tmp_path: Path) -> None:
-    (tmp_path / "talk.safetensors").mkdir()
+    (tmp_path / "talk.session").mkdir()
     folder = SessionFolder(str(tmp_path), 1 << 30)
     assert folder.all() == []
     with pytest.raises(EngineError, match="talk cannot be removed") as raised:
@@ -298,8 +298,8 @@ def test_a_session_that_cannot_be_removed(tmp_path: Path) -> None:
 
 def test_files_that_are_no_sessions_are_neither_listed_nor_removed_nor_counted(tmp_path: Path, tiny_path: Path) -> None:
     """The folder may have something else, such as a model."""
-    (tmp_path / "model.safetensors").write_bytes((tiny_path / "model.safetensors").read_bytes())
-    (tmp_path / "letter.safetensors").write_text("Dear Ada,")
+    (tmp_path / "model.session").write_bytes((tiny_path / "model.safetensors").read_bytes())
+    (tmp_path / "letter.session").write_text("Dear Ada,")
     folder = SessionFolder(str(tmp_path), 1)
     assert folder.all() == []
     folder.limit("talk")(0, 1)
@@ -347,7 +347,7 @@ def test_sessions_take_no_more_of_the_disk_than_the_limit(tiny_path: Path, tmp_p
         turn(process, long)
         longer = ask(process, "/sessions/save", name="other", messages=long)
         assert "--max-sessions-size" in message(longer, 507, "storage")
-        assert sorted(os.listdir(process.sessions)) == ["other.safetensors", "talk.safetensors"]
+        assert sorted(os.listdir(process.sessions)) == ["other.session", "talk.session"]
         assert file.read_bytes() == before
         assert ask(process, "/sessions/talk", "DELETE")[0] == 204
         assert ask(process, "/sessions/save", name="third", messages=[USER])[0] == 200
@@ -410,7 +410,7 @@ def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path
         saving.join(PATIENCE)
         assert told[0][0] == 200
         assert process.wait() == 0
-    assert (tmp_path / "sessions" / "talk.safetensors").stat().st_size > 0
+    assert (tmp_path / "sessions" / "talk.session").stat().st_size > 0
 
 
 @pytest.mark.slow

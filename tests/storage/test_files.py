@@ -5,29 +5,26 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from polarlm.engine.storage import checked_file
+from polarlm.engine.storage import files
 
 
-@pytest.mark.skipif(checked_file.fcntl is None, reason="this system removes no file that somebody writes")
+@pytest.mark.skipif(files.fcntl is None, reason="this system removes no file that somebody writes")
 def test_a_file_that_is_removed_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch) -> None:
-    lock, removed = checked_file.fcntl.flock, []
+    lock, removed = files.fcntl.flock, []
 
     def late(file: int, how: int) -> None:
         if not removed:
             removed.extend(tmp_path.iterdir())
-            checked_file.remove_unfinished(tmp_path)
+            files.remove_unfinished(tmp_path)
         lock(file, how)
 
-    monkeypatch.setattr(checked_file.fcntl, "flock", late)
-    checked_file.write(tmp_path / "file", {"a": "b"}, {"x": np.arange(3)})
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    files.write(tmp_path / "file", [b"a", memoryview(b"bc")])
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
     assert len(removed) == 1
-    header, arrays = checked_file.read(tmp_path / "file")
-    assert header["a"] == "b"
-    assert arrays["x"].tolist() == [0, 1, 2]
+    assert (tmp_path / "file").read_bytes() == b"abc"
 
 
 def test_only_own_files_with_temporary_names_are_removed(tmp_path: Path) -> None:
@@ -40,7 +37,7 @@ def test_only_own_files_with_temporary_names_are_removed(tmp_path: Path) -> None
     (folder / ".unfinished-link1234").symlink_to(tmp_path / "target")
     before = sorted(folder.iterdir())
     (folder / ".unfinished-ab12_xyz").write_text("left by a killed process")
-    checked_file.remove_unfinished(folder)
+    files.remove_unfinished(folder)
     assert sorted(folder.iterdir()) == before
 
 
@@ -50,5 +47,5 @@ def test_unfinished_files_of_other_users_stay(tmp_path: Path) -> None:
     theirs = tmp_path / ".unfinished-ab12_xyz"
     theirs.write_text("")
     os.chown(theirs, 1, -1)
-    checked_file.remove_unfinished(tmp_path)
+    files.remove_unfinished(tmp_path)
     assert theirs.exists()

@@ -1,0 +1,129 @@
+"""Blocks out of the KV store as objects, and back. The caller holds the engine's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from polarlm.engine.state.layer_state import LayerState
+from polarlm.engine.state.prefix import Blocks
+from polarlm.engine.state.store import KVStore, SequenceKV
+from polarlm.engine.storage.objects import Object
+from polarlm.engine.storage.payloads import Payloads
+
+
+def groups_of(blocks: Blocks) -> int:
+    """The groups of layers that have a block, as bits."""
+    return sum(1 << index for index, block in enumerate(blocks) if block is not None)
+
+
+def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
+    """Quantized blocks. All are those of the same groups, and of one or more."""
+    header = {"kind": "block", "stored_as": store.ops.stored_as, "groups": groups_of(blocks[0])}
+    parts, size = payloads.of_blocks(store.ops.stored_as, groups_of(blocks[0]))
+    rows = np.zeros((len(blocks), size), np.uint8)
+    arrays: dict[tuple[int, str], np.ndarray] = {}
+    for group, ids in _by_group(store, blocks):
+        arrays |= group.read_blocks(ids)
+    for part in parts:
+        part.of_rows(rows)[...] = arrays[part.layer, part.name]
+    return [Object(header, row) for row in rows]
+
+
+def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[int]) -> Object:
+    """A block in full precision with `ids`."""
+    given: dict[tuple[int, str], np.ndarray] = {}
+    for group, (slot,) in _by_group(store, [slots]):
+        given |= group.read_full(slot, len(ids))
+    parts, size = payloads.of_full(len(ids), groups_of(slots))
+    rows = np.zeros((1, size), np.uint8)
+    for part in parts:
+        part.of_rows(rows)[0] = given[part.layer, part.name]
+    return Object({"kind": "full", "groups": groups_of(slots), "ids": [int(i) for i in ids]}, rows[0])
+
+
+def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Sequence[Object]) -> None:
+    """Write objects of the same header to quantized blocks, or to slots in full precision; not to those that are None.
+    Raises ValueError where one does not fit."""
+    parts = payloads.parts_of(given[0])
+    for group, ids in _by_group(store, blocks):
+        arrays = {(part.layer, part.name): part.of_objects(given) for part in parts if part.layer in group.layers}
+        if given[0].is_full:
+            (slot,) = ids
+            group.write_full(slot, {key: array[0] for key, array in arrays.items()})
+        else:
+            group.write_blocks(ids, arrays)
+
+
+def _by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple[LayerState, list[int]]]:
+    """Each group that has some of these blocks, and their ids there."""
+    for index, group in enumerate(store.groups):
+        if ids := [block for known in blocks if (block := known[index]) is not None]:
+            yield group, ids
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the store holds of a sequence of `length` tokens: the number of a block → the block. The first one and an
+    incomplete last one are in full precision; those that have left every window are missing."""
+
+    length: int
+    blocks: Mapping[int, Object]
+
+
+def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot:
+    """A copy of everything that the store holds of a sequence, whose tokens are the first of `ids`."""
+    payloads, n, held = Payloads(store.shape), store.shape.block_size, _blocks_of(store, sequence)
+    complete, blocks = sequence.length // n, {}
+    for number in {0, complete} & set(range(len(held))):
+        if groups_of(held[number]):
+            own = ids[number * n : min(sequence.length, (number + 1) * n)]
+            blocks[number] = take_full(store, payloads, held[number], own)
+    for groups, members in groupby(range(1, complete), lambda number: groups_of(held[number])):
+        if groups:
+            numbers = list(members)
+            taken = take_blocks(store, payloads, [held[number] for number in numbers])
+            blocks |= dict(zip(numbers, taken, strict=True))
+    return Snapshot(sequence.length, blocks)
+
+
+def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
+    """A sequence with the state of a snapshot.
+
+    Raises OutOfBlocks, or ValueError for a snapshot that does not fit this store, and changes nothing.
+    """
+    payloads, n = Payloads(store.shape), store.shape.block_size
+    complete = saved.length // n
+    groups = {number: block.groups for number, block in saved.blocks.items()}
+    sequence = SequenceKV(saved.length, [])
+    try:
+        for index, group in enumerate(store.groups):
+            own = {number for number in range(complete) if groups.get(number, 0) >> index & 1}
+            dropped = max(0, complete - 1) - len(own - {0})
+            sequence.tables.append(group.reserve_table(saved.length, dropped, 0 in own))
+        held = _blocks_of(store, sequence)
+        if groups != {number: bits for number, blocks in enumerate(held) if (bits := groups_of(blocks))}:
+            raise ValueError("other blocks are there than the next token sees")
+        for number in {0, complete} & groups.keys():
+            if len(saved.blocks[number].ids) != min(n, saved.length - number * n):
+                raise ValueError(f"block {number} has other tokens")
+        for _, members in groupby(sorted(groups), lambda number: saved.blocks[number].header):
+            numbers = list(members)
+            put(store, payloads, [held[number] for number in numbers], [saved.blocks[number] for number in numbers])
+    except BaseException:
+        for group, table in zip(store.groups, sequence.tables, strict=False):
+            group.release(table)
+        raise
+    return sequence
+
+
+def _blocks_of(store: KVStore, sequence: SequenceKV) -> list[Blocks]:
+    """The blocks of a sequence in their order, in each group."""
+    complete, rest = divmod(sequence.length, store.shape.block_size)
+    blocks: list[Blocks] = [
+        [table.block(number) if number else table.sink for table in sequence.tables] for number in range(complete)
+    ]
+    return [*blocks, [table.current for table in sequence.tables]] if rest else blocks

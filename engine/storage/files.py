@@ -1,0 +1,92 @@
+"""Files that are written atomically: to a temporary file that is renamed at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from polarlm.model_loaders.user_dirs import belongs_to_user
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open for writing cannot be removed
+    fcntl = None  # type: ignore[assignment]
+
+Progress = Callable[[int], None]  # called with the bytes done since its last call
+
+_UNFINISHED = ".unfinished-"  # prefix of temporary names
+_TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
+_PIECE = 16 << 20  # bytes after which the file is flushed to the disk
+
+
+def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = lambda done: None) -> None:
+    """Write a file of these parts to `path`, in place of any other, readable by its owner only.
+
+    Raises OSError; after any exception the file at `path` is unchanged.
+    """
+    number, name = _new_file(path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            for part in parts:
+                _put(file, part, progress)
+            _flush(file)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the unfinished files of killed processes from `folder`.
+
+    Files that are still being written, or cannot be removed, stay, and so does whatever is no regular file of this user
+    with a temporary name.
+    """
+    with suppress(OSError):
+        for file in sorted(folder.iterdir()):
+            with suppress(OSError):
+                status = file.lstat()
+                if not (_TEMPORARY.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status)):
+                    continue
+            with suppress(OSError), file.open("r+b") as opened:
+                if fcntl is not None:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the file is being written
+                    file.unlink()
+            if fcntl is None:
+                with suppress(OSError):
+                    file.unlink()
+
+
+def _new_file(folder: Path) -> tuple[int, str]:
+    """(descriptor, name) of a new temporary file, which is locked while it is open."""
+    while True:
+        number, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=folder)
+        if fcntl is None:
+            return number, name
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        if os.fstat(number).st_nlink:
+            return number, name
+        os.close(number)  # `remove_unfinished` removed it before it was locked
+
+
+def _put(file: BinaryIO, content: bytes | memoryview, progress: Progress) -> None:
+    view = memoryview(content)
+    for first in range(0, len(view), _PIECE):
+        piece = view[first : first + _PIECE]
+        before = file.tell() // _PIECE
+        file.write(piece)
+        if file.tell() // _PIECE > before:
+            _flush(file)
+        progress(len(piece))
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,55 @@
+"""What determines the codes of a KV store: the settings that a session and the engine that loads it must share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.weights import fingerprint
+
+# What determines codes, in the order of its check → what to say where it differs.
+_DIFFERENCES = {
+    "model": "was saved with the model {there}, and this is {here}, or the same one with weights in another precision: "
+    "load it where it was saved",
+    "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
+    "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
+    "choose them with cache_type_k and cache_type_v",
+    "conditioning": "has keys and values that were conditioned in another way: give key_conditioning=False and "
+    "calibration=False as when it was saved; if they are, the model has been calibrated anew since, or another version "
+    "of this program saved it",
+}
+DETERMINE = tuple(_DIFFERENCES)
+
+
+def settings(model: Transformer, name: str) -> dict[str, str]:
+    """The model's name, and everything but token ids that determines codes, as text for the header of a session."""
+    shape = model.store.shape
+    bits = " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())
+    conditioned = hashlib.sha256(json.dumps({"mean_bits": bits}).encode())
+    for layer, conditioning in enumerate(model.store.conditioning):
+        if (scale := conditioning.scale) is not None:
+            for side, array in zip(scale._fields, scale, strict=True):
+                conditioned.update(repr((f"{layer}.{side}", array.shape, str(array.dtype))).encode())
+                conditioned.update(np.ascontiguousarray(array).data)
+    return {
+        "name": name,
+        "model": fingerprint(model.ops, model.config, model.weights),
+        "block_size": str(shape.block_size),
+        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values()),
+        "conditioning": conditioned.hexdigest(),
+    }
+
+
+def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
+    """The end of a sentence on the first setting in which a session differs from an engine; None if there is none."""
+    for key, sentence in _DIFFERENCES.items():
+        if there[key] != here[key]:
+            named = "name" if key == "model" else key
+            old, own = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (there, here))
+            return sentence.format(there=old, here=own)
+    return None

@@ -1,0 +1,136 @@
+"""Checked objects: a header in JSON and a payload, with a SHA-256 of both. Everything that is kept is made of them:
+blocks of K/V, the ids of an answer, sessions, calibrations.
+
+    magic, name, bytes of the header and of the payload    8, 16, 4 and 8 bytes
+    SHA-256 of all other bytes                             32 bytes
+    header                                                 filled up with spaces, so that the payload is aligned
+    payload
+
+An object repeats its name: what is found under a name that another object was made for is damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+
+NAME_BYTES = 16
+MOST_HEADER = 2 << 20  # bytes, of objects that others may have made: those of an answer of 262,144 tokens
+
+_FIELDS = struct.Struct("<8s16sIQ")
+_MAGIC = b"polarkv2"
+NAMED = 24  # bytes that say the name
+_START = _FIELDS.size + 32  # of the header
+_ALIGNED = 64  # bytes
+_PIECE = 16 << 20  # bytes that are read at a time
+
+
+class DamagedObject(Exception):
+    """The bytes are not the object of this name, or not all of them are there."""
+
+
+@dataclass(frozen=True)
+class Object:
+    """header: any JSON values, among them "kind", which says what the object is. payload: uint8 (bytes,)."""
+
+    header: Mapping[str, Any]
+    payload: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is a block in full precision."""
+        return self.header.get("kind") == "full"
+
+    @property
+    def groups(self) -> int:
+        """The groups of layers that a checked block has arrays of, as bits."""
+        groups: int = self.header["groups"]
+        return groups
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Its token ids. Raises DamagedObject if it has none."""
+        ids = self.header.get("ids")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+            raise DamagedObject("it has no token ids")
+        return tuple(ids)
+
+    def pack(self, name: bytes) -> tuple[bytes, memoryview]:
+        """The bytes before the payload, and the payload. Raises TypeError, ValueError or RecursionError for a header
+        that is not JSON."""
+        header = json.dumps(self.header, separators=(",", ":")).encode()
+        header += b" " * (-(_START + len(header)) % _ALIGNED)
+        payload = np.ascontiguousarray(self.payload).reshape(-1).view(np.uint8).data
+        fields = _FIELDS.pack(_MAGIC, name, len(header), len(payload))
+        return fields + _digest(fields, header, payload) + header, payload
+
+
+def pack_ids(name: bytes, ids: Sequence[int]) -> tuple[bytes, memoryview]:
+    """The object of an answer's token ids."""
+    return Object({"kind": "ids", "ids": [int(i) for i in ids]}).pack(name)
+
+
+def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOST_HEADER) -> Object:
+    """The object of this name. Raises DamagedObject, also for a header of more than `most` bytes."""
+    view = memoryview(content)
+    size, end = _sizes(name, view)
+    if len(view) != size or end - _START > most:
+        raise DamagedObject("it has another size")
+    if _digest(view[: _FIELDS.size], view[_START:]) != view[_FIELDS.size : _START]:
+        raise DamagedObject("its checksum is wrong")
+    try:
+        header = json.loads(bytes(view[_START:end]))
+    except (ValueError, RecursionError) as error:
+        raise DamagedObject(f"its header is wrong: {error}") from None
+    if not isinstance(header, dict):
+        raise DamagedObject("its header is wrong")
+    return Object(header, np.frombuffer(view[end:], np.uint8))
+
+
+def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda done: None) -> Object:
+    """The next object of a file. Raises OSError and DamagedObject.
+
+    progress: is called with the bytes that have been read since its last call.
+    """
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    start = file.read(_START)
+    progress(len(start))
+    size, _ = _sizes(name, start)
+    if size > left:
+        raise DamagedObject("it is cut short")
+    content = np.empty(size, np.uint8).data
+    content[:_START] = start
+    done = _START
+    while done < size and (count := file.readinto(content[done : done + _PIECE])):  # type: ignore[attr-defined]
+        done += count
+        progress(count)
+    return unpack(name, content[:done], size)
+
+
+def name_of(start: bytes) -> bytes:
+    """The name of the object that begins with these bytes; empty if they are not the beginning of an object."""
+    return start[8:24] if start.startswith(_MAGIC) else b""
+
+
+def _sizes(name: bytes, start: bytes | memoryview) -> tuple[int, int]:
+    """The bytes of the object that begins with these, and those before its payload. Raises DamagedObject."""
+    if len(start) < _START:
+        raise DamagedObject("it is too short")
+    magic, found, header, payload = _FIELDS.unpack_from(start)
+    if magic != _MAGIC or found != name:
+        raise DamagedObject("it is another object, or none")
+    return _START + header + payload, _START + header
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,153 @@
+"""Blocks of K/V as objects: where the arrays of all layers lie in a payload, and whether a payload is right.
+
+    "block"    a quantized block. "stored_as" is the representation of its arrays, see `engine.backends.transfer`
+    "full"     a block in full precision with 1 to N tokens, of which "ids" are the ids
+
+"groups" says which groups of layers have arrays, as bits: those of others have left the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from polarlm.engine.backends import transfer
+from polarlm.engine.state.shapes import ArraySpec, CacheShape, LayerShape, OwnShape
+from polarlm.engine.storage.objects import MOST_HEADER, DamagedObject, Object
+
+_ALIGNED = 8  # bytes; every array starts at a multiple of it
+_NOT_FINITE = "not all of its numbers are finite"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one array of a layer lies in a payload. shape: of one block, (K, …)."""
+
+    layer: int
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """This array of every payload in `rows` (B, bytes): a view (B, K, …)."""
+        return rows[:, self.start : self.stop].view(self.dtype).reshape(len(rows), *self.shape)
+
+    def of_objects(self, objects: Sequence[Object]) -> np.ndarray:
+        """This array of B objects: a copy (B, K, …)."""
+        joined = np.concatenate([one.payload[self.start : self.stop] for one in objects])
+        return joined.view(self.dtype).reshape(len(objects), *self.shape)
+
+
+class Payloads:
+    """The payloads of blocks for caches of one shape."""
+
+    def __init__(self, shape: CacheShape):
+        self.shape = shape
+        self._made: dict[tuple[object, ...], tuple[list[Part], int]] = {}
+        self._masks: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    @cached_property
+    def every_group(self) -> int:
+        """The bits of all groups."""
+        return (1 << len(self.shape.groups)) - 1
+
+    def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
+        """The arrays of a quantized block, and the bytes of its payload. Raises ValueError where layers lack them."""
+        return self._placed(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
+
+    def of_full(self, tokens: int, groups: int) -> tuple[list[Part], int]:
+        """The arrays of a block in full precision, and the bytes of its payload."""
+        return self._placed(groups, lambda layer: layer.full_arrays(tokens), tokens)
+
+    def parts_of(self, block: Object) -> list[Part]:
+        """The arrays of a block that has been checked."""
+        if block.is_full:
+            return self.of_full(len(block.ids), block.groups)[0]
+        return self.of_blocks(block.header["stored_as"], block.groups)[0]
+
+    def _placed(
+        self, groups: int, specs: Callable[[LayerShape | OwnShape], list[ArraySpec]], kind: object
+    ) -> tuple[list[Part], int]:
+        """The parts of a payload with the arrays `specs` of each layer, and its bytes; they are kept for this kind."""
+        if (kind, groups) not in self._made:
+            parts: list[Part] = []
+            start = 0
+            for group, (_, layers) in enumerate(self.shape.groups):
+                for layer in layers if groups >> group & 1 else ():
+                    for name, shape, dtype in specs(self.shape.layers[layer]):
+                        parts.append(Part(layer, name, start, shape, dtype))
+                        start = -(-parts[-1].stop // _ALIGNED) * _ALIGNED
+            self._made[kind, groups] = parts, start
+        return self._made[kind, groups]
+
+    def _exponents(self, stored_as: str, groups: int) -> tuple[np.ndarray, np.ndarray]:
+        """The bits of exponents in the words of a quantized block's payload, uint16; and what these bits are in a word
+        of a number that is not finite: 1, which they cannot be, where there is no number."""
+        key = stored_as, groups
+        if key not in self._masks:
+            parts, size = self.of_blocks(stored_as, groups)
+            mask = np.zeros(size, np.uint8)
+            for part in parts:
+                if part.layer in self.shape.kv_layers:
+                    own = transfer.exponents(self.shape.format(part.layer), stored_as)
+                    mask[part.start : part.stop] = own[part.name]
+                elif part.dtype.kind == "f":
+                    part.of_rows(mask[None])[...] = np.inf
+            words = mask.view(np.uint16)
+            self._masks[key] = words, np.where(words, words, np.uint16(1))
+        return self._masks[key]
+
+    def most_bytes(self) -> int:
+        """Bytes that no object has more of: a block in full precision, or quantized, or the ids of an answer."""
+        sizes = [self.of_full(self.shape.block_size, self.every_group)[1]]
+        for stored_as in transfer.REPRESENTATIONS:
+            with suppress(ValueError):  # the layers do not have it
+                sizes.append(self.of_blocks(stored_as, self.every_group)[1])
+        return MOST_HEADER + max(sizes)
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    def check_block(self, found: Object) -> None:
+        """Raises DamagedObject unless `found` is a quantized block of this shape whose numbers are all finite."""
+        groups, stored_as = self._groups_of(found, "block"), str(found.header.get("stored_as"))
+        try:
+            _, size = self.of_blocks(stored_as, groups)
+        except ValueError as error:
+            raise DamagedObject(str(error)) from None
+        _check_size(found, size)
+        bits, infinite = self._exponents(stored_as, groups)
+        if (found.payload.view(np.uint16) & bits == infinite).any():
+            raise DamagedObject(_NOT_FINITE)
+
+    def check_full(self, found: Object) -> tuple[int, ...]:
+        """The token ids of a block in full precision. Raises DamagedObject unless its numbers are all finite."""
+        groups, ids = self._groups_of(found, "full"), found.ids
+        if not 0 < len(ids) <= self.shape.block_size:
+            raise DamagedObject("it has no tokens, or too many")
+        parts, size = self.of_full(len(ids), groups)
+        _check_size(found, size)
+        if not all(np.isfinite(part.of_objects([found])).all() for part in parts):
+            raise DamagedObject(_NOT_FINITE)
+        return ids
+
+    def _groups_of(self, found: Object, kind: str) -> int:
+        """The groups of an object of this kind. Raises DamagedObject for another one."""
+        groups = found.header.get("groups")
+        if found.header.get("kind") != kind or type(groups) is not int or not 0 < groups <= self.every_group:
+            raise DamagedObject("it is another object")
+        return groups
+
+
+def _check_size(found: Object, size: int) -> None:
+    if len(found.payload) != size:
+        raise DamagedObject("it has another size")

@@ -1,0 +1,101 @@
+"""Blocks in every representation: what one backend has stored, every other one reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("llvmlite")
+
+from polarlm.engine import codecs
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.transfer import FIELDS, RECORDS, TILES
+from polarlm.engine.quantization.conditioning import centre
+from tests.codecs.test_contract import NAMES, SHAPES
+
+B, K = 3, 2
+
+
+def format_of(name: str, dim: int, size: int, mean_bits: int = 8) -> CacheFormat:
+    """Of keys and values of this type, or of one side of it and half precision."""
+    codec, plain = codecs.get(name), codecs.get(codecs.FULL)
+    k, v = (codec if side in codec.serves else plain for side in "kv")
+    return CacheFormat(k, v, None, None, mean_bits, size, K, dim)
+
+
+def representations(format: CacheFormat) -> list[str]:
+    """Those that layers of this format have."""
+    try:
+        transfer.layouts(format)
+    except ValueError:
+        return [FIELDS, TILES]
+    return [FIELDS, TILES, RECORDS]
+
+
+def serving() -> list[tuple[str, int, int]]:
+    """Every codec with each shape that it serves."""
+    found = []
+    for name in NAMES:
+        for dim, size in SHAPES:
+            try:
+                codecs.get(name).check(dim, size)
+            except ValueError:
+                continue
+            found.append((name, dim, size))
+    return found
+
+
+def encoded(format: CacheFormat, seed: int) -> dict[str, np.ndarray]:
+    """Random blocks as fields."""
+    x = np.random.default_rng(seed).standard_normal((2, B, K, format.block_size, format.head_dim)).astype(np.float32)
+    keys, mean = centre(x[0], format.mean_bits) if format.mean_bits else (x[0], {})
+    sides = {"k": format.codec_k.encode(keys), "v": format.codec_v.encode(x[1]), "mean": mean}
+    return {f"{side}.{name}": array for side, arrays in sides.items() for name, array in arrays.items()}
+
+
+@given(shape=st.sampled_from(serving()), mean_bits=st.sampled_from([0, 8, 16]), data=st.data())
+def test_blocks_come_back_from_any_way_through_the_representations(
+    shape: tuple[str, int, int], mean_bits: int, data: st.DataObject
+) -> None:
+    format = format_of(*shape, mean_bits)
+    wanted = arrays = encoded(format, data.draw(st.integers(0, 1000)))
+    for stored_as in data.draw(st.lists(st.sampled_from(representations(format)), min_size=1, max_size=5)):
+        arrays = transfer.converted(format, B, arrays, stored_as)
+        assert sum(x.nbytes for x in arrays.values()) == B * transfer.nbytes(format, stored_as)
+    found = transfer.converted(format, B, arrays, FIELDS)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize(("name", "dim", "size"), serving()[::3])
+def test_every_number_has_a_place_in_every_representation(name: str, dim: int, size: int) -> None:
+    """And a number that is not finite is found there."""
+    format = format_of(name, dim, size)
+    fields = {name: x[:1] for name, x in encoded(format, 0).items()}
+    floats = [name for name, x in fields.items() if x.dtype.kind == "f"]
+    for stored_as in representations(format):
+        masks = {name: mask.view(np.uint16) for name, mask in transfer.exponents(format, stored_as).items()}
+        assert sum(np.count_nonzero(mask) for mask in masks.values()) == sum(fields[name].size for name in floats)
+        for wrong in floats:
+            broken = {**fields, wrong: fields[wrong].copy()}
+            broken[wrong].flat[-1] = np.nan
+            for given_, wanted in ((fields, 0), (broken, 1)):
+                arrays = transfer.converted(format, 1, given_, stored_as)
+                words = {name: np.ascontiguousarray(x).reshape(-1).view(np.uint16) for name, x in arrays.items()}
+                found = sum(np.count_nonzero((words[name] & mask == mask) & (mask > 0)) for name, mask in masks.items())
+                assert found == wanted
+
+
+@pytest.mark.parametrize("stored_as", [FIELDS, TILES, RECORDS])
+def test_arrays_of_other_blocks_are_refused(stored_as: str) -> None:
+    format = format_of("ring4", 64, 64)
+    arrays = transfer.converted(format, B, encoded(format, 1), stored_as)
+    last = list(arrays)[-1]
+    for wrong in ({**arrays, last: arrays[last][1:]}, {**arrays, last: arrays[last].view(np.int8)}, {}):
+        with pytest.raises(ValueError, match="and not"):
+            transfer.converted(format, B, wrong, FIELDS)

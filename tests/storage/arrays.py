@@ -1,0 +1,44 @@
+"""The arrays in a snapshot, for comparisons."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polarlm.engine.backends import transfer
+from polarlm.engine.state.store import KVStore, SequenceKV
+from polarlm.engine.storage.copies import Snapshot, export
+from polarlm.engine.storage.objects import Object
+from polarlm.engine.storage.payloads import Payloads
+
+
+def of_block(payloads: Payloads, block: Object, stored_as: str | None = None) -> dict[tuple[int, str], np.ndarray]:
+    """(layer, name) → array (K, …); quantized blocks are converted to `stored_as` if it is given."""
+    found = {(part.layer, part.name): part.of_objects([block]) for part in payloads.parts_of(block)}
+    if stored_as is not None and not block.is_full:
+        layers = {layer: {name: x for (own, name), x in found.items() if own == layer} for layer, _ in found}
+        found = {
+            (layer, name): x
+            for layer, own in layers.items()
+            for name, x in transfer.converted(payloads.shape.format(layer), 1, own, stored_as).items()
+        }
+    return {key: array[0] for key, array in found.items()}
+
+
+def arrays_of(store: KVStore, saved: Snapshot, stored_as: str | None = None) -> dict[tuple[int, int, str], np.ndarray]:
+    """(number of a block, layer, name) → array, for all blocks; see `of_block`."""
+    payloads = Payloads(store.shape)
+    blocks = ((number, of_block(payloads, block, stored_as)) for number, block in saved.blocks.items())
+    return {(number, *key): array for number, arrays in blocks for key, array in arrays.items()}
+
+
+def stored(
+    store: KVStore, sequence: SequenceKV, stored_as: str | None = None
+) -> dict[tuple[int, int, str], np.ndarray]:
+    """The arrays of all that the store holds of a sequence, whose ids do not matter."""
+    return arrays_of(store, export(store, sequence, [0] * sequence.length), stored_as)
+
+
+def assert_same(a: dict[tuple[int, int, str], np.ndarray], b: dict[tuple[int, int, str], np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        np.testing.assert_array_equal(a[key], b[key], err_msg=str(key))

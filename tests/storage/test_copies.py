@@ -1,0 +1,129 @@
+"""Export of a sequence from one store and its restoration in another: all of it, or an error and no change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.storage.copies import Snapshot, export, restore
+from polarlm.engine.storage.objects import Object
+from tests.state.fed import Fed, N, held, make_store
+from tests.storage.arrays import arrays_of, assert_same
+
+WINDOWS = (None, 12)
+
+
+def fed(length: int, codec: str = "polarquant", windows=WINDOWS, seed: int = 0) -> Fed:
+    sequence = Fed(make_store(codec, codec, windows=windows), seed)
+    sequence.feed(length)
+    return sequence
+
+
+def exported(sequence: Fed) -> Snapshot:
+    return export(sequence.store, sequence.kv, [0] * sequence.kv.length)
+
+
+@pytest.mark.parametrize("codec", ["f16", "polarquant", "ring4", "turbo3"])
+@pytest.mark.parametrize("length", [1, N - 1, N, N + 1, 2 * N, 44])
+def test_a_restored_sequence_goes_on_as_the_original(codec: str, length: int) -> None:
+    original = fed(length, codec)
+    saved = exported(original)
+    other = Fed(make_store(codec, codec, windows=WINDOWS))
+    Fed(other.store, seed=5).feed(30)  # so that blocks lie elsewhere
+    other.kv, other.k, other.v = restore(other.store, saved), original.k, original.v
+    for count in (1, 1, 20, 1):
+        original.rng, other.rng = (np.random.default_rng(count) for _ in range(2))
+        assert np.array_equal(original.feed(count), other.feed(count))
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    sequence = fed(44)
+    saved = exported(sequence)
+    before = {key: array.copy() for key, array in arrays_of(sequence.store, saved).items()}
+    sequence.feed(30)
+    sequence.store.release(sequence.kv)
+    Fed(sequence.store, seed=7).feed(80)
+    assert_same(arrays_of(sequence.store, saved), before)
+
+
+def test_a_snapshot_has_only_what_the_sequence_holds() -> None:
+    """Layer 0 has all blocks; layer 1 has released its sink and all blocks outside a window of 12."""
+    saved = exported(fed(44))
+    assert saved.length == 44
+    assert {number: block.header["groups"] for number, block in saved.blocks.items()} == {
+        **{0: 1, 1: 1, 2: 1, 3: 1},
+        **{4: 3, 5: 3},
+    }
+    assert [len(saved.blocks[number].ids) for number in (0, 5)] == [N, 44 % N]
+
+
+def test_blocks_without_a_layer_that_sees_them_are_missing() -> None:
+    saved = exported(fed(44, windows=(12, 20)))
+    assert sorted(saved.blocks) == [3, 4, 5]
+
+
+def test_full_precision_is_half_precision() -> None:
+    sequence = fed(2 * N + 3)
+    arrays = arrays_of(sequence.store, exported(sequence))
+    assert {array.dtype for (number, _, _), array in arrays.items() if number in (0, 2)} == {np.dtype(np.float16)}
+
+
+def test_an_empty_sequence_has_an_empty_snapshot() -> None:
+    store = make_store()
+    saved = export(store, store.new_sequence(), [])
+    assert (saved.length, saved.blocks) == (0, {})
+    assert restore(store, saved) == store.new_sequence()
+
+
+@pytest.mark.parametrize(("group", "quantized", "full"), [(0, 3, 9), (0, 9, 1), (0, 0, 0), (1, 3, 9), (1, 9, 0)])
+def test_restore_without_room_changes_nothing(group: int, quantized: int, full: int) -> None:
+    """Four quantized blocks, sink and current block; for the window of 30 no sink."""
+    store = make_store("polarquant", "polarquant", windows=(None, None, 30))
+    sequence = Fed(make_store("polarquant", "polarquant", windows=(None, None, 30)))
+    sequence.feed(44)
+    allocators = store.groups[group].quantized, store.groups[group].full
+    for allocator, left in zip(allocators, (quantized, full), strict=True):
+        allocator.allocate(max(0, allocator.free - left))
+    before = held(store)
+    with pytest.raises(OutOfBlocks):
+        restore(store, exported(sequence))
+    assert held(store) == before
+
+
+def with_block(saved: Snapshot, number: int, payload: np.ndarray | None = None, **header: object) -> Snapshot:
+    """With another payload or another header of a block."""
+    block = saved.blocks[number]
+    other = Object({**block.header, **header}, block.payload if payload is None else payload)
+    return replace(saved, blocks={**saved.blocks, number: other})
+
+
+def with_blocks(saved: Snapshot, *numbers: int) -> Snapshot:
+    return replace(saved, blocks={number: saved.blocks[number] for number in numbers})
+
+
+WRONG = {
+    "no sink": lambda s: with_blocks(s, 1, 2, 3, 4, 5),
+    "no tail": lambda s: with_blocks(s, 0, 1, 2, 3, 4),
+    "a gap": lambda s: with_blocks(s, 0, 1, 3, 4, 5),
+    "nothing": lambda s: with_blocks(s),
+    "a group more": lambda s: with_block(s, 2, groups=3),
+    "a group less": lambda s: with_block(s, 4, groups=1),
+    "a shorter payload": lambda s: with_block(s, 2, s.blocks[2].payload[:-64]),
+    "a shorter sink": lambda s: with_block(s, 0, s.blocks[0].payload[:-64]),
+    "fewer ids": lambda s: with_block(s, 5, ids=[0]),
+    "records": lambda s: with_block(s, 2, stored_as="records 999"),
+    "longer": lambda s: replace(s, length=s.length + N),
+    "longer by one": lambda s: replace(s, length=s.length + 1),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_snapshot_that_does_not_fit_is_refused_and_changes_nothing(change: str) -> None:
+    sequence = fed(44)
+    store = make_store("polarquant", "polarquant", windows=WINDOWS)
+    with pytest.raises(ValueError):
+        restore(store, WRONG[change](exported(sequence)))
+    assert held(store) == [(0, 0), (0, 0)]
