@@ -11,7 +11,6 @@ from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.kernels.attention import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kernels.partials import MergeArguments, merge, partial_bytes
-from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, assign, list_pieces
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.prompts import PromptOps
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable, is_step
@@ -65,7 +64,6 @@ class AttentionOps:
         transform: PreparedTransform | None,
     ) -> np.ndarray:
         (rows, heads, dim), format, (attends, merges) = q.shape, cache.format, kernels
-        self._prefetch(cache, table, window)
         arrays = table.arrays
         parts = self._partial_results(rows * heads * arrays.most_chunks * partial_bytes(dim))
         keys, values = cache.memory
@@ -109,34 +107,6 @@ class AttentionOps:
         )
         self._launch(merges, rows * heads, merging)
         return out
-
-    def _prefetch(self, cache: TileCache, table: StepTable, window: int | None) -> None:
-        """Let the products before this attention prefetch the blocks in full precision that it reads.
-
-        Before the first of the layers that attend to a table, the pieces are not known yet: they are listed then.
-        """
-        hints, lists = self._launch.take_hints(), list_pieces()
-        if not hints or not self._launch.has(lists):
-            return
-        if table.pieces is not None:
-            assign(hints, cache.full_k, cache.full_v, table.pieces)
-            return
-        block_bytes = cache.full_k[0, 0].nbytes
-        arrays = table.arrays
-        count, most_full, _ = arrays.full.shape
-        table.pieces = np.zeros(1 + count * most_full * cache.format.kv_heads * -(-block_bytes // PIECE), np.int64)
-        arguments = PieceArguments(
-            headers=arrays.headers,
-            full=arrays.full,
-            pieces=table.pieces,
-            sequences=count,
-            most_full=most_full,
-            kv_heads=cache.format.kv_heads,
-            block_bytes=block_bytes,
-            token_bytes=block_bytes // cache.format.block_size,
-            window=window or NO_WINDOW,
-        )
-        self._launch(lists, 1, arguments)
 
     def _partial_results(self, nbytes: int) -> np.ndarray:
         """Memory for partial results. All layers use the same: none needs it beyond its own attention."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.prefetch import NOTHING, PrefetchHint
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.library import library
@@ -34,22 +33,41 @@ class CannotRecord(Exception):
     """A step needs an op that is not a kernel: the step runs op by op."""
 
 
-class _Recorded(NamedTuple):
+class Recorded(NamedTuple):
+    """A launch of a recording.
+
+    arguments: as the kernel reads them, int64. arrays: those of the arguments whose memory is not the recording's, by
+    the names of the arguments. spare: see `Launcher.__call__`.
+    """
+
     kernel: Kernel
     arguments: np.ndarray
     units: Units
     grain: int
-    keep: tuple[Any, ...]
+    arrays: dict[str, np.ndarray]
+    spare: int
+
+    def number(self, name: str) -> int:
+        """An argument that is an integer or an address."""
+        return int(self.arguments[self._place(name)])
+
+    def with_array(self, name: str, array: np.ndarray) -> Recorded:
+        """The launch with another array as this argument."""
+        arguments = self.arguments.copy()
+        arguments[self._place(name)] = array.ctypes.data
+        return self._replace(arguments=arguments, arrays={**self.arrays, name: array})
+
+    def _place(self, name: str) -> int:
+        return _names(self.kernel).index(name)
 
 
 class Recording:
     """The launches of a step, to be repeated. `result`: what the recorded function returned."""
 
     def __init__(self) -> None:
-        self.launches: list[_Recorded] = []
+        self.launches: list[Recorded] = []
         self.buffers = Buffers()
         self.result: Any = None
-        self.hints: list[PrefetchHint] = []  # of the products since the last attention
         self._commands: CommandBuffer | None = None
         self._varying: list[tuple[int, Callable[[], int]]] = []
 
@@ -94,41 +112,26 @@ class Launcher:
         units: Units,
         arguments: Record,
         grain: int = 0,
+        spare: int = 0,
     ) -> None:
         """Run the kernel on its units, or record it. units: a function if they vary between the runs of a recording.
 
-        grain: units that a thread takes at a time; 0 cuts them into a few chunks for each thread.
+        grain: units that a thread takes at a time; 0 cuts them into a few chunks for each thread. spare: pieces that a
+        product has the time to prefetch, see `prefetching`.
         """
         packed = kernel.pack(arguments)
         if not grain:
             now = units if isinstance(units, int) else units()
             grain = max(1, now // (_CHUNKS * self.threads))
         if self._recording is not None:
-            keep = tuple([x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)])
-            self._recording.launches.append(_Recorded(kernel, packed, units, grain, keep))
+            named = zip(_names(kernel), arguments, strict=True)
+            arrays = {name: x for name, x in named if isinstance(x, np.ndarray) and not is_leased(x)}
+            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, spare))
             return
         count = units if isinstance(units, int) else units()
         if count:
             call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)
-
-    def prefetch_hint(self, pieces: int) -> np.ndarray:
-        """Prefetch descriptor for a product with time for `pieces`; empty outside a recording.
-
-        The attention that is launched next fills it in.
-        """
-        if self._recording is None or not pieces:
-            return NOTHING
-        ahead = NOTHING.copy()
-        self._recording.hints.append(PrefetchHint(ahead, pieces))
-        return ahead
-
-    def take_hints(self) -> list[PrefetchHint]:
-        """The prefetch hints of the products that were recorded since the last call."""
-        if self._recording is None:
-            return []
-        hints, self._recording.hints = self._recording.hints, []
-        return hints
 
     def has(self, kernel: Kernel) -> bool:
         """Whether a kernel can be run: waits until it is compiled, or cannot be."""
@@ -171,3 +174,9 @@ class Launcher:
         """Run the recorded launches. If no prompt is under way, the memory that prompts took is given back before."""
         self._buffers.give_back()
         self._workers.run(recording.commands(self.library.address), self.threads)
+
+
+def _names(kernel: Kernel) -> tuple[str, ...]:
+    """The names of a kernel's arguments."""
+    names: tuple[str, ...] = kernel.arguments._fields
+    return names

@@ -10,6 +10,7 @@ import numpy as np
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.prefetch import NOTHING
 from polarlm.engine.backends.native.kernels.product import (
     Product,
     ProductArguments,
@@ -172,13 +173,12 @@ class LinearOps:
             tile_count = len(memory) // 2 if gates else len(memory)
             own, blocks = spec(part, row_tile[is_packed]), columns // part.format.values
             count = units(own, tile_count, level)
-            ahead = self._launch.prefetch_hint(prefetched_pieces(own, level, count, blocks, rows))
             arguments = ProductArguments(
                 weights=memory,
                 x=given,
                 y=y[:, first:],
                 bias=None if w.bias is None else w.bias[first:],
-                ahead=ahead,
+                ahead=NOTHING,
                 blocks=blocks,
                 tile_bytes=memory.shape[1],
                 x_stride=given.strides[0],
@@ -187,7 +187,7 @@ class LinearOps:
                 outputs=width if gates else outputs,
                 tiles=tile_count,
             )
-            self._launch(kernel, count, arguments)
+            self._launch(kernel, count, arguments, spare=prefetched_pieces(own, level, count, blocks, rows))
             first += outputs
         if activation is None or gates:
             return y

@@ -33,7 +33,14 @@ class WarmUpLauncher(Launcher):
         units: Units,
         arguments: Record,
         grain: int = 0,
+        spare: int = 0,
     ) -> None:
+        if self._recording is None:
+            self._need(kernel)
+        else:
+            super().__call__(kernel, units, arguments, grain, spare)
+
+    def _need(self, kernel: Kernel) -> None:
         if kernel not in self._optional:
             self._needed[kernel] = None
             self.library.expect([kernel])
@@ -61,7 +68,8 @@ class WarmUpLauncher(Launcher):
         return cast(Op, noted)
 
     def replay(self, recording: Recording) -> None:
-        """Nothing: its launches were seen when it was recorded."""
+        for launch in recording.launches:
+            self._need(launch.kernel)
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Wait until the kernels are compiled that no op can do without, and compile the others from then on.
