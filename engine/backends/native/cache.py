@@ -1,9 +1,9 @@
-"""The KV store whose quantized blocks are tiles."""
+"""The KV store whose quantized blocks are tiles, and which layers have one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native import codecs
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.numpy.attention import LayerCache, Sides
+from polarlm.engine.backends.native.encoders import Encoder, encoder
+from polarlm.engine.backends.native.kernels.prompts import supports
+from polarlm.engine.backends.numpy.attention import Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.run.workers import aligned
 from polarlm.engine.jit.run.zeros import zeros
@@ -23,24 +25,37 @@ _TILES = "tiles"
 class TileCache(LayerCache):
     """The stored K/V of one layer, whose quantized blocks kernels read.
 
-    k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}.
+    k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: of keys and of values, or why NumPy encodes
+    them.
     """
 
     key_tiles: KeyTiles
     value_tiles: ValueTiles
+    encoders: tuple[Encoder | str, Encoder | str]
 
     def read(self, blocks: np.ndarray) -> Sides:
         k, v, mean = super().read(blocks)
         return Sides(self.key_tiles.unpack(k[_TILES]), self.value_tiles.unpack(v[_TILES]), mean)
 
     def write(self, blocks: Sequence[int], sides: Sides) -> None:
-        k, v = self.key_tiles.pack(sides.k), self.value_tiles.pack(sides.v)
-        super().write(blocks, Sides({_TILES: k}, {_TILES: v}, sides.mean))
+        for side, fields in enumerate((sides.k, sides.v)):
+            self.write_side(blocks, side, fields, {} if side else sides.mean)
+
+    def write_side(self, blocks: Sequence[int], side: int, fields: Fields, mean: Fields) -> None:
+        """Overwrite the keys (side 0) or the values (1) of quantized blocks. mean: of keys."""
+        self.memory[side][:, blocks] = (self.key_tiles, self.value_tiles)[side].pack(fields)
+        for name, x in mean.items():
+            self.mean[name][:, blocks] = x
 
     @property
     def memory(self) -> tuple[np.ndarray, np.ndarray]:
         """The tiles of keys and of values."""
         return self.k[_TILES], self.v[_TILES]
+
+    def of_one_block(self) -> TileCache:
+        """A cache of the same format, with one quantized block and the same slots."""
+        k, v, mean = _blocks(self.format, (self.key_tiles, self.value_tiles), 1)
+        return replace(self, k=k, v=v, mean=mean)
 
 
 class CacheOps:
@@ -48,37 +63,53 @@ class CacheOps:
 
     def __init__(self, plain: NumpyOps) -> None:
         self._plain = plain
-        self.without_kernels: set[str] = set()
-        """Types of layers ("keys/values") that attend in NumPy, since no kernel reads both."""
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         quantized, full = self._plain.cache_bytes(format)
-        if (both := tiles(format)) is None:
+        if isinstance(both := tiles(format), str):
             return quantized, full
         means = sum(field.nbytes for field in transfer.fields(format)["mean"].values())
         return format.kv_heads * (sum(side.nbytes for side in both) + means), full
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        """A `TileCache` where kernels read both codecs."""
-        if (both := tiles(format)) is None:
-            self.without_kernels.add(f"{format.codec_k.name}/{format.codec_v.name}")
+        """A `TileCache` where kernels attend; the ops leave layers with another one to NumPy."""
+        if isinstance(both := tiles(format), str):
             return self._plain.cache(format, quantized, full, beside)
-        plain = self._plain.cache(format, 0, full)
-        means = {
-            name: zeros((format.kv_heads, quantized, *field.shape), field.dtype)
-            for name, field in transfer.fields(format)["mean"].items()
-        }
-        k, v = (
-            aligned(format.kv_heads * quantized * side.nbytes).reshape(format.kv_heads, quantized, side.nbytes)
-            for side in both
-        )
-        return TileCache(format, {_TILES: k}, {_TILES: v}, means, plain.full_k, plain.full_v, *both)
+        slots = self._plain.cache(format, 0, full)
+        encoders = encoder(both[0], format, 0), encoder(both[1], format, 1)
+        return TileCache(format, *_blocks(format, both, quantized), slots.full_k, slots.full_v, *both, encoders)
+
+    def in_numpy(self, cache: LayerCache) -> dict[str, str]:
+        if isinstance(cache, TileCache):
+            sides = zip(("keys", "values"), cache.encoders, strict=True)
+            return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
+        why = tiles(cache.format)
+        assert isinstance(why, str)
+        return {"attention and encoding": why}
 
 
-def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
-    """The tiles of a layer's keys and values; None if NumPy attends, since no kernel reads both of them."""
+def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
+    """The tiles of a layer's keys and values; where no kernels attend over them, why, and the layer is NumPy's."""
     n, dim = format.block_size, format.head_dim
-    if n % 16 or dim % 8:
-        return None
+    if n % 16:
+        return f"kernels read blocks of a multiple of 16 tokens, not of {n}"
+    if dim % 8:
+        return f"kernels read heads of a multiple of 8 channels, not of {dim}"
+    if not supports(dim):
+        return f"kernels have no room for heads of {dim} channels"
     k, v = codecs.keys(format.codec_k, n, dim), codecs.values(format.codec_v, n, dim)
-    return None if k is None or v is None else (k, v)
+    if k is None or v is None:
+        lacking = [codec.name for codec, found in ((format.codec_k, k), (format.codec_v, v)) if found is None]
+        return f"no kernel reads {' and '.join(dict.fromkeys(lacking))}"
+    return k, v
+
+
+def _blocks(format: CacheFormat, both: tuple[KeyTiles, ValueTiles], count: int) -> Sides:
+    """Memory for quantized blocks."""
+    heads = format.kv_heads
+    k, v = (aligned(heads * count * side.nbytes).reshape(heads, count, side.nbytes) for side in both)
+    means = {
+        name: zeros((heads, count, *field.shape), field.dtype)
+        for name, field in transfer.fields(format)["mean"].items()
+    }
+    return Sides({_TILES: k}, {_TILES: v}, means)

@@ -16,7 +16,7 @@ from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.run.buffers import Buffers, is_leased
+from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
@@ -93,8 +93,8 @@ class Launcher:
         self.threads = threads
         self.level = level or best()
         self.library = library(self.level, _SOURCES)
+        self.arena = Arena()  # for weights
         self._workers = workers()
-        self.in_numpy: set[str] = set()  # what has run without a kernel
         self._recording: Recording | None = None
         self._buffers = Buffers()
 
@@ -133,30 +133,25 @@ class Launcher:
             call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)
 
-    def has(self, kernel: Kernel) -> bool:
-        """Whether a kernel can be run: waits until it is compiled, or cannot be."""
+    def can_run(self, kernels: Sequence[Kernel]) -> bool:
+        """Whether kernels can be run: waits until they are compiled, or one of them cannot be."""
         try:
-            self.library.address(kernel)
+            self.library.wait(kernels)
         except KernelError:
             return False
         return True
-
-    def can_run(self, kernels: Sequence[Kernel]) -> bool:
-        """Whether kernels can be run; as `has`."""
-        return all(map(self.has, kernels))
 
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
         """Whether kernels can be run without a wait."""
         return all(map(self.library.has, kernels))
 
-    def unrecorded(self, op: Op, name: str) -> Op:
-        """`op`, which runs in NumPy: `name` is then in `in_numpy`. It raises CannotRecord in a recording."""
+    def unrecorded(self, op: Op) -> Op:
+        """`op`, which is not a kernel: it raises CannotRecord in a recording."""
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._recording is not None:
                 raise CannotRecord
-            self.in_numpy.add(name)
             return op(*args, **kwargs)
 
         return cast(Op, run)
