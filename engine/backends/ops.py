@@ -45,7 +45,6 @@ class WarmUp(NamedTuple):
 
     ops: Ops
     wait: Callable[[Callable[[int, int], None]], None]  # calls progress(done, all); raises KernelError
-    notes: Callable[[], list[str]]  # afterwards: sentences for the user about what has no kernel
     # Ascending numbers of rows with kernels of their own, each for as many rows or fewer, that no first request waits
     # for: they are warmed up when the model is loaded.
     rows: Sequence[int]
@@ -222,6 +221,12 @@ class Ops(Protocol):
         """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
 
         Slots hold halves: numbers beyond ±65504 become these, and NaN stays NaN; on the CPU infinity becomes NaN.
+        """
+
+    def in_numpy(self, cache: Cache) -> Mapping[str, str]:
+        """What NumPy computes of a layer with this cache for want of compiled kernels → why.
+
+        Empty where kernels compute all of it, and where NumPy is the whole backend.
         """
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:

@@ -46,15 +46,12 @@ def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
 
 def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
     """The tiles of keys and of values; None where compiled kernels do not read both. Raises ValueError without LLVM."""
-    n, dim = format.block_size, format.head_dim
-    if n % 16 or dim % 8:
-        return None
     try:
-        from polarlm.engine.backends.native import codecs
+        from polarlm.engine.backends.native import cache_tiles
     except ImportError as error:
         raise ValueError(f"tiles of a CPU cannot be read here: {error}") from None
-    k, v = codecs.keys(format.codec_k, n, dim), codecs.values(format.codec_v, n, dim)
-    return None if k is None or v is None else (k, v)
+    found = cache_tiles.tiles(format)
+    return None if isinstance(found, str) else found
 
 
 def layouts(format: CacheFormat) -> tuple[Layout, Layout]:

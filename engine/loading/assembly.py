@@ -177,8 +177,6 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         warm = ops.warm_up()
         if warm is not None:
             later = _warm_up(config, encoding, warm, source, shape)
-            for note in warm.notes():
-                say(note)
         with progress_bar(
             verbose is not None,
             total=file_bytes(source.weights),
@@ -191,6 +189,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             weights = load_weights(ops, source.config, source.weights, bar and bar.update, weight_type)
         ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, verbose)
+        for clause in store.in_numpy():
+            say(f"{clause}.")
         if warm is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
             with progress_bar(verbose is not None, desc=what, delay=1) as bar:

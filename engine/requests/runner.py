@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
@@ -91,7 +91,9 @@ class Runner:
         allocators = [group.quantized for group in self._store.groups]
         size = sum(blocks.size for blocks in allocators)
         free, kept = sum(blocks.free for blocks in allocators), sum(blocks.kept for blocks in allocators)
-        running = self._scheduler.running
+        running, threads = self._scheduler.running, self._model.ops.threads()
+        if threads is not None:
+            threads = replace(threads, why="; ".join([threads.why, *self._store.in_numpy()]))
         return Status(
             running=running,
             waiting=len(self.requests) - running,
@@ -100,7 +102,7 @@ class Runner:
             blocks_used=size - free,
             blocks_kept=kept,
             blocks_free=free - kept,
-            threads=self._model.ops.threads(),
+            threads=threads,
             backend=self._model.ops.backend,
             tiers=() if self._tiers is None else self._tiers.status(),
         )

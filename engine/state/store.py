@@ -21,6 +21,7 @@ Layers with the same window share block tables. Blocks that no later token of a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -118,6 +119,18 @@ class KVStore:
     def cache(self, layer: int) -> Cache:
         """The cache of one layer, for the ops."""
         return self.groups[self._group_of[layer]].cache(layer)
+
+    def in_numpy(self) -> list[str]:
+        """What NumPy computes for want of compiled kernels, and why: a clause for each reason, with its layers."""
+        layers: dict[tuple[str, str], list[int]] = {}
+        for layer in self.shape.kv_layers:
+            for reason in self.ops.in_numpy(self.cache(layer)).items():
+                layers.setdefault(reason, []).append(layer)
+        all_layers = len(self.shape.layers)
+        return [
+            f"NumPy computes {what} in {_in_words(own, all_layers)}, more slowly: {why}"
+            for (what, why), own in layers.items()
+        ]
 
     def group_of(self, layer: int) -> int:
         """The number of a layer's group, whose layers share block tables."""
@@ -281,3 +294,12 @@ class KVStore:
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Bytes of the blocks and slots that a sequence holds, shared ones included."""
         return sum(group.bytes(table) for group, table in zip(self.groups, sequence.tables, strict=True))
+
+
+def _in_words(layers: Sequence[int], count: int) -> str:
+    """Some of a model's `count` layers, in ascending order."""
+    if len(layers) == count:
+        return "all layers"
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+    numbers = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(numbers)}"

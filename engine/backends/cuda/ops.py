@@ -113,6 +113,9 @@ class CudaOps:
     def threads(self) -> None:
         return None
 
+    def in_numpy(self, cache: Any) -> dict[str, str]:
+        return {}
+
     def free_memory(self) -> int:
         return self._device.memory()[0]
 
@@ -147,7 +150,7 @@ class CudaOps:
             return loaded
 
         ops.load = load_first_rows
-        return WarmUp(ops, device.wait_for_all, list, ROWS_WITH_KERNELS)
+        return WarmUp(ops, device.wait_for_all, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)

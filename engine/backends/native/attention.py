@@ -11,25 +11,21 @@ from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.kernels.attention import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kernels.partials import MergeArguments, merge, partial_bytes
-from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, assign, list_pieces
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.prompts import PromptOps
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable, is_step
 from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.run.workers import aligned
 from polarlm.engine.weight_formats import Linear
 
 
 class AttentionOps:
-    """Attention, and the spans that it reads."""
+    """Attention, and the spans that it reads. Layers that are no `TileCache` are NumPy's."""
 
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
         self._launch, self._plain = launch, plain
-        self._in_numpy = launch.unrecorded(plain.attention, "attention")
-        self._prompts = PromptOps(launch, plain)
-        self._parts = aligned(0)
+        self._in_numpy = launch.unrecorded(plain.attention)
+        self._prompts = PromptOps(launch)
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
         return StepTable(spans, block_size) if is_step(spans) else self._plain.spans(spans, block_size)
@@ -44,19 +40,16 @@ class AttentionOps:
         transform: PreparedTransform | None = None,
         then: Linear | None = None,
     ) -> np.ndarray:
-        """In NumPy for a step in a layer without tiles, or whose kernels cannot be compiled."""
-        if not isinstance(spans, StepTable):
-            return self._prompts.attention(q, cache, spans, scale, window, transform)
-        if isinstance(cache, TileCache):
-            kernels = _kernels(q, cache, spans, transform)
-            if all(self._launch.has(kernel) for kernel in kernels):
-                return self._step(kernels, q, cache, spans, scale, window, transform)
-        views = self._plain.spans(spans.views, cache.format.block_size)
-        return self._in_numpy(q, cache, views, scale, window, transform)
+        if not isinstance(cache, TileCache):
+            if isinstance(spans, StepTable):
+                spans = self._plain.spans(spans.views, cache.format.block_size)
+            return self._in_numpy(q, cache, spans, scale, window, transform)
+        if isinstance(spans, StepTable):
+            return self._step(q, cache, spans, scale, window, transform)
+        return self._prompts.attention(q, cache, spans, scale, window, transform)
 
     def _step(
         self,
-        kernels: tuple[Kernel[AttendArguments], Kernel[MergeArguments]],
         q: np.ndarray,
         cache: TileCache,
         table: StepTable,
@@ -64,10 +57,9 @@ class AttentionOps:
         window: int | None,
         transform: PreparedTransform | None,
     ) -> np.ndarray:
-        (rows, heads, dim), format, (attends, merges) = q.shape, cache.format, kernels
-        self._prefetch(cache, table, window)
-        arrays = table.arrays
-        parts = self._partial_results(rows * heads * arrays.most_chunks * partial_bytes(dim))
+        """In chunks, whose results are then merged."""
+        (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
+        parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
         keys, values = cache.memory
         arguments = AttendArguments(
             q=q,
@@ -92,66 +84,24 @@ class AttentionOps:
             window=window or NO_WINDOW,
             scale=scale,
         )
-        self._launch(attends, lambda: table.unit_count * format.kv_heads, arguments, grain=1)
+        group = heads // format.kv_heads
+        sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
+        kernel = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes))
+        self._launch(kernel, lambda: table.unit_count * format.kv_heads, arguments, grain=1)
 
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back
+        scale_back = None if transform is None else transform.scale_back
         merging = MergeArguments(
             parts=parts,
             headers=arrays.headers,
             row_sequences=arrays.row_sequences,
-            scale_back=None if transform is None else transform.scale_back,
+            scale_back=scale_back,
             before=back.before,
             memory=back.memory,
             out=out,
             heads=heads,
             most_chunks=arrays.most_chunks,
         )
-        self._launch(merges, rows * heads, merging)
+        self._launch(merge(dim, back.order, is_scaled=scale_back is not None), rows * heads, merging)
         return out
-
-    def _prefetch(self, cache: TileCache, table: StepTable, window: int | None) -> None:
-        """Let the products before this attention prefetch the blocks in full precision that it reads.
-
-        Before the first of the layers that attend to a table, the pieces are not known yet: they are listed then.
-        """
-        hints, lists = self._launch.take_hints(), list_pieces()
-        if not hints or not self._launch.has(lists):
-            return
-        if table.pieces is not None:
-            assign(hints, cache.full_k, cache.full_v, table.pieces)
-            return
-        block_bytes = cache.full_k[0, 0].nbytes
-        arrays = table.arrays
-        count, most_full, _ = arrays.full.shape
-        table.pieces = np.zeros(1 + count * most_full * cache.format.kv_heads * -(-block_bytes // PIECE), np.int64)
-        arguments = PieceArguments(
-            headers=arrays.headers,
-            full=arrays.full,
-            pieces=table.pieces,
-            sequences=count,
-            most_full=most_full,
-            kv_heads=cache.format.kv_heads,
-            block_bytes=block_bytes,
-            token_bytes=block_bytes // cache.format.block_size,
-            window=window or NO_WINDOW,
-        )
-        self._launch(lists, 1, arguments)
-
-    def _partial_results(self, nbytes: int) -> np.ndarray:
-        """Memory for partial results. All layers use the same: none needs it beyond its own attention."""
-        if len(self._parts) < nbytes:
-            self._parts = aligned(nbytes)
-        return self._parts
-
-
-def _kernels(
-    q: np.ndarray, cache: TileCache, table: StepTable, transform: PreparedTransform | None
-) -> tuple[Kernel[AttendArguments], Kernel[MergeArguments]]:
-    """The kernels that attend in chunks, and that merge these."""
-    (_, heads, dim), format = q.shape, cache.format
-    group = heads // format.kv_heads
-    sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
-    attends = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes))
-    back = NO_ROTATION if transform is None else transform.back
-    return attends, merge(dim, back.order, is_scaled=transform is not None and transform.scale_back is not None)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Recording
+from polarlm.engine.backends.native.prefetching import add_prefetches
 from polarlm.engine.backends.native.spans import StepTable
 from polarlm.engine.backends.ops import Result
 
@@ -51,6 +52,7 @@ class Graphs:
                 recording.result = work(*fixed)
         except CannotRecord:
             return None
+        add_prefetches(recording)
         return fixed, recording
 
 

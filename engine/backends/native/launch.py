@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.prefetch import NOTHING, PrefetchHint
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.run.buffers import Buffers, is_leased
+from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
@@ -34,22 +33,41 @@ class CannotRecord(Exception):
     """A step needs an op that is not a kernel: the step runs op by op."""
 
 
-class _Recorded(NamedTuple):
+class Recorded(NamedTuple):
+    """A launch of a recording.
+
+    arguments: as the kernel reads them, int64. arrays: those of the arguments whose memory is not the recording's, by
+    the names of the arguments. spare: see `Launcher.__call__`.
+    """
+
     kernel: Kernel
     arguments: np.ndarray
     units: Units
     grain: int
-    keep: tuple[Any, ...]
+    arrays: dict[str, np.ndarray]
+    spare: int
+
+    def number(self, name: str) -> int:
+        """An argument that is an integer or an address."""
+        return int(self.arguments[self._place(name)])
+
+    def with_array(self, name: str, array: np.ndarray) -> Recorded:
+        """The launch with another array as this argument."""
+        arguments = self.arguments.copy()
+        arguments[self._place(name)] = array.ctypes.data
+        return self._replace(arguments=arguments, arrays={**self.arrays, name: array})
+
+    def _place(self, name: str) -> int:
+        return _names(self.kernel).index(name)
 
 
 class Recording:
     """The launches of a step, to be repeated. `result`: what the recorded function returned."""
 
     def __init__(self) -> None:
-        self.launches: list[_Recorded] = []
+        self.launches: list[Recorded] = []
         self.buffers = Buffers()
         self.result: Any = None
-        self.hints: list[PrefetchHint] = []  # of the products since the last attention
         self._commands: CommandBuffer | None = None
         self._varying: list[tuple[int, Callable[[], int]]] = []
 
@@ -75,8 +93,8 @@ class Launcher:
         self.threads = threads
         self.level = level or best()
         self.library = library(self.level, _SOURCES)
+        self.arena = Arena()  # for weights
         self._workers = workers()
-        self.in_numpy: set[str] = set()  # what has run without a kernel
         self._recording: Recording | None = None
         self._buffers = Buffers()
 
@@ -94,66 +112,46 @@ class Launcher:
         units: Units,
         arguments: Record,
         grain: int = 0,
+        spare: int = 0,
     ) -> None:
         """Run the kernel on its units, or record it. units: a function if they vary between the runs of a recording.
 
-        grain: units that a thread takes at a time; 0 cuts them into a few chunks for each thread.
+        grain: units that a thread takes at a time; 0 cuts them into a few chunks for each thread. spare: pieces that a
+        product has the time to prefetch, see `prefetching`.
         """
         packed = kernel.pack(arguments)
         if not grain:
             now = units if isinstance(units, int) else units()
             grain = max(1, now // (_CHUNKS * self.threads))
         if self._recording is not None:
-            keep = tuple([x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)])
-            self._recording.launches.append(_Recorded(kernel, packed, units, grain, keep))
+            named = zip(_names(kernel), arguments, strict=True)
+            arrays = {name: x for name, x in named if isinstance(x, np.ndarray) and not is_leased(x)}
+            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, spare))
             return
         count = units if isinstance(units, int) else units()
         if count:
             call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)
 
-    def prefetch_hint(self, pieces: int) -> np.ndarray:
-        """Prefetch descriptor for a product with time for `pieces`; empty outside a recording.
-
-        The attention that is launched next fills it in.
-        """
-        if self._recording is None or not pieces:
-            return NOTHING
-        ahead = NOTHING.copy()
-        self._recording.hints.append(PrefetchHint(ahead, pieces))
-        return ahead
-
-    def take_hints(self) -> list[PrefetchHint]:
-        """The prefetch hints of the products that were recorded since the last call."""
-        if self._recording is None:
-            return []
-        hints, self._recording.hints = self._recording.hints, []
-        return hints
-
-    def has(self, kernel: Kernel) -> bool:
-        """Whether a kernel can be run: waits until it is compiled, or cannot be."""
+    def can_run(self, kernels: Sequence[Kernel]) -> bool:
+        """Whether kernels can be run: waits until they are compiled, or one of them cannot be."""
         try:
-            self.library.address(kernel)
+            self.library.wait(kernels)
         except KernelError:
             return False
         return True
-
-    def can_run(self, kernels: Sequence[Kernel]) -> bool:
-        """Whether kernels can be run; as `has`."""
-        return all(map(self.has, kernels))
 
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
         """Whether kernels can be run without a wait."""
         return all(map(self.library.has, kernels))
 
-    def unrecorded(self, op: Op, name: str) -> Op:
-        """`op`, which runs in NumPy: `name` is then in `in_numpy`. It raises CannotRecord in a recording."""
+    def unrecorded(self, op: Op) -> Op:
+        """`op`, which is not a kernel: it raises CannotRecord in a recording."""
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._recording is not None:
                 raise CannotRecord
-            self.in_numpy.add(name)
             return op(*args, **kwargs)
 
         return cast(Op, run)
@@ -171,3 +169,9 @@ class Launcher:
         """Run the recorded launches. If no prompt is under way, the memory that prompts took is given back before."""
         self._buffers.give_back()
         self._workers.run(recording.commands(self.library.address), self.threads)
+
+
+def _names(kernel: Kernel) -> tuple[str, ...]:
+    """The names of a kernel's arguments."""
+    names: tuple[str, ...] = kernel.arguments._fields
+    return names

@@ -10,6 +10,7 @@ import numpy as np
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.prefetch import NOTHING
 from polarlm.engine.backends.native.kernels.product import (
     Product,
     ProductArguments,
@@ -22,7 +23,6 @@ from polarlm.engine.backends.native.kernels.product import (
 from polarlm.engine.backends.native.kernels.rows import GateArguments, NormArguments, gate, norm_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.run.buffers import Arena
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
 _SLAB_BYTES = 1 << 20  # of a file that are packed at a time
@@ -40,9 +40,6 @@ class LinearOps:
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
-        self._arena = Arena()
-        self.row_by_row = False
-        """Whether a kernel for several rows could not be compiled."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         if format.unpack is None:
@@ -67,7 +64,7 @@ class LinearOps:
         """Matrices of one format as one; all but the last have whole tiles."""
         format, rows, columns = _size(matrices)
         row_size = format.size(columns)
-        memory = self._arena.take(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
+        memory = self._launch.arena.take(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
         step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
         first = 0
         for matrix in matrices:
@@ -152,14 +149,14 @@ class LinearOps:
         level, rows = self._launch.level, len(x)
         row_tile = {packed: row_tile_of(rows, level, packed=packed) for packed in kinds}
         most = {packed: most_rows(level, packed=packed) for packed in kinds}
-        # Kernels are specialized by row count. Until the exact one is compiled, the largest is used; results are
-        # equal.
+        # Kernels are specialized by row count. Until the exact one is compiled, the largest is used; if it cannot be
+        # compiled, that of one row. Results are equal.
         can_choose = not recorded and rows > 1 and row_tile != most and self._launch.has_loaded(kernels(most))
         if can_choose and not self._launch.has_loaded(kernels(row_tile)):
             self._launch.library.expect(kernels(row_tile))
             row_tile = most
         if rows > 1 and not self._launch.can_run(kernels(row_tile)):
-            row_tile, self.row_by_row = dict.fromkeys(kinds, 1), True
+            row_tile = dict.fromkeys(kinds, 1)
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
@@ -172,13 +169,12 @@ class LinearOps:
             tile_count = len(memory) // 2 if gates else len(memory)
             own, blocks = spec(part, row_tile[is_packed]), columns // part.format.values
             count = units(own, tile_count, level)
-            ahead = self._launch.prefetch_hint(prefetched_pieces(own, level, count, blocks, rows))
             arguments = ProductArguments(
                 weights=memory,
                 x=given,
                 y=y[:, first:],
                 bias=None if w.bias is None else w.bias[first:],
-                ahead=ahead,
+                ahead=NOTHING,
                 blocks=blocks,
                 tile_bytes=memory.shape[1],
                 x_stride=given.strides[0],
@@ -187,7 +183,7 @@ class LinearOps:
                 outputs=width if gates else outputs,
                 tiles=tile_count,
             )
-            self._launch(kernel, count, arguments)
+            self._launch(kernel, count, arguments, spare=prefetched_pieces(own, level, count, blocks, rows))
             first += outputs
         if activation is None or gates:
             return y

@@ -1,4 +1,4 @@
-"""Every op with compiled kernels where there is one, and in NumPy elsewhere; see `engine.backends.ops.Ops`."""
+"""The ops with compiled kernels, and in NumPy those for layers without; see `engine.backends.ops.Ops`."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ class NativeOps:
         caches = CacheOps(plain)
         self.cache_bytes = caches.cache_bytes
         self.cache = caches.cache
-        self.without_kernels = caches.without_kernels
+        self.in_numpy = caches.in_numpy
         self.buffer = plain.buffer
         self.append_kv = plain.append_kv  # used only by calibration; other paths use `place_kv`
         attention = AttentionOps(launch, plain)
         self.spans = attention.spans
         self.attention = attention.attention
-        encoding = EncodingOps(launch)
+        encoding = EncodingOps(launch, plain)
         self.round_trip = encoding.round_trip
         self.encode_blocks = encoding.encode_blocks
         self.read_blocks = plain.read_blocks
@@ -102,7 +102,7 @@ class NativeOps:
         ops = copy(self)
         ops._compose(self._plain, launch)
         ops.load = ops._matrices.load_shapes
-        return WarmUp(ops, launch.wait, ops._notes, ())
+        return WarmUp(ops, launch.wait, ())
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)
@@ -118,26 +118,14 @@ class NativeOps:
         return [work(i) for i in range(count)]
 
     def threads(self) -> Threads:
-        """The number of threads, why, and what they run: kernels of a level, and what ran in NumPy for want of one."""
-        number, why = self._count.number, self._count.why
+        """The number of threads, why, the level of their kernels, and which could not be compiled."""
+        number, why, library = self._count.number, self._count.why, self._launch.library
         if (started := workers().start(number)) < number:
             number, why = started, f"{why}: {number}, of which the system starts no more"
-        slow = ", ".join(self._in_numpy())
-        level = f"kernels compiled for {self._launch.level.name}" + (
-            f"; in NumPy, for want of one: {slow}" if slow else ""
-        )
-        if self._matrices.row_by_row:
-            level += "; products of several rows one after the other, for want of one"
-        return Threads(number, f"{why}; {level}", tuple(self._launch.library.names))
-
-    def _in_numpy(self) -> list[str]:
-        """Names of the work that NumPy does in the layers of this model, or has done, for want of a kernel."""
-        attention = [f"attention over {types}" for types in sorted(self.without_kernels)]
-        return attention + sorted(self._launch.in_numpy - ({"attention"} if attention else set()))
-
-    def _notes(self) -> list[str]:
-        slow = [what for what in self._in_numpy() if what.startswith("attention")]
-        return [f"NumPy computes the {what}, more slowly: no compiled kernel can for this model." for what in slow]
+        why = f"{why}; kernels compiled for {library.level.name}"
+        if failed := library.failed:
+            why += f"; without {', '.join(failed)}, which cannot be compiled"
+        return Threads(number, why, tuple(library.names))
 
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         return format

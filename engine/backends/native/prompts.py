@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,47 +9,43 @@ import numpy as np
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.cache import TileCache
 from polarlm.engine.backends.native.heads import NO_ROTATION, PreparedTransform
-from polarlm.engine.backends.native.kernels.decoding import DecodeArguments, Decoding, decode, decodes
+from polarlm.engine.backends.native.kernels.decoding import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.prompts import (
     MOST_QUERIES,
     Prompt,
     PromptArguments,
     Segment,
     attend,
-    supports,
 )
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.spans import NO_WINDOW
-from polarlm.engine.backends.numpy.attention import LayerCache, read_blocks
-from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
-from polarlm.engine.jit.run.workers import aligned
+from polarlm.engine.jit.run.buffers import MOST
 
 _LEAST_QUERIES = 48  # of a unit
 _UNITS = 4  # for each thread, if units have more queries than that
-_DECODED = 4096  # tokens of quantized blocks that are in memory as float32 together
+_DECODED = 4096  # tokens of quantized blocks that are in memory as float32 together, at most
 
 
 class PromptOps:
-    """Attention of prompts."""
+    """Attention of prompts over tiles."""
 
-    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
-        self._launch, self._in_numpy = launch, launch.unrecorded(plain.attention, "attention")
-        self._memory = aligned(0)  # of decoded blocks
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
 
     def attention(
         self,
         q: np.ndarray,
-        cache: LayerCache,
+        cache: TileCache,
         spans: Sequence[SpanView],
         scale: float,
         window: int | None,
         transform: PreparedTransform | None = None,
     ) -> np.ndarray:
-        """In NumPy for head dims and groups without a kernel."""
-        if not supports(q.shape[2], q.shape[1] // cache.format.kv_heads):
-            return self._in_numpy(q, cache, spans, scale, window, transform)
+        """Raises KernelError if more query heads share a KV head than a unit has room for."""
+        if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
+            raise KernelError(f"No kernel attends with {group} query heads for each KV head")
         out = np.empty(q.shape, np.float32)
         for span in spans:
             self._attend(q[span.rows], out[span.rows], cache, span, scale, window or NO_WINDOW, transform)
@@ -60,7 +55,7 @@ class PromptOps:
         self,
         q: np.ndarray,
         out: np.ndarray,
-        cache: LayerCache,
+        cache: TileCache,
         span: SpanView,
         scale: float,
         window: int,
@@ -108,19 +103,13 @@ class PromptOps:
         if not parts:
             launch(segments, is_first=True, is_last=True)
 
-    def _decoded(self, cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """k, v (K, B·N, D) float32 of B quantized blocks. They are valid until the next call."""
+    def _decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """k, v (K, B·N, D) float32 of B quantized blocks."""
         format = cache.format
-        kernel = _decoder(cache)
-        if kernel is None or not self._launch.has(kernel):
-            self._launch.in_numpy.add("decoding")
-            return _decoded_in_numpy(cache, ids)
-        assert isinstance(cache, TileCache)
-        shape = 2, format.kv_heads, len(ids) * format.block_size, format.head_dim
-        nbytes = 4 * math.prod(shape)
-        if len(self._memory) < nbytes:
-            self._memory = aligned(nbytes)
-        k, v = self._memory[:nbytes].view(np.float32).reshape(shape)
+        kernel = decode(
+            Decoding(cache.key_tiles, cache.value_tiles, format.mean_bits, format.block_size, format.head_dim)
+        )
+        k, v = self._launch.empty((2, format.kv_heads, len(ids) * format.block_size, format.head_dim))
         keys, values = cache.memory
         arguments = DecodeArguments(
             keys=keys,
@@ -146,29 +135,15 @@ class PromptOps:
         return tile
 
 
-def _parts(cache: LayerCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
+def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
     """Position of the first token, and ids, of the quantized blocks from position `oldest` on, in parts."""
-    size = cache.format.block_size
-    block_tile = max(1, _DECODED // size)
+    format, size = cache.format, cache.format.block_size
+    kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens that a pool keeps the memory of
+    # Powers of two are whole tiles of a kernel: results are those of one part.
+    block_tile = max(1, min(_DECODED, 1 << (kept.bit_length() - 1)) // size)
     ids = np.asarray(span.table, np.int64)
     firsts = range(max(0, oldest - span.table_start) // size, len(ids), block_tile)
     return [(span.table_start + first * size, ids[first : first + block_tile]) for first in firsts]
-
-
-def _decoder(cache: LayerCache) -> Kernel[DecodeArguments] | None:
-    """The kernel that decodes blocks of a cache; None if there is none."""
-    if not (isinstance(cache, TileCache) and decodes(cache.key_tiles, cache.value_tiles)):
-        return None
-    format = cache.format
-    return decode(Decoding(cache.key_tiles, cache.value_tiles, format.mean_bits, format.block_size, format.head_dim))
-
-
-def _decoded_in_numpy(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    k, v, mean = read_blocks(cache, ids)
-    if mean is not None:
-        by_block = k.reshape(*mean.shape[:2], -1, mean.shape[2])
-        by_block += mean[:, :, None]
-    return k, v
 
 
 def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
@@ -177,7 +152,7 @@ def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
     return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
 
 
-def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
+def _full(cache: TileCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
     """The keys and values in full precision at positions from `oldest` up to `end`."""
     size = cache.format.block_size
     if span.sink is not None and oldest < size:

@@ -68,8 +68,6 @@ class StepTable:
         self.views = views
         self._block_size = n = block_size
         self.rows = views[-1].rows.stop - views[0].rows.start
-        self.pieces: np.ndarray | None = None
-        """The pieces of the blocks in full precision, which a recorded step lists and prefetches."""
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
         width = table_width(max(len(view.table) for view in views))
         self.key = n, len(views), self.rows, self.most_rows, width

@@ -163,9 +163,7 @@ class NumpyOps:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         keys = qkv.shape[1] - transform.kv_heads
         queries = keys - transform.kv_heads
-        scale_qk, scale_v = (
-            (None, None) if transform.scale is None else (transform.scale[:keys], transform.scale[keys:])
-        )
+        scale_qk, scale_v = (None, None) if transform.scale is None else np.split(transform.scale, [keys])
         qk, v = qkv[:, :keys], qkv[:, keys:]
         if norms is not None:
             q_norm, k_norm, eps = norms
@@ -196,6 +194,9 @@ class NumpyOps:
         )
         shape = (full, format.kv_heads, format.block_size, format.head_dim)
         return LayerCache(format, k, v, mean, zeros(shape, np.float16), zeros(shape, np.float16))
+
+    def in_numpy(self, cache: LayerCache) -> dict[str, str]:
+        return {}
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
         k, v = np.empty((2, format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)

@@ -119,6 +119,13 @@ class Library:
             raise KernelError(f"The kernel {kernel.name} cannot be compiled for this CPU: {reason}") from error
 
     @property
+    def failed(self) -> list[str]:
+        """Names of the kernels that could not be compiled."""
+        with self._lock:
+            asked = list(self._asked.items())
+        return sorted(kernel.name for kernel, future in asked if future.done() and future.exception() is not None)
+
+    @property
     def names(self) -> list[str]:
         """Names of the kernels that have been loaded."""
         return sorted(kernel.name for kernel in list(self._loaded))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -89,10 +91,35 @@ def test_tiles_do_not_depend_on_the_level(types: tuple[str, str], level: Level) 
     assert all(array.tobytes() == stored[1][name].tobytes() for name, array in stored[0].items())
 
 
-def test_types_without_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = NativeOps(1)
-    ops.cache(format_of(("ring4", "ring3.5")), 1, 1)
-    assert ops.without_kernels == set()
-    monkeypatch.setattr(tiles, "_module", lambda name: None)
-    ops.cache(format_of(("turbo4", "ring4")), 1, 1)
-    assert ops.without_kernels == {"turbo4/ring4"}
+@pytest.mark.parametrize(
+    ("types", "block_size", "head_dim", "work"),
+    [
+        (("ring4", "ring3.5"), 64, 64, {}),
+        (("polarpair-m4n4", "f16"), 64, 64, {"the encoding of keys": "no kernel encodes polarpair-m4n4"}),
+        (("kivi4", "f16"), 64, 64, {"attention and encoding": "no kernel reads kivi4"}),
+        (("trellis3", "kivi4"), 64, 64, {"attention and encoding": "no kernel reads trellis3 and kivi4"}),
+        (
+            ("f16", "f16"),
+            20,
+            64,
+            {"attention and encoding": "kernels read blocks of a multiple of 16 tokens, not of 20"},
+        ),
+        (
+            ("f16", "f16"),
+            64,
+            36,
+            {"attention and encoding": "kernels read heads of a multiple of 8 channels, not of 36"},
+        ),
+        (("f16", "f16"), 64, 512, {"attention and encoding": "kernels have no room for heads of 512 channels"}),
+    ],
+    ids=str,
+)
+def test_a_layer_says_what_numpy_computes_and_why(
+    types: tuple[str, str], block_size: int, head_dim: int, work: dict[str, str]
+) -> None:
+    format = replace(format_of(types), block_size=block_size, head_dim=head_dim)
+    native, plain = NativeOps(1), NumpyOps(1)
+    cache = native.cache(format, 1, 1)
+    assert native.in_numpy(cache) == work
+    assert (type(cache) is TileCache) == ("attention and encoding" not in work)
+    assert plain.in_numpy(plain.cache(format, 1, 1)) == {}

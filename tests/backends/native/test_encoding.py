@@ -17,18 +17,20 @@ from polarlm.engine.quantization.metric import Metric, key_metric, value_metric,
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 
-from polarlm.engine.backends.native import encoding  # isort: skip
+from polarlm.engine.backends.native import codecs as native_codecs  # isort: skip
+from polarlm.engine.backends.native import encoding
 from polarlm.engine.backends.native.cache import CacheOps, TileCache
 from polarlm.engine.backends.native.encoding import EncodingOps
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import Encoding
-from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.attention import LayerCache, Sides
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 WITH_KERNELS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
 HEADS = 2
+HIGHEST = levels()[-1]
 
 # These kernels multiply floats only: the other levels have the same code.
 FLOAT_LEVELS = [level for level in levels() if level.name in ("generic", "avx2", "avx512")]
@@ -53,9 +55,13 @@ def metrics(rng: np.random.Generator, k: str, v: str, dim: int, tokens: int | No
     )
 
 
+def encoding_ops(level: Level = HIGHEST, threads: int = 1) -> EncodingOps:
+    return EncodingOps(launcher(level, threads), NumpyOps(1))
+
+
 def cache(format: CacheFormat, blocks: int, seed: int) -> LayerCache:
     """A layer of `blocks` blocks and as many slots, which hold keys with a bias and values."""
-    made = NumpyOps(1).cache(format, blocks, blocks)
+    made = CacheOps(NumpyOps(1)).cache(format, blocks, blocks)
     rng = np.random.default_rng(seed)
     shape = made.full_k.shape
     for full in made.full_k, made.full_v:
@@ -85,17 +91,21 @@ def in_buffer(k: np.ndarray, v: np.ndarray) -> list[KVLocation]:
     return [KVLocation(tuple(buffer), number) for number in range(len(k))]
 
 
+def stored(cache: LayerCache) -> Sides:
+    """The fields of all blocks."""
+    return cache.read(np.arange(len(cache.full_k)))
+
+
 def points(cache: LayerCache, side: int) -> np.ndarray:
     """The points that the codes of keys or values stand for, float32 (K, B, N, D)."""
-    codec, fields = ((cache.format.codec_k, cache.k), (cache.format.codec_v, cache.v))[side]
+    codec, fields = (cache.format.codec_k, cache.format.codec_v)[side], stored(cache)[side]
     norms = codec.rounding.norms.unpack(fields["norm"])[..., None]
     return codec.decode(fields) / np.where(norms > 0, norms, 1)
 
 
 def arrays(cache: LayerCache) -> dict[str, np.ndarray]:
     """All that is stored of quantized blocks."""
-    sides = {"k": cache.k, "v": cache.v, "mean": cache.mean}
-    return {f"{side}.{name}": array for side, fields in sides.items() for name, array in fields.items()}
+    return {f"{side}.{name}": x for side, fields in stored(cache)._asdict().items() for name, x in fields.items()}
 
 
 def share_of_equal_blocks(a: LayerCache, b: LayerCache, side: int) -> float:
@@ -110,11 +120,11 @@ def share_of_equal_blocks(a: LayerCache, b: LayerCache, side: int) -> float:
 def cost(cache: LayerCache, side: int) -> float:
     """What the errors of keys or values cost by the metric, if block i has been encoded from slot i."""
     format = cache.format
-    codec, fields, metric, full = (
-        (format.codec_k, cache.k, format.metric_k, cache.full_k),
-        (format.codec_v, cache.v, format.metric_v, cache.full_v),
+    codec, metric, full = (
+        (format.codec_k, format.metric_k, cache.full_k),
+        (format.codec_v, format.metric_v, cache.full_v),
     )[side]
-    decoded = codec.decode(fields)
+    decoded = codec.decode(stored(cache)[side])
     if side == 0 and format.mean_bits:
         decoded = decoded + read_mean(cache.mean)[:, :, None]
     errors = (full.swapaxes(0, 1) - decoded).astype(np.float64)
@@ -127,7 +137,7 @@ def cost(cache: LayerCache, side: int) -> float:
 def both(format: CacheFormat, level: Level, blocks: int = 3, threads: int = 1) -> tuple[LayerCache, LayerCache]:
     """The same blocks encoded by kernels and in NumPy."""
     caches, places = [cache(format, blocks, seed=1) for _ in range(2)], slots(*range(blocks))
-    EncodingOps(launcher(level, threads)).encode_blocks([FilledBlocks(caches[:1], list(range(blocks)), places)])
+    encoding_ops(level, threads).encode_blocks([FilledBlocks(caches[:1], list(range(blocks)), places)])
     NumpyOps(1).encode_blocks([FilledBlocks(caches[1:], list(range(blocks)), places)])
     return caches[0], caches[1]
 
@@ -148,7 +158,7 @@ def test_codes_are_those_of_numpy(name: str, along: bool, level: Level) -> None:
 
 def test_errors_cost_the_same() -> None:
     (format,) = formats(10, "ring4", "ring3.5", 64, 64, 8)
-    compiled, plain = both(format, levels()[-1], blocks=40)
+    compiled, plain = both(format, HIGHEST, blocks=40)
     for side in (0, 1):
         assert share_of_equal_blocks(compiled, plain, side) > 0.9
         assert cost(compiled, side) == pytest.approx(cost(plain, side), rel=1e-3)
@@ -181,7 +191,7 @@ def test_without_feedback_codes_are_equal(name: str, level: Level) -> None:
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, along: bool, seed: int) -> None:
     (format,) = formats(seed, k, v, 8 * eighths, size, mean_bits, along=along)
-    compiled, plain = both(format, levels()[-1], blocks=1)
+    compiled, plain = both(format, HIGHEST, blocks=1)
     for side in (0, 1):
         equal, costs = share_of_equal_blocks(compiled, plain, side), [cost(made, side) for made in (compiled, plain)]
         assert equal == 1 or costs[0] == pytest.approx(costs[1], rel=0.3)
@@ -200,22 +210,23 @@ def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, alon
         ("ring3.5", "turbo4", 72, 16, True),
     ],
 )
-def test_tiles_are_those_of_the_fields(k: str, v: str, dim: int, size: int, along: bool, level: Level) -> None:
-    """Kernels that write tiles, in any order of blocks, and leave other blocks as they are."""
+def test_blocks_are_those_that_are_encoded_alone(
+    k: str, v: str, dim: int, size: int, along: bool, level: Level
+) -> None:
+    """In any order of blocks; other blocks stay as they are."""
     (format,) = formats(11, k, v, dim, size, 8, along=along)
-    ops = EncodingOps(launcher(level))
-    plain, tiled = cache(format, 4, seed=1), CacheOps(NumpyOps(1)).cache(format, 4, 4)
-    large = (full[[0, 2, 1]].astype(np.float32) * 1e4 for full in (plain.full_k, plain.full_v))  # half norms saturate
+    ops = encoding_ops(level)
+    together, alone = (cache(format, 4, seed=1) for _ in range(2))
+    large = (full[[0, 2, 1]].astype(np.float32) * 1e4 for full in (alone.full_k, alone.full_v))  # half norms saturate
     places = in_buffer(*large)
-    ops.encode_blocks([FilledBlocks([plain], [3, 1, 0], places)])
-    ops.encode_blocks([FilledBlocks([tiled], [3, 1, 0], places)])
-    assert isinstance(tiled, TileCache)
-    written = tiled.read(np.array([0, 1, 3]))
-    for side, expected in zip(written, (plain.k, plain.v, plain.mean), strict=True):
-        for name, array in side.items():
-            np.testing.assert_array_equal(array, expected[name][:, [0, 1, 3]])
-    assert not tiled.memory[0][:, 2].any()
-    assert not tiled.memory[1][:, 2].any()
+    ops.encode_blocks([FilledBlocks([together], [3, 1, 0], places)])
+    for block, place in zip([3, 1, 0], places, strict=True):
+        ops.encode_blocks([FilledBlocks([alone], [block], [place])])
+    for name, array in arrays(alone).items():
+        np.testing.assert_array_equal(arrays(together)[name].view(np.uint8), array.view(np.uint8))
+    assert isinstance(together, TileCache)
+    for memory in together.memory:
+        assert memory.any(axis=(0, 2)).tolist() == [True, True, False, True]
 
 
 @every_float_level
@@ -243,7 +254,7 @@ def test_tiles_without_a_metric_are_those_of_numpy(
         x[0, 0, 0], x[0, 0, 1], x[0, 1, 2], x[1, 1, 1, 3] = 0, x[0, 0, 1] * 1e-30, 1e-42, 3e38
         given_.append(x)
     for places in in_buffer(*given_), slots(0, 2, 1):
-        EncodingOps(launcher(level)).encode_blocks([FilledBlocks([compiled], [2, 0, 1], places)])
+        encoding_ops(level).encode_blocks([FilledBlocks([compiled], [2, 0, 1], places)])
         NumpyOps(1).encode_blocks([FilledBlocks([plain], [2, 0, 1], places)])
         for name, array in arrays(plain).items():
             np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
@@ -266,7 +277,7 @@ def test_polar_codes_of_any_shape_are_those_of_numpy(eighths: int, size: int, me
         same[...] = full
     for memory in compiled.k["tiles"], compiled.v["tiles"]:
         memory[...] = 0xFF  # of a block that was there before
-    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [0, 1], slots(1, 0))])
+    encoding_ops().encode_blocks([FilledBlocks([compiled], [0, 1], slots(1, 0))])
     NumpyOps(1).encode_blocks([FilledBlocks([plain], [0, 1], slots(1, 0))])
     for side, expected in zip(compiled.read(np.arange(2)), plain.read(np.arange(2)), strict=True):
         for name, array in expected.items():
@@ -284,20 +295,14 @@ def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
     (metric,) = formats(14, name, name, 24, 32, 8)
     format = replace(metric, metric_k=None, metric_v=None)
     compiled, plain = (cache(format, 2, seed=1) for _ in range(2))
-    tiled = CacheOps(NumpyOps(1)).cache(format, 2, 2)
     k, v = plain.full_k.astype(np.float32), plain.full_v.astype(np.float32)
     for x in k, v:
         x[0, :, 3] = 0
         x[1, 1, 4] = np.linspace(-1, 1, 24) * largest
     places = in_buffer(k, v)
-    for made in compiled, tiled:
-        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1], places)])
-    written = tiled.read(np.arange(2))
-    for fields, expected in (written.k, compiled.k), (written.v, compiled.v):
-        for field, array in fields.items():
-            np.testing.assert_array_equal(array, expected[field])
+    encoding_ops().encode_blocks([FilledBlocks([compiled], [0, 1], places)])
     NumpyOps(1).encode_blocks([FilledBlocks([plain], [0, 1], places)])
-    for side, (fields, expected) in enumerate([(compiled.k, plain.k), (compiled.v, plain.v)]):
+    for side, (fields, expected) in enumerate(zip(stored(compiled)[:2], stored(plain)[:2], strict=True)):
         same = np.isclose(points(compiled, side), points(plain, side), atol=1e-3)
         assert same.mean() > 0.999
         assert same[1, 1, 4].all()
@@ -311,7 +316,7 @@ def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int, le
     format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 0, 16, HEADS, 32)
     made = CacheOps(NumpyOps(1)).cache(format, 2, 2)
     (made.full_k, made.full_v)[side][1, 1, 3, 17] = np.nan
-    ops = EncodingOps(launcher(level))
+    ops = encoding_ops(level)
     ops.encode_blocks([FilledBlocks([made], [0], slots(0))])
     with pytest.raises(NotFinite, match=name):
         ops.encode_blocks([FilledBlocks([made], [0], slots(1))])
@@ -326,7 +331,7 @@ def test_round_trip(name: str, tokens: int) -> None:
         (format,) = formats(13, name, name, 32, 32, 8)
     compiled, plain = (cache(format, 2, seed=1) for _ in range(2))
     before = plain.full_k.copy(), plain.full_v.copy()
-    EncodingOps(launcher(levels()[-1])).round_trip(compiled, KVLocation(None, 1), tokens)
+    encoding_ops().round_trip(compiled, KVLocation(None, 1), tokens)
     NumpyOps(1).round_trip(plain, KVLocation(None, 1), tokens)
     for x, full, expected in zip(before, (compiled.full_k, compiled.full_v), (plain.full_k, plain.full_v), strict=True):
         np.testing.assert_array_equal(full[0], x[0])
@@ -339,14 +344,14 @@ def test_round_trip(name: str, tokens: int) -> None:
 
 def test_norms_may_be_half_precision() -> None:
     (format,) = formats(2, "ring4+norm16", "ring3.5+norm16", 64, 64, 8)
-    compiled, plain = both(format, levels()[-1])
-    for fields, expected in (compiled.k, plain.k), (compiled.v, plain.v):
+    compiled, plain = both(format, HIGHEST)
+    for fields, expected in zip(stored(compiled)[:2], stored(plain)[:2], strict=True):
         np.testing.assert_allclose(fields["norm"], expected["norm"], rtol=2e-3)
 
 
 def test_two_threads_give_the_same_bytes() -> None:
     (format,) = formats(3, "ring4", "ring3.5", 64, 64, 8)
-    one, two = (both(format, levels()[-1], blocks=9, threads=threads)[0] for threads in (1, 2))
+    one, two = (both(format, HIGHEST, blocks=9, threads=threads)[0] for threads in (1, 2))
     for name, array in arrays(one).items():
         np.testing.assert_array_equal(array.view(np.uint8), arrays(two)[name].view(np.uint8))
 
@@ -355,13 +360,13 @@ def test_blocks_of_layers_from_slots() -> None:
     """Blocks and slots in any order; the layers have their own metrics."""
     layers = [cache(format, 5, seed) for seed, format in enumerate(formats(4, "ring4", "turbo3", 16, 16, 8, layers=3))]
     alone = [cache(layer.format, 5, seed) for seed, layer in enumerate(layers)]
-    ops = EncodingOps(launcher(levels()[-1], 2))
+    ops = encoding_ops(threads=2)
     ops.encode_blocks([FilledBlocks(layers, [4, 1], slots(2, 0))])
     for layer, single in zip(layers, alone, strict=True):
         NumpyOps(1).encode_blocks([FilledBlocks([single], [4, 1], slots(2, 0))])
         for side in (0, 1):
             assert share_of_equal_blocks(layer, single, side) >= 0.5
-        assert not np.array_equal(layer.k["low"][:, 4], layer.k["low"][:, 1])
+        assert not np.array_equal(stored(layer).k["low"][:, 4], stored(layer).k["low"][:, 1])
 
 
 def test_blocks_of_a_prompt_from_its_buffer() -> None:
@@ -371,7 +376,7 @@ def test_blocks_of_a_prompt_from_its_buffer() -> None:
         side[...] = np.random.default_rng(6).standard_normal(side.shape)
     compiled, plain = (cache(format, 4, seed=1) for _ in range(2))
     places = [KVLocation(buffer, number) for number in (2, 3)]
-    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [3, 0], places)])
+    encoding_ops().encode_blocks([FilledBlocks([compiled], [3, 0], places)])
     NumpyOps(1).encode_blocks([FilledBlocks([plain], [3, 0], places)])
     for side in (0, 1):
         assert share_of_equal_blocks(compiled, plain, side) >= 0.5
@@ -385,7 +390,7 @@ def test_what_is_not_finite_is_refused(side: int, bad: float) -> None:
     (made.full_k, made.full_v)[side][1, 0, 5, 7] = bad
     places = in_buffer(made.full_k, made.full_v)
     with pytest.raises(NotFinite, match=(format.codec_k, format.codec_v)[side].name):
-        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1, 2], places)])
+        encoding_ops().encode_blocks([FilledBlocks([made], [0, 1, 2], places)])
 
 
 def test_extreme_values() -> None:
@@ -395,15 +400,15 @@ def test_extreme_values() -> None:
     k, v = plain.full_k.astype(np.float32), plain.full_v.astype(np.float32)
     for x in k, v:
         x[0, :, 0], x[0, 0, 1], x[0, 1, 3] = 0, 3e38, x[0, 1, 3] * 1e-30
-    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [0], in_buffer(k, v))])
+    encoding_ops().encode_blocks([FilledBlocks([compiled], [0], in_buffer(k, v))])
     NumpyOps(1).encode_blocks([FilledBlocks([plain], [0], in_buffer(k, v))])
-    np.testing.assert_array_equal(compiled.k["norm"], plain.k["norm"])
-    np.testing.assert_array_equal(compiled.v["norm"], plain.v["norm"])
+    for fields, expected in zip(stored(compiled)[:2], stored(plain)[:2], strict=True):
+        np.testing.assert_array_equal(fields["norm"], expected["norm"])
 
 
 def test_codecs_without_a_kernel_are_encoded_in_numpy() -> None:
     (format,) = formats(9, "ring4", "ring4", 16, 20, 8)  # 20 tokens do not fill vectors
-    compiled, plain = both(format, levels()[-1])
+    compiled, plain = both(format, HIGHEST)
     for name, array in arrays(plain).items():
         np.testing.assert_array_equal(arrays(compiled)[name], array)
 
@@ -414,7 +419,8 @@ def test_codecs_without_a_kernel_are_encoded_in_numpy() -> None:
 def test_instructions(level: Level, along_tokens: bool) -> None:
     """Error feedback and norms are multiply-adds in whole registers; their sums never go to the stack."""
     encoding = Encoding(8, 2, 64, tilted=not along_tokens, along_tokens=along_tokens, mean_bits=8)
-    loop = Loop(encode(encoding), level, product=True)
+    side = (native_codecs.keys, native_codecs.values)[along_tokens](codecs.get("ring4"), 64, 64)
+    loop = Loop(encode(encoding, side), level, product=True)
     assert loop.count("vfmadd231ps") >= 4
     assert loop.count("vfmadd231ps") >= len(loop) / 2
     assert loop.on_stack == 0

@@ -63,7 +63,7 @@ def test_a_recorded_step_gives_back_what_a_prompt_took() -> None:
 def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
     launch = Launcher(1)
     model, graphs = Model(launch), Graphs(launch)
-    halve = launch.unrecorded(lambda x: x / 2, "halve")
+    halve = launch.unrecorded(lambda x: x / 2)
 
     def work(x: np.ndarray) -> np.ndarray:
         return halve(model.forward(x))

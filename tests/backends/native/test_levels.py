@@ -157,7 +157,7 @@ def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], m
     self_test.check(level)
     case = step(Shape(types=types), [Sequence_(100), Sequence_(37, rows=2)], None)
     np.testing.assert_array_equal(attended(case, level, None), attended(case, LEVELS[0], None))
-    prompts = PromptOps(launcher(level), plain)
+    prompts = PromptOps(launcher(level))
     buffer = plain.buffer(case.cache.format, 64)
     for side, x in zip(buffer, (case.keys[0], case.values[0]), strict=True):
         side[:, :64] = x[:64].swapaxes(0, 1)

@@ -22,8 +22,6 @@ from polarlm.engine.backends.native.kernels.prefetch import (
     PIECE,
     PieceArguments,
     Prefetch,
-    PrefetchHint,
-    assign,
     list_pieces,
 )
 from polarlm.engine.backends.native.kernels.product import (
@@ -35,6 +33,7 @@ from polarlm.engine.backends.native.kernels.product import (
     units,
 )
 from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.prefetching import add_prefetches
 from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang.values import I8, Value
@@ -149,15 +148,6 @@ def test_products_that_read_as_long_as_they_compute_prefetch_nothing() -> None:
     assert prefetched_pieces(Product(plain, 8), 16, len(packed), 768, 8) == 0
 
 
-def test_the_last_product_takes_the_first_pieces() -> None:
-    hints = [PrefetchHint(NOTHING.copy(), pieces) for pieces in (10, 20, 30)]
-    keys, values, pieces = np.zeros((3, 4), np.int64)
-    assign(hints, keys, values, pieces)
-    at = keys.ctypes.data, values.ctypes.data, pieces.ctypes.data
-    assert [tuple(hint.ahead) for hint in hints] == [(*at, 50), (*at, 30), (*at, 0)]
-    assert (NOTHING[[0, 1, 3]] == 0).all()
-
-
 @pytest.mark.slow
 def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_first() -> None:
     shape = Shape(block_size=64, types=("f16", "f16"))
@@ -177,26 +167,39 @@ def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_f
         return results
 
     wanted = [x.copy() for x in work()]
-    assert table.pieces is None
     with launch.record() as recording:
         results = work()
+    add_prefetches(recording)
     launch.replay(recording)
     for result, x in zip(results, wanted, strict=True):
         np.testing.assert_array_equal(result, x)
 
-    assert [r.kernel.name for r in recording.launches].count(list_pieces().name) == 1
-    assert table.pieces is not None
-    assert table.pieces[0] > 0
+    (listing,) = [r for r in recording.launches if r.kernel == list_pieces()]
+    pieces = listing.arrays["pieces"]
+    assert pieces[0] > 0
     products = [r for r in recording.launches if r.kernel.name.startswith("product")]
-    given = [next(x for x in r.keep if isinstance(x, np.ndarray) and x.shape == NOTHING.shape) for r in products]
+    given = [r.arrays["ahead"] for r in products]
     for ahead in given[:2]:
         assert (ahead == NOTHING).all()
     for case, before, last in zip(cases[1:], given[2::2], given[3::2], strict=True):
-        for ahead in (before, last):
-            assert ahead[0] == case.cache.full_k.ctypes.data
-            assert ahead[1] == case.cache.full_v.ctypes.data
-            assert ahead[2] == table.pieces.ctypes.data
-        assert before[3] > last[3] == 0
+        keys, values = case.cache.full_k, case.cache.full_v
+        at = keys.ctypes.data, values.ctypes.data, pieces.ctypes.data
+        # The last product takes the first pieces.
+        assert tuple(last) == (*at, 0)
+        assert tuple(before) == (*at, products[-1].spare)
+    assert all(r.number("ahead") == ahead.ctypes.data for r, ahead in zip(products, given, strict=True))
+    assert (NOTHING[[0, 1, 3]] == 0).all()
+
+
+def test_steps_without_time_to_prefetch_list_nothing() -> None:
+    case = step(Shape(types=("f16", "f16")), [Sequence_(30)], None)
+    launch = launcher(best())
+    attention = AttentionOps(launch, NumpyOps())
+    with launch.record() as recording:
+        attention.attention(case.q, case.cache, StepTable(case.views, 16), SCALE, None)
+    before = list(recording.launches)
+    add_prefetches(recording)
+    assert recording.launches == before
 
 
 def test_prefetched_lines_are_whole() -> None:

@@ -14,6 +14,7 @@ from polarlm.engine.backends.numpy.attention import LayerCache, attend
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs._rotation import dense, signed_hadamard
+from polarlm.engine.errors import KernelError
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
@@ -95,7 +96,7 @@ def test_prompts_attend(
     stored = transform(rng, 2 * group, 2, signed_hadamard(dim), is_scaled=True)
     (prepared,) = HeadOps(launcher(level)).prepare([stored])
     q = rng.standard_normal((rows, 2 * group, dim)).astype(np.float32)
-    found = PromptOps(launcher(level), PLAIN).attention(q, cache, [span], 0.3, window, prepared)
+    found = PromptOps(launcher(level)).attention(q, cache, [span], 0.3, window, prepared)
     check(found, exact(q, cache, span, 0.3, window, stored))
 
 
@@ -104,7 +105,7 @@ def test_prompts_attend(
     dim=st.sampled_from([24, 64]),
     group=st.integers(1, 8),
     kv_heads=st.integers(1, 3),
-    codec=st.sampled_from(["f16", "ring4", "turbo3", "polarquant", "q8_0", "kivi4"]),
+    codec=st.sampled_from(["f16", "ring4", "turbo3", "polarquant", "q8_0"]),
     rotation=st.sampled_from(["none", "hadamard", "dense"]),
     blocks=st.integers(0, 12),
     rows=st.integers(1, 150),
@@ -137,7 +138,7 @@ def test_prompts_attend_to_all_that_is_before_them(
     q = rng.standard_normal((rows, kv_heads * group, dim)).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "_DECODED", 5 * N)
-        found = PromptOps(launcher(best(), threads), PLAIN).attention(q, cache, [span], 0.25, window, prepared)
+        found = PromptOps(launcher(best(), threads)).attention(q, cache, [span], 0.25, window, prepared)
     check(found, exact(q, cache, span, 0.25, window, stored))
 
 
@@ -145,14 +146,17 @@ def test_results_are_the_same_for_any_number_of_threads_and_any_parts() -> None:
     rng = np.random.default_rng(0)
     cache, span = sequence(rng, 64, 2, "ring4", 9, 200, 30)
     q = rng.standard_normal((200, 6, 64)).astype(np.float32)
-    wanted = PromptOps(launcher(best()), PLAIN).attention(q, cache, [span], 0.1, 90)
+    wanted = PromptOps(launcher(best())).attention(q, cache, [span], 0.1, 90)
     for threads in (2, 3, 8):
-        found = PromptOps(launcher(best(), threads), PLAIN).attention(q, cache, [span], 0.1, 90)
+        found = PromptOps(launcher(best(), threads)).attention(q, cache, [span], 0.1, 90)
         np.testing.assert_array_equal(found, wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "_DECODED", 4 * N)
+        np.testing.assert_array_equal(PromptOps(launcher(best())).attention(q, cache, [span], 0.1, 90), wanted)
     parts = []
     for rows in (slice(0, 77), slice(77, 78), slice(78, 200)):
         own = replace(span, rows=slice(0, rows.stop - rows.start), position=span.position + rows.start)
-        parts.append(PromptOps(launcher(best()), PLAIN).attention(q[rows], cache, [own], 0.1, 90))
+        parts.append(PromptOps(launcher(best())).attention(q[rows], cache, [own], 0.1, 90))
     np.testing.assert_array_equal(np.concatenate(parts), wanted)
 
 
@@ -163,29 +167,26 @@ def test_queries_that_are_not_finite_give_results_that_are_not(broken: float) ->
     cache, span = sequence(rng, 64, 1, "f16", 0, 4, 0)
     q = rng.standard_normal((4, 1, 64)).astype(np.float32)
     q[2, 0, 5] = broken
-    found = PromptOps(launcher(best()), PLAIN).attention(q, cache, [span], 0.1, None)
+    found = PromptOps(launcher(best())).attention(q, cache, [span], 0.1, None)
     assert np.isnan(found[2]).all()
     assert np.isfinite(found[[0, 1, 3]]).all()
 
 
-def test_head_dims_without_a_kernel_attend_in_numpy() -> None:
+@pytest.mark.parametrize(("codec", "dim"), [("trellis3", 64), ("f16", 1024), ("f16", 20)])
+def test_layers_without_kernels_attend_in_numpy(codec: str, dim: int) -> None:
     rng = np.random.default_rng(0)
-    cache, span = sequence(rng, 1024, 1, "f16", 0, 4, 0)
-    q = rng.standard_normal((4, 1, 1024)).astype(np.float32)
-    found = PromptOps(launcher(best()), PLAIN).attention(q, cache, [span], 0.1, None)
+    ops = NativeOps(1)
+    cache, span = sequence(rng, dim, 1, codec, 2, 40, 0)
+    q = rng.standard_normal((40, 2, dim)).astype(np.float32)
+    found = ops.attention(q, cache, ops.spans([span], N), 0.1, None)
     np.testing.assert_array_equal(found, PLAIN.attention(q, cache, [span], 0.1, None))
 
 
-def test_prompts_of_an_engine_attend_by_the_kernel() -> None:
-    """On the compiled backend, whatever the cache type."""
+def test_too_many_queries_for_a_head_are_refused() -> None:
     rng = np.random.default_rng(0)
-    ops = NativeOps(1)
-    cache, span = sequence(rng, 64, 1, "trellis3", 2, 40, 0)
-    (prepared,) = ops.prepare([HeadTransform(1)])
-    q = rng.standard_normal((40, 2, 64)).astype(np.float32)
-    found = ops.attention(q, cache, ops.spans([span], N), 0.1, None, prepared)
-    np.testing.assert_array_equal(found, PromptOps(launcher(best()), PLAIN).attention(q, cache, [span], 0.1, None))
-    assert (found != PLAIN.attention(q, cache, [span], 0.1, None)).any()
+    cache, span = sequence(rng, 8, 1, "f16", 0, 1, 0)
+    with pytest.raises(KernelError, match="193 query heads"):
+        PromptOps(launcher(best())).attention(np.zeros((1, 193, 8), np.float32), cache, [span], 0.1, None)
 
 
 @pytest.mark.slow(keep=1)

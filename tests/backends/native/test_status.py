@@ -34,7 +34,14 @@ def stepped(path: Path, cache_type: str) -> Engine:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("cache_type", "in_numpy"),
-    [("f16", ""), ("polarquant", ""), ("polarpair-m4n4/f16", "; in NumPy, for want of one: encoding")],
+    [
+        ("f16", ""),
+        ("polarquant", ""),
+        (
+            "polarpair-m4n4/f16",
+            "; NumPy computes the encoding of keys in all layers, more slowly: no kernel encodes polarpair-m4n4",
+        ),
+    ],
 )
 def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: str) -> None:
     with stepped(tiny_path, cache_type=cache_type) as engine:
@@ -48,16 +55,23 @@ def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: 
     assert best().name in line
 
 
-@pytest.mark.parametrize("types", ["kivi4/kivi4", "trellis3/f16"])
-def test_it_names_what_runs_in_numpy(tiny_path: Path, types: str) -> None:
+@pytest.mark.parametrize(
+    ("k", "v", "layers", "codec"),
+    [
+        ("kivi4", "kivi4", "all layers", "kivi4"),
+        ("trellis3", "f16", "all layers", "trellis3"),
+        ("ring4", "kivi4@1,ring4", "layer 1", "kivi4"),
+    ],
+)
+def test_it_names_what_runs_in_numpy(tiny_path: Path, k: str, v: str, layers: str, codec: str) -> None:
     said: list[str] = []
-    settings = {"device": "cpu", "block_size": 32, "calibration": False, "cache_type": types}
+    settings = {"device": "cpu", "block_size": 32, "calibration": False, "cache_type_k": k, "cache_type_v": v}
     with Engine.load(tiny_path, verbose=said.append, **settings) as engine:
         threads = engine.status().threads
-    slow = f"attention over {types}"
-    assert f"NumPy computes the {slow}, more slowly: no compiled kernel can for this model." in said
+    clause = f"NumPy computes attention and encoding in {layers}, more slowly: no kernel reads {codec}"
+    assert f"{clause}." in said
     assert threads is not None
-    assert f"in NumPy, for want of one: {slow}, " in threads.why  # before any request
+    assert threads.why.endswith(f"; {clause}")
 
 
 def test_it_says_nothing_of_types_with_kernels(tiny_path: Path) -> None:

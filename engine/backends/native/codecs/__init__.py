@@ -2,7 +2,7 @@
 
 A module here has the name of the codec's module in `engine.codecs`. It defines `keys(codec, block_size, head_dim)` and
 `values(codec, block_size, head_dim)`, which return the tiles of that codec, or None for sizes or options without a
-kernel; a codec that stores one side only may leave out the other. Attention is in NumPy where there are no tiles.
+kernel; a codec that stores one side only may leave out the other. A layer without tiles of both sides is NumPy's.
 
 All vectors are in the stored space: rotated, scaled, without the block mean. N is the block size, D the head dim.
 Addresses are multiples of 64 bytes. Vectors of D float32 have room for D rounded up to a multiple of 16.
@@ -46,6 +46,12 @@ class Tiles(Protocol):
     def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
         """The exact inverse of `pack`."""
 
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        """The vectors of a tile, exact but for float32 → out (N, D) float32. scratch: memory for 4·N·D bytes.
+
+        For prompts, which read earlier turns so.
+        """
+
 
 class KeyTiles(Tiles, Protocol):
     """Tiles of keys."""
@@ -84,14 +90,6 @@ class EncodedTiles(Protocol):
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         """The kernel that encodes keys (side 0) or values (1) of a format into tiles; None if there is none."""
-
-
-@runtime_checkable
-class DecodedTiles(Protocol):
-    """Tiles that a kernel can decode, for prompts that read earlier turns. Others are decoded in NumPy."""
-
-    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
-        """The vectors of a tile, exact but for float32 → out (N, D) float32. scratch: memory for 4·N·D bytes."""
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> KeyTiles | None:

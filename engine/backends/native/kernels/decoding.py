@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.codecs import DecodedTiles, KeyTiles, ValueTiles
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.rotation import pieces
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
@@ -28,11 +28,6 @@ class Decoding:
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}"
         return f"decode_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}"
-
-
-def decodes(keys: KeyTiles, values: ValueTiles) -> bool:
-    """Whether there is a kernel for these tiles."""
-    return isinstance(keys, DecodedTiles) and isinstance(values, DecodedTiles)
 
 
 class DecodeArguments(NamedTuple):
@@ -62,8 +57,6 @@ def decode(spec: Decoding) -> Kernel[DecodeArguments]:
     nbytes = 4 * n * dim
 
     def emit(e: Emitter, args: DecodeArguments, begin: Value, end: Value, scratch: Value) -> None:
-        assert isinstance(spec.keys, DecodedTiles)
-        assert isinstance(spec.values, DecodedTiles)
         with e.loop(begin, end) as unit:
             head, block = unit // args.count, e.load(args.ids + unit % args.count * 8, I64)
             key, value = args.k + unit * nbytes, args.v + unit * nbytes

@@ -6,7 +6,6 @@ than it computes. So the products of a step bring those blocks into the cores' c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -38,24 +37,6 @@ class Ahead(NamedTuple):
 
 
 NOTHING = words(Ahead(keys=None, values=None, pieces=_EMPTY, first=0))
-
-
-class PrefetchHint(NamedTuple):
-    """What a product prefetches, and the number of pieces that it has the time for."""
-
-    ahead: np.ndarray
-    pieces: int
-
-
-def assign(hints: Sequence[PrefetchHint], keys: np.ndarray, values: np.ndarray, pieces: np.ndarray) -> None:
-    """Let products prefetch `pieces`, from `list_pieces`, of `full_k` and `full_v`.
-
-    The last product takes the first pieces, as many as it can, since what is prefetched early may be lost again.
-    """
-    first = 0
-    for hint in reversed(hints):
-        hint.ahead[:] = words(Ahead(keys=keys, values=values, pieces=pieces, first=first))
-        first += hint.pieces
 
 
 class Prefetch:

@@ -63,9 +63,9 @@ class _Scratch:
         return start
 
 
-def supports(dim: int, group: int) -> bool:
-    """Whether a kernel exists for this head dim, and this number of queries per KV head."""
-    return group <= MOST_QUERIES and _Scratch(dim).end <= SCRATCH
+def supports(dim: int) -> bool:
+    """Whether a unit has room for heads of so many channels."""
+    return _Scratch(dim).end <= SCRATCH
 
 
 class Segment(NamedTuple):

@@ -13,7 +13,7 @@ from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
 from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.backends.native.kernels.decoding import Decoding, decode, decodes
+from polarlm.engine.backends.native.kernels.decoding import Decoding, decode
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
@@ -88,7 +88,6 @@ def test_tiles_are_decoded(name: str, level: Level) -> None:
     keys, values = tiles.keys(pair[0], n, d), tiles.values(pair[1], n, d)
     assert keys is not None
     assert values is not None
-    assert decodes(keys, values)
     memory = [side.pack(own) for side, own in zip((keys, values), fields, strict=True)]
     found = np.full((2, 2, len(ids), n, d), np.nan, np.float32)
     run(decode(Decoding(keys, values, 0, n, d)), level, 2 * len(ids), attend.decoded(memory, ids, found))

@@ -19,15 +19,15 @@ from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measur
 from polarlm.engine.backends.native.kernels.encode.norms import write_norms
 from polarlm.engine.backends.native.kernels.encode.rounding import round_all_tokens, round_alone, write_codes
 from polarlm.engine.backends.native.kernels.encode.skewed import round_skewed
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, EncodeArguments, Encoding, PackedTiles, Unit
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Encoding, PackedTiles, Unit
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.lang.values import Value
 from polarlm.engine.quantization.encode import LARGEST
 
 
-def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel[EncodeArguments]:
-    """Encodes blocks; into tiles, if they are given.
+def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
+    """Encodes blocks into tiles.
 
     blocks (units,): a `Block` each; dim: D; is_half: whether all x are float16, as in slots. A byte of `damaged`
     (units,) becomes 1 where x is not finite. Scratch: `scratch_bytes`.
@@ -46,16 +46,11 @@ def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel[Encod
                 round_all_tokens(unit)
             if encoding.has_metric:
                 write_norms(unit)
-            if tiles is None:
-                write_codes(unit, unit.block.codes)
-                with unit.vectors() as offset:
-                    e.store(e.load(unit.norms + offset, vector(F32, LANES)), unit.block.norms + offset)
-            elif tiles.by_token:
+            if tiles.by_token:
                 write_codes(unit, unit.errors)  # which are not needed any more
                 tiles.emit_pack(e, unit.errors, unit.norms, unit.block.tiles)
             else:
                 assert not encoding.along_tokens
                 tiles.emit_pack(e, unit.codes, unit.norms, unit.block.tiles)
 
-    name = encoding.name + ("" if tiles is None else f"_{tiles.name}")
-    return Kernel(name, emit, EncodeArguments)
+    return Kernel(f"{encoding.name}_{tiles.name}", emit, EncodeArguments)

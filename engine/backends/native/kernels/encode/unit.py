@@ -34,7 +34,7 @@ class Block(NamedTuple):
     """What a unit reads and writes.
 
     x (N, D) float32 or float16; the metric's arrays of its KV head, as `Encoding` describes them; where the results are
-    written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the fields of the mean.
+    written: a tile, and the fields of the mean.
     """
 
     x: Pointer
@@ -42,8 +42,6 @@ class Block(NamedTuple):
     matrix: Pointer
     mean_query: Pointer
     along: Pointer
-    codes: Pointer
-    norms: Pointer
     tiles: Pointer
     mean: Pointer
     mean_scale: Pointer

@@ -1,0 +1,80 @@
+"""What a kernel needs to encode the keys, or the values, of one layer; made with the layer's cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.codecs import EncodedTiles, Tiles
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Block, EncodeArguments
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.quantization.metric import Metric
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """A kernel, and the addresses of the metric's arrays for each KV head: int64 (K, fields of `Block`), 0 for other
+    fields. arrays: these arrays, so that they stay."""
+
+    kernel: Kernel[EncodeArguments]
+    addresses: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+
+def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
+    """The encoder of keys (side 0) or values (1) into tiles; where there is none, why, and NumPy encodes."""
+    codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
+    if not isinstance(tiles, EncodedTiles):
+        return f"no kernel encodes {codec.name}"
+    if (kernel := tiles.encoder(format, side)) is None:
+        return (
+            f"kernels have no room to encode {format.block_size} tokens of {format.head_dim} channels as {codec.name}"
+        )
+    arrays = {} if metric is None else _arrays(metric)
+    addresses = np.zeros((format.kv_heads, len(Block._fields)), np.int64)
+    for name, array in arrays.items():
+        addresses[:, Block._fields.index(name)] = by_head(array, format.kv_heads)
+    return Encoder(kernel, addresses, arrays)
+
+
+def by_head(array: np.ndarray, heads: int) -> np.ndarray:
+    """array (K or 1, …) → addresses along its first axis, (K,) int64."""
+    assert array[0].flags.c_contiguous
+    step = array.strides[0] if len(array) == heads else 0
+    return array.ctypes.data + np.arange(heads, dtype=np.int64) * step
+
+
+def _arrays(metric: Metric) -> dict[str, np.ndarray]:
+    """The arrays of a metric, by the names that they have in `Block`."""
+    arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
+    if metric.tilt_mean is not None:
+        arrays["mean_query"] = metric.tilt_mean
+    if metric.token_feedback is not None:
+        width = metric.feedback.shape[1] // metric.weights.shape[1]
+        arrays["feedback"] = diagonals(metric.feedback, width)
+        arrays["along"] = diagonals_of_tokens(metric.token_feedback)
+    return arrays
+
+
+def diagonals(feedback: np.ndarray, width: int) -> np.ndarray:
+    """feedback (K, D, D) → (K, P + 1, width, width, P rounded up to 16) float32, as `Encoding` describes it."""
+    heads, dim, _ = feedback.shape
+    pairs = dim // width
+    blocks = feedback.reshape(heads, pairs, width, pairs, width)
+    out = np.zeros((heads, pairs + 1, width, width, -(-pairs // LANES) * LANES), np.float32)
+    for lag in range(1, pairs):
+        rows = np.arange(lag, pairs)
+        out[:, lag, :, :, lag:pairs] = blocks[:, rows, :, rows - lag].transpose(1, 2, 3, 0)
+    return out
+
+
+def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
+    """feedback (K or 1, N, 1, N) → (K or 1, N + 1, N + 32) float32, as `Encoding` describes it."""
+    size = feedback.shape[-1]
+    out = np.zeros((len(feedback), size + 1, size + 2 * ROW_PAD), np.float32)
+    for lag in range(1, size):
+        diagonal = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)  # of tokens from `lag` on
+        out[:, lag, ROW_PAD : ROW_PAD + size - lag] = diagonal[:, ::-1]
+    return out
