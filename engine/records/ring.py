@@ -9,5 +9,5 @@ from polarlm.engine.records.pair_table import PairRecord
 
 def record(codec: Ring, geometry: Geometry) -> PairRecord:
     """The record of a block."""
-    store, points = codec.store, points_of(codec.store.bits)
-    return PairRecord("ring", geometry, store.bits, store.norms, points, points, store.packing)
+    points = points_of(codec.store.bits)
+    return PairRecord("ring", geometry, codec.store, points, points)
