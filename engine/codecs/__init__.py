@@ -41,6 +41,7 @@ class Table(Protocol):
         """codes (..., N, D / width), norms (..., N) float32 → the codec's fields."""
 
 
+@runtime_checkable
 class Rounding(Table, Protocol):
     """A table by which each value or pair is rounded independently."""
 

@@ -1,16 +1,17 @@
-"""Common part of codecs of pairs with a norm for each vector: all but the choice of codes and the table."""
+"""Common part of codecs of pairs with a norm for each vector: all but the table."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs import Codec, Rounding
 from polarlm.engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs._joined import join, join_wide, joined_table
 from polarlm.engine.codecs._norms import ByteNorm, HalfNorm, NormFormat
 from polarlm.engine.codecs._rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs._streams import Schema, codes, numbers, pack
@@ -54,8 +55,8 @@ class PairStore:
 
 
 @dataclass(frozen=True)
-class PairCodec(Codec, ABC):
-    """A codec of pairs."""
+class PairCodec(Codec):
+    """A codec of pairs with a norm for each vector. With `points`, its tiles and records follow: kernels read it."""
 
     name: str
     store: PairStore
@@ -65,13 +66,25 @@ class PairCodec(Codec, ABC):
         """The largest norm that a vector is divided by before its codes are chosen."""
         return self.store.norms.largest
 
-    @abstractmethod
+    @property
+    def points(self) -> np.ndarray | None:
+        """What each code of `rounding` stands for, (P, width) float32: a pair, or a value; codes of two are joined.
+
+        None if a point depends on the codes before it.
+        """
+        return None
+
     def choose(self, unit: np.ndarray) -> np.ndarray:
         """unit (R, D) float32, rms 1 → codes (R, D/2)."""
+        rounding = self.rounding
+        assert isinstance(rounding, Rounding)
+        codes = rounding.nearest(unit.reshape(-1, rounding.width))[0].reshape(len(unit), -1)
+        return codes if rounding.width == 2 else join(codes, self.store.bits // 2)
 
-    @abstractmethod
     def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """codes (M, N, D/2), C-contiguous → rows (M, N, U) of a table, and the table, (rows, D/U) float32."""
+        bits = self.store.bits
+        return join_wide(codes, bits) if bits <= 8 else codes, _rows(self)
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
         return self.store.schema(block_size, head_dim)
@@ -93,6 +106,20 @@ class PairCodec(Codec, ABC):
         rows, table = self.lookup(streams["codes"])
         np.take(table, rows, axis=0, mode="clip", out=out.reshape(*rows.shape, table.shape[1]))
         out *= self.store.norms.unpack(streams["norm"])[..., None]
+
+
+def pair_points(codec: PairCodec) -> np.ndarray:
+    """The pair of values that each code of a pair stands for, (2^bits, 2) float32."""
+    points = codec.points
+    assert points is not None, "it depends on other codes"
+    return points if points.shape[1] == 2 else joined_table(points, codec.store.bits // 2)
+
+
+@cache
+def _rows(codec: PairCodec) -> np.ndarray:
+    """A row of values for each two codes, or for each code of ten bits."""
+    bits = codec.store.bits
+    return joined_table(pair_points(codec), bits) if bits <= 8 else pair_points(codec)
 
 
 @dataclass(frozen=True)

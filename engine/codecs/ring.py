@@ -35,7 +35,6 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs._joined import join_wide, joined_table
 from polarlm.engine.codecs._nearest import NearestPoint
 from polarlm.engine.codecs._pair_codec import PairStore, RotatedPairs, parse_options
 
@@ -103,12 +102,6 @@ def _nearest(bits: int) -> NearestPoint:
     return NearestPoint(points_of(bits))
 
 
-@cache
-def _table(bits: int) -> np.ndarray:
-    """A row of values for each two codes, or for each code of ten bits."""
-    return joined_table(points_of(bits), bits) if bits <= 8 else points_of(bits)
-
-
 @dataclass(frozen=True)
 class RingTable(PairStore):
     """The table of `ring`: pairs of unit variance are rounded to the nearest point."""
@@ -130,12 +123,9 @@ class Ring(RotatedPairs):
     def rounding(self) -> RingTable:
         return self.store
 
-    def choose(self, unit: np.ndarray) -> np.ndarray:
-        return self.store.nearest(unit.reshape(-1, 2))[0].reshape(len(unit), -1)
-
-    def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        bits = self.store.bits
-        return join_wide(codes, bits) if bits <= 8 else codes, _table(bits)
+    @property
+    def points(self) -> np.ndarray:
+        return points_of(self.store.bits)
 
 
 def create(name: str, options: tuple[str, ...]) -> Ring:

@@ -31,7 +31,7 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs._checks import check_head_dim, check_no_options
-from polarlm.engine.codecs._joined import join, join_wide, joined_table
+from polarlm.engine.codecs._joined import join
 from polarlm.engine.codecs._norms import NormFormat
 from polarlm.engine.codecs._pair_codec import PairCodec, PairStore
 from polarlm.engine.codecs._rotation import twice_signed_hadamard
@@ -67,17 +67,6 @@ def thresholds_of(bits: int) -> np.ndarray:
     """Thresholds between neighbouring levels, (2^b − 1,) float32. A value on a threshold takes the lower level."""
     levels = levels_of(bits)
     return (levels[1:] + levels[:-1]) / 2
-
-
-@cache
-def pair_levels(bits: int) -> np.ndarray:
-    """Code of a pair → its two levels, (4^b, 2) float32."""
-    return joined_table(levels_of(bits)[:, None], bits)
-
-
-@cache
-def _table(bits: int) -> np.ndarray:
-    return joined_table(pair_levels(bits), 2 * bits)
 
 
 @dataclass(frozen=True)
@@ -129,11 +118,9 @@ class Turbo(PairCodec):
     def rotation(self, head_dim: int) -> np.ndarray:
         return twice_signed_hadamard(head_dim)
 
-    def choose(self, unit: np.ndarray) -> np.ndarray:
-        return join(self.rounding.nearest(unit.reshape(-1, 1))[0].reshape(unit.shape), self.bits)
-
-    def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return join_wide(codes, self.store.bits), _table(self.bits)
+    @property
+    def points(self) -> np.ndarray:
+        return levels_of(self.bits)[:, None]
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:

@@ -10,8 +10,9 @@ from functools import cached_property
 
 import numpy as np
 
+from polarlm.engine import codecs
 from polarlm.engine.codecs._norms import ByteNorm
-from polarlm.engine.codecs._pair_codec import PairStore
+from polarlm.engine.codecs._pair_codec import PairCodec, PairStore, pair_points
 from polarlm.engine.codecs._sections import Section, numbered
 from polarlm.engine.records.fragments import Geometry, Record, Words
 
@@ -81,3 +82,10 @@ class PairRecord(Record):
             tables["NORM_TABLE"] = self.store.norms.unpack(np.arange(256))
             tables["NORM_THRESHOLDS"] = np.append(self.store.norms.thresholds, np.float32(np.inf))
         return tables
+
+
+def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
+    """The record of a block; None if points depend on other codes."""
+    if codec.points is None:
+        return None
+    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec))

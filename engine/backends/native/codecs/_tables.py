@@ -38,6 +38,7 @@ from polarlm.engine.backends.native.codecs._sections import SectionTiles, codes_
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.formats import by_rounding
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
+from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs._joined import join, split
 from polarlm.engine.codecs._pair_codec import PairCodec
 from polarlm.engine.codecs._sections import Section
@@ -50,23 +51,38 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
 
+def keys(codec: Codec, block_size: int, head_dim: int) -> TableKeys | None:
+    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+        return None
+    return TableKeys(codec, codec.points, block_size, head_dim)
+
+
+def values(codec: Codec, block_size: int, head_dim: int) -> TableValues | None:
+    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+        return None
+    return TableValues(codec, codec.points, block_size, head_dim)
+
+
 class _TableTiles(SectionTiles, ABC):
     """The common part of tiles of keys and of values."""
 
     _side: str
     by_token: bool  # whether `emit_pack` reads the codes of a token side by side
 
-    def __init__(self, name: str, codec: PairCodec, table: CodeTable, block_size: int, head_dim: int) -> None:
-        """name: of the codec's tiles. table: of pairs, or of values, whose codes are joined in the codec's."""
-        norms = codec.store.norms
-        self._table, self._norm, self._largest = table, norms.dtype, float(norms.largest)
+    def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
+        """points: of pairs, or of values, whose codes are joined in the codec's."""
+        norms, width = codec.store.norms, points.shape[1]
+        self._table = CodeTable(codec.store.bits * width // 2, points)
+        self._norm, self._largest = norms.dtype, float(norms.largest)
         self._tokens, self._head_dim = block_size, head_dim
-        self._codes = head_dim // table.width
-        self._packing = Packing(table.bits)
+        self._codes = head_dim // width
+        self._packing = Packing(self._table.bits)
         self._vectors = block_size * self._codes // 64
-        self._section = self._codes_section(codes(table.bits, block_size, self._codes))
+        self._section = self._codes_section(codes(self._table.bits, block_size, self._codes))
         norm = Section.numbers("norm", codec.schema(block_size, head_dim)["norm"])
-        super().__init__(f"{name}_{self._side}", codec, block_size, head_dim, self._section, norm)
+        name = codec.name.split("+")[0].replace(".", "_")
+        layout = f"{name}_norm_{8 * norms.dtype.itemsize}_{self._side}"
+        super().__init__(layout, codec, block_size, head_dim, self._section, norm)
         _, self._norms_at, _ = self._sections.offsets
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
