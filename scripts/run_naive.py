@@ -91,8 +91,8 @@ def store(setting: Setting) -> Stored:
                 table[sequence, block] = len(quantized_keys)
                 centred, mean = centre(own_k, MEAN_BITS)
                 keys, values = CODEC.encode(centred), CODEC.encode(own_v)
-                quantized_keys.append((keys["low"], keys["norm"], mean["mean"], mean["mean_scale"]))
-                quantized_values.append((values["low"], values["norm"]))
+                quantized_keys.append((keys["codes"], keys["norm"], mean["mean"], mean["mean_scale"]))
+                quantized_values.append((values["codes"], values["norm"]))
                 known_k[:, part] = CODEC.decode(keys).astype(np.float64) + read_mean(mean)[:, None]
                 known_v[:, part] = CODEC.decode(values)
         read_k.append(known_k)

@@ -7,28 +7,19 @@ makes, and `create(name, options)`, which makes one of them. There is no list to
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from polarlm.engine.codecs._arrays import NotFinite as NotFinite
-
-
-class Field(NamedTuple):
-    """One array of an encoded block: N tokens of one KV head."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
+from polarlm.engine.codecs._arrays import checked, destination, slabs
+from polarlm.engine.codecs._streams import Field as Field
+from polarlm.engine.codecs._streams import Schema, leading, unpack
 
 FULL = "f16"
 """The cache type that does not quantize: half precision."""
@@ -50,6 +41,7 @@ class Table(Protocol):
         """codes (..., N, D / width), norms (..., N) float32 → the codec's fields."""
 
 
+@runtime_checkable
 class Rounding(Table, Protocol):
     """A table by which each value or pair is rounded independently."""
 
@@ -77,59 +69,84 @@ class PathRounding(Table, Protocol):
         """
 
 
-class Codec(Protocol):
-    """The contract of a codec. N tokens in a block, D values in a vector; `...` stands for any leading dimensions."""
+class Codec(ABC):
+    """The contract of a codec. N tokens in a block, D values in a vector; `...` stands for any leading dimensions.
 
-    def __hash__(self) -> int:
-        """Codecs are values: two of the same name are equal."""
+    A codec maps vectors to streams of codes and numbers, and back; what fields have of them follows from the schema.
+    Codecs are values: two of the same name are equal, and have the same hash. name: the cache type that `get` makes
+    this codec from, options included. serves: the sides it can store: keys ("k"), values ("v"), or both. per_layer:
+    whether it learns from the first blocks it encodes; each layer then needs one for keys and one for values.
+    """
 
-    @property
-    def name(self) -> str:
-        """The cache type that `get` makes this codec from, options included."""
+    name: str
+    serves = KEYS_AND_VALUES
+    per_layer = False
 
-    @property
-    def serves(self) -> frozenset[str]:
-        """The sides it can store: keys ("k"), values ("v"), or both."""
+    @abstractmethod
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        """The streams of one block."""
 
-    @property
-    def per_layer(self) -> bool:
-        """Whether it learns from the first blocks it encodes. Each layer then needs one for keys and one for values."""
+    @abstractmethod
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        """N and D of fields (..., *shape)."""
+
+    @abstractmethod
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """x (M, N, D) float32, finite, rotated and C-contiguous → streams (M, *shape)."""
+
+    @abstractmethod
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        """Streams (M, *shape) → their values in `out` (M, N, D) float32, still rotated; all are C-contiguous."""
 
     @property
     def rounding(self) -> Rounding | PathRounding | None:
         """Its table of values or pairs; None if it has none."""
+        return None
 
     def check(self, head_dim: int, block_size: int) -> None:
         """Raises ValueError, with a sentence for the user, if it does not support this head dim or block size."""
+        return
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
         """Orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None: not rotated."""
+        return None
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        """The arrays of one encoded block, in the order in which they are stored."""
+        """The arrays of one encoded block, one for each stream, in the order in which they are stored."""
+        return {name: stream.field for name, stream in self.schema(block_size, head_dim).items()}
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """x (..., N, D) float32, rotated → every field, (..., *shape). Raises NotFinite on NaN or infinity."""
+        x = np.ascontiguousarray(checked(x, self.name))
+        *lead, block_size, head_dim = x.shape
+        self.check(head_dim, block_size)
+        schema, blocks = self.schema(block_size, head_dim), x.reshape(-1, block_size, head_dim)
+        fields = {name: np.empty((len(blocks), *s.field.shape), s.field.dtype) for name, s in schema.items()}
+        for part in slabs(len(blocks), block_size * head_dim):
+            for name, stream in self.quantize(blocks[part]).items():
+                fields[name][part] = schema[name].pack(stream)
+        return {name: field.reshape(*lead, *field.shape[1:]) for name, field in fields.items()}
 
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+    def decode(self, fields: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
         """Fields of `encode` → (..., N, D) float32, C-contiguous, still rotated; written to `out` if given."""
+        block_size, head_dim = self.sizes(fields)
+        schema = _schema(self, block_size, head_dim)
+        out = destination(out, (*leading(schema, fields), block_size, head_dim))
+        blocks = out.reshape(-1, block_size, head_dim)
+        flat = {
+            name: np.ascontiguousarray(fields[name]).reshape(len(blocks), *stream.field.shape)
+            for name, stream in schema.items()
+        }
+        streams = unpack(schema, flat)  # of all blocks: that takes many short steps, each of which has a fixed cost
+        for part in slabs(len(blocks), block_size * head_dim):
+            self.dequantize({name: stream[part] for name, stream in streams.items()}, blocks[part])
+        return out
 
 
-class BaseCodec:
-    """Defaults of a codec: keys and values, one instance for all layers, no table, any shape, no rotation."""
-
-    serves = KEYS_AND_VALUES
-    per_layer = False
-
-    @property
-    def rounding(self) -> Rounding | PathRounding | None:
-        return None
-
-    def check(self, head_dim: int, block_size: int) -> None:
-        """Every head dim and block size is supported."""
-
-    def rotation(self, head_dim: int) -> np.ndarray | None:
-        return None
+@cache
+def _schema(codec: Codec, block_size: int, head_dim: int) -> Schema:
+    """The codec's schema: a single block is decoded in little more time than it takes to make one."""
+    return codec.schema(block_size, head_dim)
 
 
 @cache

@@ -1,19 +1,20 @@
-"""Common part of codecs of pairs: all but the choice of codes and the table."""
+"""Common part of codecs of pairs with a norm for each vector: all but the table."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs import BaseCodec, Field
-from polarlm.engine.codecs._arrays import checked, destination, slabs
+from polarlm.engine.codecs import Codec, Rounding
 from polarlm.engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs._joined import join, join_wide, joined_table
 from polarlm.engine.codecs._norms import ByteNorm, HalfNorm, NormFormat
-from polarlm.engine.codecs._pairs import PairPacking
 from polarlm.engine.codecs._rotation import PRECONDITIONINGS, preconditioning
+from polarlm.engine.codecs._streams import Schema, codes, numbers, pack
 
 NORM16 = "norm16"
 
@@ -44,30 +45,88 @@ class PairStore:
     def norms(self) -> NormFormat:
         return HalfNorm(self.reach) if self.half_norms else ByteNorm()
 
-    @property
-    def packing(self) -> PairPacking:
-        return PairPacking(self.bits)
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        return {"norm": numbers(self.norms.dtype, block_size), "codes": codes(self.bits, block_size, head_dim // 2)}
 
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D/2), norms (..., N) float32 → the fields."""
-        return {"norm": self.norms.pack(norms), **self.packing.pack(codes)}
+        *_, block_size, pairs = codes.shape
+        return pack(self.schema(block_size, 2 * pairs), {"norm": self.norms.pack(norms), "codes": codes})
 
 
 @dataclass(frozen=True)
-class PairCodec(BaseCodec, ABC):
-    """A codec of pairs, after a signed Hadamard matrix, a dense random rotation, or no rotation."""
+class PairCodec(Codec):
+    """A codec of pairs with a norm for each vector. With `points`, its tiles and records follow: kernels read it."""
 
     name: str
     store: PairStore
-    preconditioning: str
 
-    @abstractmethod
+    @property
+    def largest(self) -> np.float32:
+        """The largest norm that a vector is divided by before its codes are chosen."""
+        return self.store.norms.largest
+
+    @property
+    def points(self) -> np.ndarray | None:
+        """What each code of `rounding` stands for, (P, width) float32: a pair, or a value; codes of two are joined.
+
+        None if a point depends on the codes before it.
+        """
+        return None
+
     def choose(self, unit: np.ndarray) -> np.ndarray:
-        """unit (M, D) float32, rms 1 → codes (M, D/2)."""
+        """unit (R, D) float32, rms 1 → codes (R, D/2)."""
+        rounding = self.rounding
+        assert isinstance(rounding, Rounding)
+        codes = rounding.nearest(unit.reshape(-1, rounding.width))[0].reshape(len(unit), -1)
+        return codes if rounding.width == 2 else join(codes, self.store.bits // 2)
 
-    @abstractmethod
-    def lookup(self, fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Packed codes (M, *shape) → rows (M, N, U) of a table, and the table, (rows, D/U) float32."""
+    def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """codes (M, N, D/2), C-contiguous → rows (M, N, U) of a table, and the table, (rows, D/U) float32."""
+        bits = self.store.bits
+        return join_wide(codes, bits) if bits <= 8 else codes, _rows(self)
+
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        return self.store.schema(block_size, head_dim)
+
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        norms, codes = fields["norm"], fields["codes"]
+        block_size = norms.shape[-1]
+        nbytes = math.prod(codes.shape[norms.ndim - 1 :])
+        return block_size, 16 * nbytes // (block_size * self.store.bits)
+
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        with np.errstate(over="ignore"):  # a square beyond float32 makes the norm infinite, and it saturates
+            norms = np.minimum(np.sqrt(np.square(x).mean(-1)), self.largest)
+        unit = x / np.where(norms > 0, norms, np.float32(1))[..., None]
+        codes = self.choose(unit.reshape(-1, x.shape[-1]))
+        return {"norm": self.store.norms.pack(norms), "codes": codes.reshape(*norms.shape, -1)}
+
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        rows, table = self.lookup(streams["codes"])
+        np.take(table, rows, axis=0, mode="clip", out=out.reshape(*rows.shape, table.shape[1]))
+        out *= self.store.norms.unpack(streams["norm"])[..., None]
+
+
+def pair_points(codec: PairCodec) -> np.ndarray:
+    """The pair of values that each code of a pair stands for, (2^bits, 2) float32."""
+    points = codec.points
+    assert points is not None, "it depends on other codes"
+    return points if points.shape[1] == 2 else joined_table(points, codec.store.bits // 2)
+
+
+@cache
+def _rows(codec: PairCodec) -> np.ndarray:
+    """A row of values for each two codes, or for each code of ten bits."""
+    bits = codec.store.bits
+    return joined_table(pair_points(codec), bits) if bits <= 8 else pair_points(codec)
+
+
+@dataclass(frozen=True)
+class RotatedPairs(PairCodec):
+    """A codec of pairs after a signed Hadamard matrix, a dense random rotation, or no rotation."""
+
+    preconditioning: str
 
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, 8)
@@ -75,34 +134,3 @@ class PairCodec(BaseCodec, ABC):
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
         return preconditioning(self.preconditioning, head_dim)
-
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        norm = Field((block_size,), self.store.norms.dtype)
-        return {"norm": norm, **self.store.packing.fields(block_size, head_dim)}
-
-    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        x = np.ascontiguousarray(checked(x, self.name))
-        *lead, block_size, head_dim = x.shape
-        self.check(head_dim, block_size)
-        tokens = x.reshape(-1, head_dim)
-        norms = np.empty(len(tokens), np.float32)
-        codes = np.empty((len(tokens), head_dim // 2), np.min_scalar_type(2**self.store.bits - 1))
-        for part in slabs(len(tokens), head_dim):
-            with np.errstate(over="ignore"):  # a square beyond float32 makes the norm infinite, and it saturates
-                rms = np.sqrt(np.square(tokens[part]).mean(-1))
-            norms[part] = np.minimum(rms, self.store.norms.largest)
-            codes[part] = self.choose(tokens[part] / np.where(norms[part] > 0, norms[part], np.float32(1))[:, None])
-        return self.store.assemble(codes.reshape(*lead, block_size, head_dim // 2), norms.reshape(*lead, block_size))
-
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        *lead, block_size = codes["norm"].shape
-        head_dim = self.store.packing.head_dim(codes)
-        out = destination(out, (*lead, block_size, head_dim))
-        blocks = out.reshape(-1, block_size, head_dim)
-        fields = {name: field.reshape(-1, *field.shape[len(lead) :]) for name, field in codes.items()}
-        norms = self.store.norms.unpack(fields.pop("norm"))[..., None]
-        for part in slabs(len(blocks), block_size * head_dim):
-            rows, table = self.lookup({name: field[part] for name, field in fields.items()})
-            np.take(table, rows, axis=0, mode="clip", out=blocks[part].reshape(*rows.shape, table.shape[1]))
-            blocks[part] *= norms[part]
-        return out

@@ -10,29 +10,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.codecs import BaseCodec, Field
-from polarlm.engine.codecs._arrays import HALF_MAX, checked, destination, widen
+from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._arrays import HALF_MAX, widen
 from polarlm.engine.codecs._checks import check_no_options
+from polarlm.engine.codecs._streams import Schema, numbers
 
 NAMES = ("f16",)
 
 
 @dataclass(frozen=True)
-class Half(BaseCodec):
+class Half(Codec):
     """Half precision. Values beyond ±65504 saturate."""
 
     name: str = "f16"
 
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        return {"values": Field((block_size, head_dim), np.dtype(np.float16))}
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        return {"values": numbers(np.float16, block_size, head_dim)}
 
-    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        return {"values": np.clip(checked(x, self.name), -HALF_MAX, HALF_MAX).astype(np.float16)}
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        return fields["values"].shape[-2:]
 
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        out = destination(out, codes["values"].shape)
-        widen(codes["values"], out)
-        return out
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        return {"values": np.clip(x, -HALF_MAX, HALF_MAX).astype(np.float16)}
+
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        widen(streams["values"], out)
 
 
 def create(name: str, options: tuple[str, ...]) -> Half:

@@ -1,33 +1,36 @@
 """The two ggml types most used for llama.cpp's KV cache: 32 values share one scale. Not rotated.
 
-    q8_0: d = max|x| / 127, x ≈ d·code, codes −127 … 127
+    q8_0: d = max|x| / 127, x ≈ d·(code − 128), codes 1 … 255
     q4_0: d = −m / 8, m the value of largest magnitude with its sign, x ≈ d·(code − 8), codes 0 … 15
 
 Source: ggml, `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`, `dequantize_row_q8_0` and `dequantize_row_q4_0`:
 the scale is rounded to half precision after the codes are chosen, halves round away from zero (q8_0) or up (q4_0).
 Bits per value: 8 + 16/32 = 8.5 and 4 + 16/32 = 4.5.
-Decode, per value: one conversion and one multiplication; for q4_0 also a mask or a shift and a subtraction.
+Decode, per value: a subtraction, a conversion and a multiplication; for q4_0 also a mask or a shift.
 
-**Bytes.** N tokens of one KV head, G = D/32 groups; ggml's own block is the scale and then the codes of one group.
+**Streams.** N tokens of one KV head, G = D/32 groups; ggml's own block is the scale and then the codes of one group,
+those of q8_0 less 128.
 
     scale  (N, G)      float16  d
-    codes  (N, G, 32)  int8     q8_0
-           (N, G, 16)  uint8    q4_0: values i (low four bits) and i + 16 (high) of the group in byte i
+    codes  (N, G, 32)  8 or 4 bits
 
 Values beyond ±65376 saturate; ggml's scale would become infinity. A scale that is 0 in half precision decodes to zeros
-for any codes. If 1/d exceeds a float32, the codes are 0 (q8_0) and 8 (q4_0).
+for any codes. If 1/d exceeds a float32, the codes are those of 0.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from polarlm.engine.codecs import BaseCodec, Field
-from polarlm.engine.codecs._arrays import SATURATION, checked, destination
+from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._arrays import SATURATION
 from polarlm.engine.codecs._checks import check_head_dim, check_no_options
+from polarlm.engine.codecs._streams import Schema, codes, numbers
 
 NAMES = ("q8_0", "q4_0")
 
@@ -35,77 +38,66 @@ _GROUP = 32
 
 
 @dataclass(frozen=True)
-class _Grouped(BaseCodec):
-    """The common part of both types: groups of 32 channels of one token."""
+class Grouped(Codec):
+    """The common part of both types: groups of 32 channels of one token, and codes that count from that of 0."""
 
     name: str
+    bits: ClassVar[int]
+
+    @property
+    def zero(self) -> int:
+        """The code of the value 0."""
+        return 1 << self.bits - 1
 
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, _GROUP)
 
-    def _groups(self, x: np.ndarray) -> np.ndarray:
-        """x (..., N, D) → (..., N, G, 32) float32, saturated."""
-        x = checked(x, self.name)
-        self.check(x.shape[-1], x.shape[-2])
-        return np.clip(x, -SATURATION, SATURATION).reshape(*x.shape[:-1], x.shape[-1] // _GROUP, _GROUP)
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        groups = block_size, head_dim // _GROUP
+        return {"scale": numbers(np.float16, *groups), "codes": codes(self.bits, *groups, _GROUP)}
+
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        *_, block_size, groups = fields["scale"].shape
+        return block_size, _GROUP * groups
+
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        groups = np.clip(x, -SATURATION, SATURATION).reshape(*x.shape[:-1], -1, _GROUP)
+        scale, signed = self.round(groups)
+        return {"scale": scale[..., 0].astype(np.float16), "codes": (signed + self.zero).astype(np.uint8)}
+
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        signed = (streams["codes"] - np.uint8(self.zero)).view(np.int8)
+        np.multiply(signed, streams["scale"][..., None].astype(np.float32), out=out.reshape(signed.shape))
+
+    @abstractmethod
+    def round(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """groups (M, N, G, 32) → d (M, N, G, 1), and whole numbers (M, N, G, 32), float32 both."""
 
 
-class Q8(_Grouped):
+class Q8(Grouped):
     """Eight bits, symmetric."""
 
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        groups = head_dim // _GROUP
-        return {
-            "scale": Field((block_size, groups), np.dtype(np.float16)),
-            "codes": Field((block_size, groups, _GROUP), np.dtype(np.int8)),
-        }
+    bits = 8
 
-    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        groups = self._groups(x)
+    def round(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
         scaled = groups * _inverse(scale)
         size = np.abs(scaled)
         whole = np.floor(size)
         whole += size - whole >= 0.5  # adding a half instead could round a value just under a half upwards
-        return {"scale": scale[..., 0].astype(np.float16), "codes": np.copysign(whole, scaled).astype(np.int8)}
-
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        *lead, groups, _ = codes["codes"].shape
-        out = destination(out, (*lead, groups * _GROUP))
-        np.multiply(
-            codes["codes"], codes["scale"][..., None].astype(np.float32), out=out.reshape(*lead, groups, _GROUP)
-        )
-        return out
+        return scale, np.copysign(whole, scaled)
 
 
-class Q4(_Grouped):
+class Q4(Grouped):
     """Four bits: the value of largest magnitude has code 0."""
 
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        groups = head_dim // _GROUP
-        return {
-            "scale": Field((block_size, groups), np.dtype(np.float16)),
-            "codes": Field((block_size, groups, _GROUP // 2), np.dtype(np.uint8)),
-        }
+    bits = 4
 
-    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        groups = self._groups(x)
+    def round(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         farthest = np.abs(groups).argmax(-1, keepdims=True)
         scale = np.take_along_axis(groups, farthest, -1) / np.float32(-8)
-        codes = np.minimum(groups * _inverse(scale) + np.float32(8.5), np.float32(15)).astype(np.uint8)
-        low, high = np.split(codes, 2, axis=-1)
-        return {"scale": scale[..., 0].astype(np.float16), "codes": low | high << 4}
-
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        packed = codes["codes"]
-        *lead, groups, half = packed.shape
-        out = destination(out, (*lead, 2 * groups * half))
-        values = out.reshape(*lead, groups, 2, half)
-        values[..., 0, :] = packed & 15
-        values[..., 1, :] = packed >> 4
-        values -= 8
-        values *= codes["scale"][..., None, None].astype(np.float32)
-        return out
+        scaled = np.minimum(groups * _inverse(scale) + np.float32(8.5), np.float32(15))
+        return scale, np.floor(scaled) - np.float32(8)
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:

@@ -8,10 +8,10 @@ channels, so a group is 32 tokens of one channel (`kivi4`); values have none, so
 Bits per value: 4 + (16 + 16)/32 = 5.
 Decode, per value: a mask or a shift, one conversion, one multiplication and one addition.
 
-**Bytes.** N tokens of one KV head.
+**Streams.** N tokens of one KV head.
 
-    scale, zero  (N/32, D)   float16  by channel, or (N, D/32) by token
-    codes        (N, D/2)    uint8    channels j (low four bits) and j + D/2 (high) of the token in byte j
+    scale, zero  (N/32, D)  float16  by channel, or (N, D/32) by token
+    codes        (N, D)     4 bits
 
 Zero point and scale are rounded to half precision before the codes are chosen. Values beyond ±65376 saturate. There is
 no CUDA kernel: this codec is for comparison.
@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.codecs import BaseCodec, Field
-from polarlm.engine.codecs._arrays import SATURATION, checked, destination
+from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._arrays import SATURATION
 from polarlm.engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs._streams import Schema, codes, numbers
 
 NAMES = ("kivi4",)
 
@@ -34,7 +35,7 @@ _GROUP = 32
 
 
 @dataclass(frozen=True)
-class Kivi4(BaseCodec):
+class Kivi4(Codec):
     """KIVI by channel, or by token."""
 
     name: str = "kivi4"
@@ -44,36 +45,28 @@ class Kivi4(BaseCodec):
         check_head_dim(self.name, head_dim, _GROUP if self.by_token else 2)
         check_block_size(self.name, block_size, 1 if self.by_token else _GROUP)
 
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+    def schema(self, block_size: int, head_dim: int) -> Schema:
         groups = (block_size, head_dim // _GROUP) if self.by_token else (block_size // _GROUP, head_dim)
-        half = np.dtype(np.float16)
-        return {
-            "scale": Field(groups, half),
-            "zero": Field(groups, half),
-            "codes": Field((block_size, head_dim // 2), np.dtype(np.uint8)),
-        }
+        scales = {name: numbers(np.float16, *groups) for name in ("scale", "zero")}
+        return {**scales, "codes": codes(4, block_size, head_dim)}
 
-    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        x = checked(x, self.name)
-        self.check(x.shape[-1], x.shape[-2])
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        *_, tokens, channels = fields["scale"].shape
+        return (tokens, _GROUP * channels) if self.by_token else (_GROUP * tokens, channels)
+
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
         grouped = self._grouped(np.clip(x, -SATURATION, SATURATION))
         low, high = grouped.min(self._axis, keepdims=True), grouped.max(self._axis, keepdims=True)
         scale, zero = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
         step = np.where(scale == 0, np.float16(1), scale).astype(np.float32)
-        codes = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, 15).astype(np.uint8).reshape(x.shape)
-        left, right = np.split(codes, 2, axis=-1)
-        return {"scale": scale.squeeze(self._axis), "zero": zero.squeeze(self._axis), "codes": left | right << 4}
+        found = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, 15).astype(np.uint8)
+        return {"scale": scale.squeeze(self._axis), "zero": zero.squeeze(self._axis), "codes": found.reshape(x.shape)}
 
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        packed = codes["codes"]
-        half = packed.shape[-1]
-        out = destination(out, (*packed.shape[:-1], 2 * half))
-        out[..., :half] = packed & 15
-        out[..., half:] = packed >> 4
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        scale, zero = (np.expand_dims(streams[name], self._axis).astype(np.float32) for name in ("scale", "zero"))
         grouped = self._grouped(out)
-        grouped *= np.expand_dims(codes["scale"], self._axis).astype(np.float32)
-        grouped += np.expand_dims(codes["zero"], self._axis).astype(np.float32)
-        return out
+        np.multiply(self._grouped(streams["codes"]), scale, out=grouped)
+        grouped += zero
 
     @property
     def _axis(self) -> int:

@@ -16,29 +16,29 @@ s = (max r − min r)/2^n, for 16/(2G) bits more. `+minmax`: angles as well, θ 
 as in the authors' implementation, for 48/(2G) bits more than the paper's. This is better for pairs that rotate little
 within a group, and worse if their angles lie on both sides of 0, where the range becomes the whole circle.
 
-**Bytes.** N tokens of one KV head in N/G groups. Code of pair j, stored channels 2j and 2j + 1: radius << 4 | angle.
+**Streams.** N tokens of one KV head in N/G groups. Code of pair j, stored channels 2j and 2j + 1: radius << 4 | angle.
 
-    codes        (N, D/2)    uint8    one byte a pair; for n = 2 (N, 3·D/8), four pairs in three bytes
+    codes        (N, D/2)    8 or 6 bits
     radius_step  (N/G, D/2)  float16  s
     radius_low   (N/G, D/2)  float16  min r, with either option
     angle_step, angle_low    float16  the same for angles, with `+minmax`
 
-How four times six bits share three bytes: `_bits.pack_row_of_sixes`: pairs j, j + D/8, j + D/4 and j + 3D/8 in bytes
-j, j + D/8 and j + D/4. Steps and minima are rounded before codes are chosen. Radii beyond 65376 saturate.
+Steps and minima are rounded before codes are chosen. Radii beyond 65376 saturate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs import BaseCodec, Field
-from polarlm.engine.codecs._arrays import SATURATION, checked, destination
-from polarlm.engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
+from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._arrays import SATURATION
 from polarlm.engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs._streams import Schema, codes, numbers
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 
@@ -50,7 +50,7 @@ TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
 
 
 @dataclass(frozen=True)
-class PolarPair(BaseCodec):
+class PolarPair(Codec):
     """Radii have `radius_bits`; `group` tokens share scales, all tokens of a block if None.
 
     minmax: "" for none; "radius" or "both" (radius and angle) if codes count from the minimum of the group.
@@ -70,18 +70,23 @@ class PolarPair(BaseCodec):
     def rotation(self, head_dim: int) -> np.ndarray:
         return _pair_permutation(head_dim)
 
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        bits = 4 + self.radius_bits
-        per_group = Field((block_size // (self.group or block_size), head_dim // 2), np.dtype(np.float16))
-        codes = Field((block_size, head_dim * bits // 16), np.dtype(np.uint8))
-        return {"codes": codes, **dict.fromkeys(self.scales, per_group)}
+    @property
+    def bits(self) -> int:
+        """Bits of a pair's code."""
+        return 4 + self.radius_bits
 
-    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        x = checked(x, self.name)
-        *lead, block_size, head_dim = x.shape
-        self.check(head_dim, block_size)
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        per_group = numbers(np.float16, block_size // (self.group or block_size), head_dim // 2)
+        return {"codes": codes(self.bits, block_size, head_dim // 2), **dict.fromkeys(self.scales, per_group)}
+
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        *lead, _, pairs = fields["radius_step"].shape
+        return 8 * math.prod(fields["codes"].shape[len(lead) :]) // (pairs * self.bits), 2 * pairs
+
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        blocks, block_size, head_dim = x.shape
         group = self.group or block_size
-        x = x.reshape(*lead, block_size // group, group, head_dim)
+        x = x.reshape(blocks, block_size // group, group, head_dim)
         a, b = x[..., 0::2], x[..., 1::2]
         with np.errstate(over="ignore"):
             radius = np.minimum(np.hypot(a, b), SATURATION)
@@ -97,49 +102,32 @@ class PolarPair(BaseCodec):
             scales |= more
         else:
             angle_code = _direction(a, b)
-        codes = (radius_code << 4 | angle_code).reshape(*lead, block_size, head_dim // 2)
-        return {"codes": self.code_field(codes), **scales}
+        return {"codes": (radius_code << 4 | angle_code).reshape(blocks, block_size, head_dim // 2), **scales}
 
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        pairs, radius = self._radii(codes)
-        *lead, groups, group, half = pairs.shape
-        out = destination(out, (*lead, groups * group, 2 * half))
-        values = out.reshape(*lead, groups, group, half, 2)
-        if self.minmax == "both":
-            angle = ((pairs & 15) + np.float32(0.5)) * _per_token(codes["angle_step"]) + _per_token(codes["angle_low"])
-            cosine, sine = np.cos(angle), np.sin(angle)
-        else:
-            cosine, sine = COSINES[pairs & 15], SINES[pairs & 15]
-        np.multiply(cosine, radius, out=values[..., 0])
-        np.multiply(sine, radius, out=values[..., 1])
-        return out
-
-    @property
-    def scales(self) -> tuple[str, ...]:
-        """Names of the fields that hold scales."""
-        radius, angle = ("radius_step", "radius_low"), ("angle_step", "angle_low")
-        return {"": radius[:1], "radius": radius, "both": radius + angle}[self.minmax]
-
-    def pair_codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Fields → codes of pairs (..., N, D/2) uint8."""
-        return fields["codes"] if self.radius_bits == 4 else unpack_row_of_sixes(fields["codes"])
-
-    def code_field(self, codes: np.ndarray) -> np.ndarray:
-        """The inverse of `pair_codes`: the field "codes"."""
-        return codes if self.radius_bits == 4 else pack_row_of_sixes(codes)
-
-    def _radii(self, codes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Fields → codes of pairs uint8 and their radii float32, (..., N/G, G, D/2) both."""
-        pairs = self.pair_codes(codes)
-        *lead, groups, half = codes["radius_step"].shape
-        pairs = pairs.reshape(*lead, groups, pairs.shape[-2] // groups, half)
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        blocks, groups, half = streams["radius_step"].shape
+        pairs = streams["codes"].reshape(blocks, groups, -1, half)
         radius = (pairs >> 4).astype(np.float32)
         if self.minmax:
             radius += np.float32(0.5)
-        radius *= _per_token(codes["radius_step"])
+        radius *= _per_token(streams["radius_step"])
         if self.minmax:
-            radius += _per_token(codes["radius_low"])
-        return pairs, radius
+            radius += _per_token(streams["radius_low"])
+        if self.minmax == "both":
+            step, low = (_per_token(streams[name]) for name in ("angle_step", "angle_low"))
+            angle = ((pairs & 15) + np.float32(0.5)) * step + low
+            cosine, sine = np.cos(angle), np.sin(angle)
+        else:
+            cosine, sine = COSINES[pairs & 15], SINES[pairs & 15]
+        values = out.reshape(*pairs.shape, 2)
+        np.multiply(cosine, radius, out=values[..., 0])
+        np.multiply(sine, radius, out=values[..., 1])
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Names of the streams of scales."""
+        radius, angle = ("radius_step", "radius_low"), ("angle_step", "angle_low")
+        return {"": radius[:1], "radius": radius, "both": radius + angle}[self.minmax]
 
 
 @cache
@@ -162,13 +150,13 @@ def _divisor(step: np.ndarray) -> np.ndarray:
 
 
 def _quantize_from_zero(radius: np.ndarray, last: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """radius (..., N/G, G, D/2) → codes 0 … last uint8, and the field of the step."""
+    """radius (..., N/G, G, D/2) → codes 0 … last uint8, and the stream of the step."""
     step = (radius.max(-2) / np.float32(last)).astype(np.float16)
     return np.minimum(np.rint(radius / _divisor(step)), last).astype(np.uint8), {"radius_step": step}
 
 
 def _quantize_from_minimum(x: np.ndarray, count: int, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """x (..., N/G, G, D/2) ≥ 0 → codes 0 … count − 1 uint8 of equal cells between minimum and maximum, both fields."""
+    """x (..., N/G, G, D/2) ≥ 0 → codes 0 … count − 1 uint8 of equal cells between minimum and maximum, both streams."""
     smallest = x.min(-2)
     low, step = smallest.astype(np.float16), ((x.max(-2) - smallest) / np.float32(count)).astype(np.float16)
     codes = np.clip(np.floor((x - _per_token(low)) / _divisor(step)), 0, count - 1).astype(np.uint8)

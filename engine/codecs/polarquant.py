@@ -20,43 +20,44 @@ sum of both squares is the input of the next level; only the last takes a root. 
 multiply-add, so that codes are the same wherever they are computed. Squares of magnitudes under 1e-19 underflow; in
 half precision such radii are 0 anyway.
 
-**Bytes.** N tokens of one KV head, G = D/16 groups. Of a group's 14 bits above level 1, two are level 4's, and each
+**Streams.** N tokens of one KV head, G = D/16 groups. Of a group's 14 bits above level 1, two are level 4's, and each
 half of 8 values has six: `level3 << 4 | second level2 << 2 | first level2`.
 
-    radius  (N, G)       float16  norm of the group, at most 65504
-    level1  (N, D/4)     uint8    pairs 2i (low four bits) and 2i+1 (high) of the token
-    upper8  (N, G)       uint8    level4 << 6 | six bits of the first half
-    upper6  (3, N/4, G)  uint8    six bits of the second half, tokens t, t+N/4, t+N/2, t+3N/4 in three bytes
+    radius  (N, G)    float16  norm of the group, at most 65504
+    level1  (N, D/4)  8 bits   pairs 2i (low four bits) and 2i + 1 of the token
+    upper8  (N, G)    8 bits   level4 << 6 | six bits of the first half
+    upper6  (N, G)    6 bits   six bits of the second half
 
-With three levels, G = D/8, there is no upper8, and upper6 holds the six bits of each group. How four times six bits
-share three bytes: `_bits.pack_sixes`. In a block of four tokens, a vector (3, −4, 0, …, 0, 12) at token 1:
+With three levels, G = D/8, there is no upper8, and upper6 holds the six bits of each group. In a block of four tokens,
+a vector (3, −4, 0, …, 0, 12) at token 1:
 
 >>> x = np.zeros((4, 16), np.float32)
 >>> x[1, [0, 1, 15]] = 3, -4, 12
->>> codes = create("polarquant", ()).encode(x)
+>>> codes = create("polarquant", ()).quantize(x[None])
 >>> codes["radius"].ravel().tolist()
 [0.0, 13.0, 0.0, 0.0]
->>> [f"{byte:08b}" for byte in codes["level1"][1]]  # pair 0: 306.9° is in arc 13; pair 7: 90° closes arc 3
+>>> [f"{code:08b}" for code in codes["level1"][0, 1]]  # pair 0: 306.9° is in arc 13; pair 7: 90° closes arc 3
 ['00001101', '00000000', '00000000', '00110000']
->>> f"{codes['upper8'][1, 0]:08b}"  # level 4: atan2(12, 5) = 67.4° has code 3; first half: all at 0°
+>>> f"{codes['upper8'][0, 1, 0]:08b}"  # level 4: atan2(12, 5) = 67.4° has code 3; first half: all at 0°
 '11000000'
->>> [f"{byte:08b}" for byte in codes["upper6"].ravel()]  # token 1 = t + N/4, so byte 1: 90° has code 3
-['00000000', '00111100', '00000000']
+>>> f"{codes['upper6'][0, 1, 0]:06b}"  # the last pair of the second half: 90° has code 3
+'111100'
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs import BaseCodec, Field
-from polarlm.engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
-from polarlm.engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
+from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._arrays import HALF_MAX, widen
 from polarlm.engine.codecs._checks import check_block_size, check_head_dim
+from polarlm.engine.codecs._joined import join, joined_table, split
 from polarlm.engine.codecs._rotation import PRECONDITIONINGS, preconditioning
+from polarlm.engine.codecs._streams import Schema, codes, numbers
 
 NAMES = ("polarquant",)
 
@@ -88,9 +89,8 @@ def _quarter(squares: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _level1_table() -> np.ndarray:
-    """For each byte of level 1, its four values at radius 1, (256, 4) float32."""
-    angles = np.array(CENTRES[1])[unpack_nibbles(np.arange(256, dtype=np.uint8)[:, None])]
-    return np.stack([np.cos(angles), np.sin(angles)], -1).reshape(256, 4).astype(np.float32)
+    """For each two codes of level 1 their four values at radius 1, (256, 4) float32."""
+    return joined_table(np.stack([np.cos(CENTRES[1]), np.sin(CENTRES[1])], -1), 4).astype(np.float32)
 
 
 @cache
@@ -115,7 +115,7 @@ def upper_table(levels: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class PolarQuant(BaseCodec):
+class PolarQuant(Codec):
     """PolarQuant after a signed Hadamard matrix, a dense random rotation, or no rotation."""
 
     name: str = "polarquant"
@@ -128,47 +128,38 @@ class PolarQuant(BaseCodec):
     def rotation(self, head_dim: int) -> np.ndarray | None:
         return preconditioning(self.preconditioning, head_dim)
 
-    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+    def schema(self, block_size: int, head_dim: int) -> Schema:
         levels = level_count(head_dim)
-        groups = head_dim >> levels
-        byte = np.dtype(np.uint8)
-        upper8 = {"upper8": Field((block_size, groups), byte)} if levels == 4 else {}
+        groups = block_size, head_dim >> levels
+        upper8 = {"upper8": codes(8, *groups)} if levels == 4 else {}
         return {
-            "radius": Field((block_size, groups), np.dtype(np.float16)),
-            "level1": Field((block_size, head_dim // 4), byte),
+            "radius": numbers(np.float16, *groups),
+            "level1": codes(8, block_size, head_dim // 4),
             **upper8,
-            "upper6": Field((3, block_size // 4, groups), byte),
+            "upper6": codes(6, *groups),
         }
 
-    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        x = checked(x, self.name)
-        *lead, block_size, head_dim = x.shape
-        self.check(head_dim, block_size)
-        fields = self.fields(block_size, head_dim)
-        blocks = np.ascontiguousarray(x).reshape(-1, block_size, head_dim)
-        codes = {name: np.empty((len(blocks), *field.shape), field.dtype) for name, field in fields.items()}
-        for part in slabs(len(blocks), block_size * head_dim):
-            pack(*self._quantize(blocks[part]), {name: code[part] for name, code in codes.items()})
-        return {name: code.reshape(*lead, *fields[name].shape) for name, code in codes.items()}
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        *_, block_size, groups = fields["radius"].shape
+        return block_size, groups << (4 if "upper8" in fields else 3)
 
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        *lead, block_size, quads = codes["level1"].shape
-        head_dim = 4 * quads
-        out = destination(out, (*lead, block_size, head_dim))
-        levels = level_count(head_dim)
-        upper = upper_codes(codes, levels).reshape(-1, head_dim // 8)
-        level1 = codes["level1"].reshape(-1, quads)
-        radius = np.empty((len(upper), head_dim >> levels), np.float32)
-        widen(codes["radius"].reshape(radius.shape), radius)
-        tokens = out.reshape(len(upper), head_dim)
-        for part in slabs(len(upper), head_dim):
-            values = tokens[part]
-            np.take(_level1_table(), level1[part], axis=0, mode="clip", out=values.reshape(-1, quads, 4))
-            values *= np.take(upper_table(levels), upper[part], axis=0, mode="clip").reshape(values.shape)
-            values *= np.repeat(radius[part], 2**levels).reshape(values.shape)
-        return out
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        (level1, level2, level3, *level4), norms = self.angles(x)
+        streams = {"radius": np.minimum(norms, HALF_MAX).astype(np.float16), "level1": join(level1, 4)}
+        upper6 = level3 << 4 | level2[..., 1::2] << 2 | level2[..., 0::2]
+        if not level4:
+            return {**streams, "upper6": upper6}
+        return {**streams, "upper8": level4[0] << 6 | upper6[..., 0::2], "upper6": upper6[..., 1::2]}
 
-    def _quantize(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        levels = level_count(out.shape[-1])
+        level1, radius = streams["level1"], np.empty(streams["radius"].shape, np.float32)
+        widen(streams["radius"], radius)
+        np.take(_level1_table(), level1, axis=0, mode="clip", out=out.reshape(*level1.shape, 4))
+        out *= np.take(upper_table(levels), rows_of(streams), axis=0, mode="clip").reshape(out.shape)
+        out *= np.repeat(radius, 2**levels).reshape(out.shape)
+
+    def angles(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
 
         A square beyond float32 is infinite, and its norm saturates.
@@ -186,41 +177,31 @@ class PolarQuant(BaseCodec):
         return angles, np.sqrt(squares)
 
 
-def pack(angles: Sequence[np.ndarray], norms: np.ndarray, fields: Mapping[str, np.ndarray]) -> None:
-    """Codes of the angles of every level, (M, N, D/2) uint8 and so on, and norms (M, N, G) → written to `fields`."""
-    level1, level2, level3, *level4 = angles
-    sixes = level3 << 4 | level2[..., 1::2] << 2 | level2[..., 0::2]
-    if level4:
-        fields["upper8"][:] = level4[0] << 6 | sixes[..., 0::2]
-        sixes = sixes[..., 1::2]
-    fields["level1"][:] = pack_nibbles(level1)
-    fields["upper6"][:] = pack_sixes(sixes)
-    fields["radius"][:] = np.minimum(norms, HALF_MAX)
+def rows_of(streams: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Streams → rows of `upper_table` for every 8 values, (..., N, D/8) uint8: level 4, if any, and the six bits."""
+    if "upper8" not in streams:
+        return streams["upper6"]
+    first, second = streams["upper8"], streams["upper6"]
+    *lead, groups = first.shape
+    rows = np.empty((*lead, groups, 2), np.uint8)
+    rows[..., 0] = first
+    rows[..., 1] = second | ~first & 0xC0  # the sine of level 4 is the cosine at the complement
+    return rows.reshape(*lead, 2 * groups)
 
 
-def unpack(fields: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Fields (..., *shape) → codes of the angles of every level, (..., N, D/2) uint8 and so on."""
-    *lead, block_size, groups = fields["radius"].shape
-    sixes = np.empty((*lead, block_size, groups), np.uint8)
-    unpack_sixes(fields["upper6"], sixes.reshape(*lead, 4, block_size // 4, groups))
-    level4 = []
-    if "upper8" in fields:
-        level4 = [fields["upper8"] >> 6]
-        sixes = np.stack([fields["upper8"] & 63, sixes], -1).reshape(*lead, block_size, 2 * groups)
-    level2 = np.stack([sixes & 3, sixes >> 2 & 3], -1).reshape(*lead, block_size, 2 * sixes.shape[-1])
-    return [unpack_nibbles(fields["level1"]), level2, sixes >> 4, *level4]
+def from_rows(rows: np.ndarray, levels: int) -> dict[str, np.ndarray]:
+    """The streams of the levels above the first: the inverse of `rows_of`."""
+    if levels == 3:
+        return {"upper6": rows}
+    return {"upper8": rows[..., 0::2], "upper6": rows[..., 1::2] & 63}
 
 
-def upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
-    """Fields (..., *shape) → rows of `upper_table` for every 8 values, (..., N, D/8) uint8."""
-    *lead, block_size, groups = codes["radius"].shape
-    halves = 2 ** (levels - 3)
-    upper = np.empty((*lead, block_size, groups, halves), np.uint8)
-    unpack_sixes(codes["upper6"], upper[..., -1].reshape(*lead, 4, block_size // 4, groups))
-    if levels == 4:
-        upper[..., 0] = codes["upper8"]
-        upper[..., 1] |= ~codes["upper8"] & 0xC0
-    return upper.reshape(*lead, block_size, groups * halves)
+def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Streams → codes of the angles of every level, (..., N, D/2) uint8 and so on."""
+    rows = rows_of(streams)
+    level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:-1], 2 * rows.shape[-1])
+    level4 = [streams["upper8"] >> 6] if "upper8" in streams else []
+    return [split(streams["level1"], 4), level2, rows >> 4 & 3, *level4]
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from polarlm.engine.codecs._arrays import checked, destination
-from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning, level_count, unpack
+from polarlm.engine.codecs._arrays import checked
+from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, angles_of, chosen_preconditioning, level_count
 
 NAMES = ("polarquant-online",)
 
@@ -48,20 +48,16 @@ class OnlinePolarQuant(PolarQuant):
             self.codebook.update(_learn(x.reshape(-1, x.shape[-1])))
         return super().encode(x)
 
-    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        angles = unpack(codes)
-        *lead, pairs = angles[0].shape
-        out = destination(out, (*lead, 2 * pairs))
-        radii = codes["radius"].astype(np.float32)
-        for level, code in reversed(list(enumerate(angles, start=1))):
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        radii = streams["radius"].astype(np.float32)
+        for level, code in reversed(list(enumerate(angles_of(streams), start=1))):
             split = out.reshape(*code.shape, 2) if level == 1 else np.empty((*code.shape, 2), np.float32)
             centres = self._centres(level)
             np.multiply(np.cos(centres)[code], radii, out=split[..., 0])
             np.multiply(np.sin(centres)[code], radii, out=split[..., 1])
-            radii = split.reshape(*lead, 2 * code.shape[-1])
-        return out
+            radii = split.reshape(*code.shape[:-1], 2 * code.shape[-1])
 
-    def _quantize(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    def angles(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         codes, radii = [], x
         for level in range(1, level_count(x.shape[-1]) + 1):
             centres = self._centres(level)

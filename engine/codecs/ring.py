@@ -14,32 +14,29 @@ Decode, per value: a quarter of a lookup of four values (`ring5`: half a lookup 
 innermost is ring 0) are rotated by half a phase. `scripts/design_rings.py` found the phases; the radii follow from them
 by Lloyd's algorithm. The nearest point is the first with the least |p|²/2 − y·p in float32: see `_nearest`.
 
-**Bytes.** N tokens of one KV head. The packing of codes: `_pairs`. A norm in a byte, with a code for zero: `_norms`.
+**Streams.** N tokens of one KV head. A norm in a byte, with a code for zero: `_norms`.
 
-    norm  (N,)           uint8, or with `norm16` float16
-    low   (N, U)         uint8    U = D/4; `ring4` and `ring5`: D/2
-    high  (h/2, N/4, U)  uint8    h = 4, 6 or 2; absent for `ring4`, whose low bytes are the codes of the pairs
+    norm   (N,)      uint8, or with `norm16` float16
+    codes  (N, D/2)  m bits
 
 >>> x = np.array([[2, 0, 0, 2, 0, 0, 0, 0]] * 4, np.float32)
 >>> codes = create("ring4", ("norm16",)).encode(x)
 >>> codes["norm"].tolist()  # √(8 / 8)
 [1.0, 1.0, 1.0, 1.0]
 >>> points = points_of(8)
->>> [bool(np.hypot(*(points[code] - pair)) < 0.2) for code, pair in zip(codes["low"][0], x[0].reshape(-1, 2))]
+>>> [bool(np.hypot(*(points[code] - pair)) < 0.2) for code, pair in zip(codes["codes"][0], x[0].reshape(-1, 2))]
 [True, True, True, True]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from polarlm.engine.codecs._nearest import NearestPoint
-from polarlm.engine.codecs._pair_codec import PairCodec, PairStore, parse_options
-from polarlm.engine.codecs._pairs import PairPacking
+from polarlm.engine.codecs._pair_codec import PairStore, RotatedPairs, parse_options
 
 NAMES = ("ring3", "ring3.5", "ring4", "ring5")
 
@@ -105,11 +102,6 @@ def _nearest(bits: int) -> NearestPoint:
     return NearestPoint(points_of(bits))
 
 
-@cache
-def _table(bits: int) -> np.ndarray:
-    return PairPacking(bits).table(points_of(bits))
-
-
 @dataclass(frozen=True)
 class RingTable(PairStore):
     """The table of `ring`: pairs of unit variance are rounded to the nearest point."""
@@ -122,7 +114,7 @@ class RingTable(PairStore):
 
 
 @dataclass(frozen=True)
-class Ring(PairCodec):
+class Ring(RotatedPairs):
     """Ring with one of its tables."""
 
     store: RingTable
@@ -131,11 +123,9 @@ class Ring(PairCodec):
     def rounding(self) -> RingTable:
         return self.store
 
-    def choose(self, unit: np.ndarray) -> np.ndarray:
-        return self.store.nearest(unit.reshape(-1, 2))[0].reshape(len(unit), -1)
-
-    def lookup(self, fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return self.store.packing.units(fields), _table(self.store.bits)
+    @property
+    def points(self) -> np.ndarray:
+        return points_of(self.store.bits)
 
 
 def create(name: str, options: tuple[str, ...]) -> Ring:

@@ -16,7 +16,7 @@ norm. Encoding takes three times as long as with `ring`; keys, with error feedba
 **Codes.** The state s is the last two bits of the previous code. Code c stands for point c of the table, rotated by s
 right angles. `scripts/train_trellis.py` finds the tables.
 
-**Bytes.** As `ring`: norm (N,), low (N, D/4) or for `trellis4` (N, D/2), high (h/2, N/4, D/4) with h = 4 or 6.
+**Streams.** As `ring`: norm (N,), codes (N, D/2) of m bits.
 
 >>> codec = create("trellis4", ("norm16",))
 >>> codes = codec.encode(np.array([[3, 4, 0, 0, -5, 0, 0, 5]] * 4, np.float32))
@@ -26,14 +26,14 @@ right angles. `scripts/train_trellis.py` finds the tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from polarlm.engine.codecs._cosets import STATES
-from polarlm.engine.codecs._pair_codec import PairCodec, PairStore, parse_options
+from polarlm.engine.codecs._joined import join_wide
+from polarlm.engine.codecs._pair_codec import PairStore, RotatedPairs, parse_options
 from polarlm.engine.codecs._trellis_points import THOUSANDTHS
 from polarlm.engine.codecs._viterbi import PathSearch, rotate_quarters
 
@@ -87,7 +87,7 @@ class TrellisTable(PairStore):
 
 
 @dataclass(frozen=True)
-class Trellis(PairCodec):
+class Trellis(RotatedPairs):
     """Trellis with one of its tables."""
 
     store: TrellisTable
@@ -99,16 +99,12 @@ class Trellis(PairCodec):
     def choose(self, unit: np.ndarray) -> np.ndarray:
         return self.store.best_path(unit[None])[0][0]
 
-    def lookup(self, fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A window has two pairs, but one of 8 bits: a table of two, indexed by 18 bits, would not fit the cache."""
-        bits, pairs = self.store.bits, 2
-        units: np.ndarray
-        if bits == 8:
-            units, pairs = fields["low"].astype(np.uint16), 1
-        else:
-            units = self.store.packing.units(fields)
-        windows, codes = units.copy(), units.reshape(-1)
-        windows.reshape(-1)[1:] |= (codes[:-1] >> bits * (pairs - 1) & STATES - 1) << bits * pairs
+        bits, pairs = self.store.bits, 1 if self.store.bits == 8 else 2
+        units = codes.astype(np.uint16) if pairs == 1 else join_wide(codes, bits)
+        windows, flat = units.copy(), units.reshape(-1)
+        windows.reshape(-1)[1:] |= (flat[:-1] >> bits * (pairs - 1) & STATES - 1) << bits * pairs
         windows[..., 0] = units[..., 0]
         return windows, _table(bits, pairs)
 

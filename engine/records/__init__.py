@@ -10,20 +10,21 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.codecs import Codec
-from polarlm.engine.records.fragments import Geometry, Record, aligned, as_bytes, from_bytes
+from polarlm.engine.codecs._sections import Section, Sections, numbered
+from polarlm.engine.codecs._streams import Schema, numbers, pack, unpack
+from polarlm.engine.records.fragments import ALIGNMENT, Geometry, Record
 
 VERSION = 2  # of the byte layout of records, which session files contain
 
 _LINE = 128  # bytes; records are a multiple of it
 _LARGEST_HEAD_DIM = 256
-_HALF = np.dtype(np.float16)
-_MEAN_TYPES: dict[int, np.dtype] = {8: np.dtype(np.int8), 16: _HALF}
+_MEAN_TYPES = {8: np.int8, 16: np.float16}
 
 # A row of the tables in shared memory: 128 bytes for the keys' tables, 128 for the values'.
 ROW_BYTES = 256
@@ -31,8 +32,12 @@ ROW_BYTES = 256
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The bytes of a record. mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred."""
+    """The bytes of a record of a codec's streams.
 
+    mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred.
+    """
+
+    schema: Schema
     record: Record
     mean_bits: int = 0
 
@@ -53,8 +58,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of a record, a multiple of 128."""
-        end = self._scale_at + (16 if self.mean_bits == 8 else 0)
-        return -(-end // _LINE) * _LINE
+        return self._sections.nbytes
 
     @property
     def full(self) -> Layout:
@@ -64,13 +68,14 @@ class Layout:
 
     def text(self, struct_name: str) -> str:
         """A C++ struct of constants, the argument of the codec's struct template."""
+        mean_at, *after_mean = self._sections.offsets[len(self.record.sections) :]
         constants = {
             **self.record.geometry.constants,
             "NBYTES": self.nbytes,
             "ROWS": self.record.rows,
             "MEAN_BITS": self.mean_bits,
-            "MEAN": self.record.nbytes,
-            "MEAN_SCALE": self._scale_at,
+            "MEAN": mean_at,
+            "MEAN_SCALE": after_mean[0] if after_mean else mean_at,
             **self.record.constants,
         }
         lines = "".join(f"    static constexpr int {name} = {value};\n" for name, value in constants.items())
@@ -78,30 +83,26 @@ class Layout:
 
     def pack(self, fields: Mapping[str, np.ndarray], mean_fields: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
         """Fields of `Codec.encode` (..., *shape) and of `conditioning.centre` → records (..., nbytes) uint8."""
-        sections = [self.record.pack(fields)]
-        if self.mean_bits:
-            assert mean_fields is not None, "centred keys have a mean"
-            sections.append(as_bytes(self.record.geometry.channels(mean_fields["mean"])))
-            if self.mean_bits == 8:
-                sections.append(as_bytes(mean_fields["mean_scale"][..., None]))
-        lead = sections[0].shape[:-1]
-        rest = self.nbytes - sum(section.shape[-1] for section in sections)
-        return np.concatenate([*sections, np.zeros((*lead, rest), np.uint8)], -1)
+        return self._sections.pack({**self.record.from_streams(unpack(self.schema, fields)), **(mean_fields or {})})
 
     def unpack(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """The inverse of `pack`: fields, and mean fields (empty if there is no mean)."""
-        fields, geometry, mean_fields = self.record.unpack(records[..., : self.record.nbytes]), self.record.geometry, {}
-        if self.mean_bits:
-            mean = from_bytes(records[..., self.record.nbytes :], _MEAN_TYPES[self.mean_bits], geometry.padded)
-            mean_fields["mean"] = geometry.from_channels(mean)
-        if self.mean_bits == 8:
-            mean_fields["mean_scale"] = from_bytes(records[..., self._scale_at :], _HALF, 1)[..., 0]
-        return fields, mean_fields
+        stored = self._sections.unpack(records)
+        means = {section.name: stored.pop(section.name) for section in self._means}
+        return pack(self.schema, self.record.to_streams(stored)), means
 
-    @property
-    def _scale_at(self) -> int:
-        mean_type = _MEAN_TYPES.get(self.mean_bits)
-        return self.record.nbytes + (aligned(self.record.geometry.padded * mean_type.itemsize) if mean_type else 0)
+    @cached_property
+    def _sections(self) -> Sections:
+        return Sections((*self.record.sections, *self._means), ALIGNMENT, _LINE)
+
+    @cached_property
+    def _means(self) -> tuple[Section, ...]:
+        if not self.mean_bits:
+            return ()
+        mean = numbers(_MEAN_TYPES[self.mean_bits], self.record.geometry.head_dim)
+        order = self.record.geometry.channels(numbered(*mean.shape))
+        sections = Section("mean", mean, order.reshape(1, 1, -1)), Section.numbers("mean_scale", numbers(np.float16))
+        return sections if self.mean_bits == 8 else sections[:1]
 
 
 def record_of(codec: Codec, geometry: Geometry) -> Record | None:
@@ -112,7 +113,8 @@ def record_of(codec: Codec, geometry: Geometry) -> Record | None:
     name = codecs.file_of(codec)
     if name not in _names():
         return None
-    return importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
+    found: Record | None = importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
+    return found
 
 
 @cache
@@ -142,7 +144,7 @@ def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits
             f"Cache type {codec.name} has no GPU kernel for head dimension {head_dim}: "
             "choose another cache type, such as ring4."
         )
-    return Layout(record, mean_bits)
+    return Layout(codec.schema(block_size, head_dim), record, mean_bits)
 
 
 def table_bytes(keys: Layout, values: Layout) -> int:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from polarlm.engine.codecs import Codec
-from polarlm.engine.records.fragments import Geometry, as_bytes, from_bytes
+from polarlm.engine.codecs._sections import Section, numbered
+from polarlm.engine.codecs._streams import Stream
+from polarlm.engine.records.fragments import Geometry, Record
 
 
-@dataclass(frozen=True)
-class HalfRecord:
+@dataclass(frozen=True, eq=False)
+class HalfRecord(Record):
     """Halves in fragment order, tile by tile. No tables."""
 
     geometry: Geometry
+    values: Stream
 
     codec = "f16"
-    rows = 0
     points = None
-    tables = np.zeros(0, np.uint8)
+    rows = 0
 
     @property
     def constants(self) -> dict[str, int]:
         return {}
 
     @property
-    def nbytes(self) -> int:
-        return 2 * self.geometry.block_size * self.geometry.padded
-
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        return as_bytes(self.geometry.halves(fields["values"]))
-
-    def unpack(self, sections: np.ndarray) -> dict[str, np.ndarray]:
-        return {"values": self.geometry.from_halves(from_bytes(sections, np.dtype(np.float16), self.nbytes // 2))}
+    def sections(self) -> tuple[Section]:
+        order = self.geometry.halves(numbered(*self.values.shape))
+        return (Section("values", self.values, order.reshape(1, 1, -1)),)
 
 
 def record(codec: Codec, geometry: Geometry) -> HalfRecord:
     """The record of a block of keys or values."""
-    return HalfRecord(geometry)
+    return HalfRecord(geometry, codec.schema(geometry.block_size, geometry.head_dim)["values"])

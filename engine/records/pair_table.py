@@ -5,38 +5,22 @@ Sections: codes, and the norms in `Geometry.tokens` order, one byte or a half ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
 
 import numpy as np
 
-from polarlm.engine.codecs._norms import ByteNorm, NormFormat
-from polarlm.engine.records.fragments import (
-    Geometry,
-    aligned,
-    as_bytes,
-    from_bytes,
-    pack_pairs,
-    unpack_pairs,
-    word_count,
-)
+from polarlm.engine import codecs
+from polarlm.engine.codecs._norms import ByteNorm
+from polarlm.engine.codecs._pair_codec import PairCodec, PairStore, pair_points
+from polarlm.engine.codecs._sections import Section, numbered
+from polarlm.engine.records.fragments import Geometry, Record, Words
 
 _FLOAT = np.dtype(np.float32)
 
 
-class Packing(Protocol):
-    """The packing of pair codes in a codec's fields."""
-
-    def codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Fields without the norm → codes of pairs (..., N, D/2)."""
-
-    def pack(self, codes: np.ndarray) -> dict[str, np.ndarray]:
-        """The inverse of `codes`, for codes of any integer type."""
-
-
 @dataclass(frozen=True, eq=False)
-class PairRecord:
+class PairRecord(Record):
     """Codes of pairs, and norms.
 
     points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
@@ -45,20 +29,14 @@ class PairRecord:
 
     codec: str
     geometry: Geometry
-    bits: int
-    norms: NormFormat
+    store: PairStore
     points: np.ndarray
     pairs: np.ndarray
-    packing: Packing
-
-    @property
-    def nbytes(self) -> int:
-        return self._norms_at + aligned(self.geometry.block_size * self.norms.dtype.itemsize)
 
     @property
     def rows(self) -> int:
         """A row for each byte, and rows for the 256 norms of one-byte norms."""
-        return 256 + (8 if self.norms.dtype.itemsize == 1 else 0)
+        return 256 + (8 if self.store.norms.dtype.itemsize == 1 else 0)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -67,13 +45,13 @@ class PairRecord:
             offsets[name], nbytes = nbytes, nbytes + table.nbytes
         width = self.points.shape[1]
         return {
-            "BITS": self.bits,
-            "WORDS": word_count(self.bits, self.geometry.tiles),
-            "NORM_BYTES": self.norms.dtype.itemsize,
-            "NORMS": self._norms_at,
-            "LARGEST_NORM": int(np.float32(self.norms.largest).view(np.int32)),
+            "BITS": self.store.bits,
+            "WORDS": self._words.count,
+            "NORM_BYTES": self.store.norms.dtype.itemsize,
+            "NORMS": self._words.nbytes,
+            "LARGEST_NORM": int(np.float32(self.store.norms.largest).view(np.int32)),
             "WIDTH": width,
-            "CODE_BITS": self.bits // (2 // width),
+            "CODE_BITS": self.store.bits // (2 // width),
             "POINTS": len(self.points),
             **offsets,
         }
@@ -82,20 +60,16 @@ class PairRecord:
     def tables(self) -> np.ndarray:
         return np.concatenate([table.view(np.uint8) for table in self._tables.values()])
 
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        codes = self.geometry.pairs(self.packing.codes({name: x for name, x in fields.items() if name != "norm"}))
-        norms = self.geometry.tokens(fields["norm"])
-        return np.concatenate([pack_pairs(codes, self.bits), as_bytes(norms)], -1)
-
-    def unpack(self, sections: np.ndarray) -> dict[str, np.ndarray]:
-        geometry = self.geometry
-        codes = unpack_pairs(sections[..., : self._norms_at], self.bits, geometry.parts, geometry.tiles)
-        norms = from_bytes(sections[..., self._norms_at :], self.norms.dtype, geometry.block_size)
-        return {"norm": geometry.from_tokens(norms), **self.packing.pack(geometry.from_pairs(codes))}
-
     @property
-    def _norms_at(self) -> int:
-        return self.geometry.parts * word_count(self.bits, self.geometry.tiles) * 128
+    def sections(self) -> tuple[Words, Section]:
+        norm = self.store.schema(self.geometry.block_size, self.geometry.head_dim)["norm"]
+        order = self.geometry.tokens(numbered(*norm.shape))
+        return self._words, Section("norm", norm, order.reshape(1, 1, -1))
+
+    @cached_property
+    def _words(self) -> Words:
+        codes = self.store.schema(self.geometry.block_size, self.geometry.head_dim)["codes"]
+        return Words((self.geometry.pair_codes(codes, self.store.bits),))
 
     @property
     def _tables(self) -> dict[str, np.ndarray]:
@@ -104,7 +78,14 @@ class PairRecord:
             "PAIRS": self.pairs.astype(np.float16).reshape(-1),
             "POINTS_F32": self.points.astype(_FLOAT).reshape(-1),
         }
-        if isinstance(self.norms, ByteNorm):
-            tables["NORM_TABLE"] = self.norms.unpack(np.arange(256))
-            tables["NORM_THRESHOLDS"] = np.append(self.norms.thresholds, np.float32(np.inf))
+        if isinstance(self.store.norms, ByteNorm):
+            tables["NORM_TABLE"] = self.store.norms.unpack(np.arange(256))
+            tables["NORM_THRESHOLDS"] = np.append(self.store.norms.thresholds, np.float32(np.inf))
         return tables
+
+
+def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
+    """The record of a block; None if points depend on other codes."""
+    if codec.points is None:
+        return None
+    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec))

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from polarlm.engine.codecs._arrays import SATURATION
+from polarlm.engine.codecs._sections import Section, Stored
 from polarlm.engine.codecs.polarpair import COSINES, SINES, TANGENTS, PolarPair
-from polarlm.engine.records.fragments import Geometry, pack_pairs, unpack_pairs, word_count
+from polarlm.engine.records.fragments import Geometry, Record, Words
 
 _HALF = np.dtype(np.float16)
 
 
-@dataclass(frozen=True)
-class PolarPairRecord:
+@dataclass(frozen=True, eq=False)
+class PolarPairRecord(Record):
     """Codes of pairs, and the scales of groups of tokens."""
 
     quantizer: PolarPair
     geometry: Geometry
+
     codec = "polarpair"
     points = None
-
-    @property
-    def bits(self) -> int:
-        """Bits of a pair's code."""
-        return 4 + self.quantizer.radius_bits
 
     @property
     def group(self) -> int:
@@ -35,13 +32,8 @@ class PolarPairRecord:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """The fields of scales, (N/G, D/2) float16 each."""
+        """The streams of scales, (N/G, D/2) float16 each."""
         return self.quantizer.scales
-
-    @property
-    def nbytes(self) -> int:
-        halves = self._groups * 4 * self._width * 2
-        return self._scales_at + len(self.scales) * halves * _HALF.itemsize
 
     @property
     def rows(self) -> int:
@@ -50,63 +42,42 @@ class PolarPairRecord:
 
     @property
     def constants(self) -> dict[str, int]:
-        pair_words = word_count(self.bits, self.geometry.tiles)
         return {
-            "BITS": self.bits,
-            "PAIR_WORDS": pair_words,
-            "WORDS": pair_words + self._width,  # registers that codes and scales take
+            "BITS": self.quantizer.bits,
+            "PAIR_WORDS": self._words.count,
+            "WORDS": self._words.count + self._width,  # registers that codes and scales take
             "SCALED": self.group,
             "RANGED": len(self.scales) // 2,
-            "SCALES_AT": self._scales_at,
-            "TANGENTS": 4 * 2**self.bits,
+            "SCALES_AT": self._words.nbytes,
+            "TANGENTS": 4 * 2**self.quantizer.bits,
             "SATURATION": int(SATURATION),
         }
 
     @property
     def tables(self) -> np.ndarray:
         """A pair of halves for each code, two tangents, and eight bytes of padding."""
-        codes = np.arange(2**self.bits)
+        codes = np.arange(2**self.quantizer.bits)
         points = np.stack([COSINES, SINES], -1)[codes & 15]
         if len(self.scales) == 1:
             points = points * (codes >> 4)[:, None]
         tangents = np.append(TANGENTS, np.zeros(2)).astype(np.float32)
         return np.concatenate([points.astype(_HALF).reshape(-1).view(np.uint8), tangents.view(np.uint8)])
 
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        codes = pack_pairs(self.geometry.pairs(self.quantizer.pair_codes(fields)), self.bits)
-        lead, steps = codes.shape[:-1], self.geometry.padded // 16
-        sections = [codes]
-        for name in self.scales:
-            padded = np.zeros((*lead, self._groups, steps * 8), _HALF)
-            padded[..., : self.geometry.head_dim // 2] = fields[name]
-            stored = np.zeros((*lead, self._groups, 4, self._width, 2), _HALF)
-            stored[..., :steps, :] = np.moveaxis(padded.reshape(*lead, self._groups, steps, 2, 4), -1, -3)
-            sections.append(stored.reshape(*lead, -1).view(np.uint8))
-        return np.concatenate(sections, -1)
-
-    def unpack(self, sections: np.ndarray) -> dict[str, np.ndarray]:
-        geometry, lead, steps = self.geometry, sections.shape[:-1], self.geometry.padded // 16
-        codes = unpack_pairs(sections[..., : self._scales_at], self.bits, geometry.parts, geometry.tiles)
-        fields = {"codes": self.quantizer.code_field(geometry.from_pairs(codes).astype(np.uint8))}
-        stored = np.ascontiguousarray(sections[..., self._scales_at : self.nbytes]).view(_HALF)
-        stored = stored.reshape(*lead, len(self.scales), self._groups, 4, self._width, 2)[..., :steps, :]
-        scales = np.moveaxis(stored, -3, -1).reshape(*lead, len(self.scales), self._groups, -1)
-        for k, name in enumerate(self.scales):
-            fields[name] = scales[..., k, :, : geometry.head_dim // 2]
-        return fields
-
     @property
-    def _groups(self) -> int:
-        return self.geometry.block_size // self.group
+    def sections(self) -> tuple[Stored, ...]:
+        schema = self.quantizer.schema(self.geometry.block_size, self.geometry.head_dim)
+        cuts = (self.geometry.block_size // self.group,), (self._width, 2, 4)
+        return self._words, *(Section.numbers(name, schema[name], cuts, (0, 3, 1, 2)) for name in self.scales)
+
+    @cached_property
+    def _words(self) -> Words:
+        schema = self.quantizer.schema(self.geometry.block_size, self.geometry.head_dim)
+        return Words((self.geometry.pair_codes(schema["codes"], self.quantizer.bits),))
 
     @property
     def _width(self) -> int:
         """Steps whose scales a lane loads, a multiple of the four that fill 16 bytes."""
         return -(-self.geometry.padded // 64) * 4
-
-    @property
-    def _scales_at(self) -> int:
-        return self.geometry.parts * word_count(self.bits, self.geometry.tiles) * 128
 
 
 def record(codec: PolarPair, geometry: Geometry) -> PolarPairRecord | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._streams import pack, unpack
 
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
@@ -16,3 +19,13 @@ def stored_norms(codec: Codec, norms: np.ndarray) -> np.ndarray:
     """norms (...) float32 ≥ 0 → as they read back from a codec with one norm for each vector, float32."""
     codes = np.zeros((*norms.shape, 64 // codec.rounding.width), np.uint8)
     return codec.rounding.norms.unpack(codec.rounding.assemble(codes, norms)["norm"])
+
+
+def streams(codec: Codec, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Fields (..., *shape) of any block → the codec's streams (..., *shape)."""
+    return unpack(codec.schema(*codec.sizes(fields)), fields)
+
+
+def fields_of(codec: Codec, own: Mapping[str, np.ndarray], block_size: int, head_dim: int) -> dict[str, np.ndarray]:
+    """The inverse of `streams`."""
+    return pack(codec.schema(block_size, head_dim), own)

@@ -280,6 +280,7 @@ def test_codecs_import_numpy_and_each_other_only():
         "dataclasses",
         "functools",
         "importlib",
+        "itertools",
         "math",
         "pkgutil",
         "types",

@@ -9,15 +9,17 @@ from hypothesis.extra import numpy as hnp
 
 from polarlm.engine import codecs
 from tests.codecs.cells import expected_error
-from tests.codecs.data import gaussian
+from tests.codecs.data import gaussian, streams
 
 TYPES = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 every_type = pytest.mark.parametrize(("name", "theirs"), TYPES.items())
 
 
-def blocks(codes):
+def blocks(codec, fields):
     """Our fields as ggml stores them: the scale, then the codes of its 32 values. (N, D/32 · bytes) uint8."""
-    scale, values = codes["scale"][..., None].view(np.uint8), codes["codes"].view(np.uint8)
+    own = streams(codec, fields)
+    scale, values = own["scale"][..., None].view(np.uint8), own["codes"]
+    values = values ^ np.uint8(128) if codec.bits == 8 else values[..., :16] | values[..., 16:] << 4
     joined = np.concatenate([scale, values], -1)
     return joined.reshape(len(joined), -1)
 
@@ -25,7 +27,7 @@ def blocks(codes):
 def assert_the_same(x, name, theirs):
     codec = codecs.get(name)
     codes, expected = codec.encode(x), quants.quantize(x, theirs)
-    assert np.array_equal(blocks(codes), expected)
+    assert np.array_equal(blocks(codec, codes), expected)
     assert np.array_equal(codec.decode(codes), quants.dequantize(expected, theirs))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from tests.codecs.data import gaussian
+from tests.codecs.data import gaussian, streams
 
 RADIUS_BITS = {"polarpair-m4n4": 4, "polarpair-m4n2": 2}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
@@ -17,14 +17,10 @@ EPS = np.finfo(np.float32).eps
 T, D = round(12.2 * 1024), 128
 
 
-def stored(codes, n):
-    """Codes of radius and angle, (N, D/2) each, read bit by bit as the layout says."""
-    packed = codes["codes"]
-    if n == 2:
-        thirds = np.split(packed, 3, axis=-1)
-        last = thirds[0] >> 6 | thirds[1] >> 6 << 2 | thirds[2] >> 6 << 4
-        packed = np.concatenate([*(third & 63 for third in thirds), last], -1)
-    return packed >> 4, packed & 15
+def stored(codec, codes):
+    """Codes of radius and angle, (N, D/2) each."""
+    pairs = streams(codec, codes)["codes"]
+    return pairs >> 4, pairs & 15
 
 
 def polar(x):
@@ -66,7 +62,7 @@ def test_codes_match_the_paper(name, n, head_dim):
     scale = codes["radius_step"].astype(np.float64)
     assert np.allclose(scale, radius.max(0) / (2**n - 1), rtol=2**-11 + 4 * EPS)
     theta, rho = 8 * (angle + np.pi) / np.pi, radius / scale
-    radius_code, angle_code = stored(codes, n)
+    radius_code, angle_code = stored(codecs.get(name), codes)
     for code, exact, expected in (
         (angle_code, theta, np.rint(theta) % 16),
         (radius_code, rho, np.clip(np.rint(rho), 0, 2**n - 1)),
@@ -84,7 +80,7 @@ def test_rotating_a_pair_by_sixteenths_of_a_turn_adds_to_its_angle_code(steps):
     a, b = np.split(x, 2, axis=-1)
     c, s = np.cos(steps * np.pi / 8), np.sin(steps * np.pi / 8)
     turned = np.concatenate([c * a - s * b, s * a + c * b], -1).astype(np.float32)
-    before, after = stored(codec.encode(x @ w), 4), stored(codec.encode(turned @ w), 4)
+    before, after = stored(codec, codec.encode(x @ w)), stored(codec, codec.encode(turned @ w))
     assert np.mean(before[0] == after[0]) > 0.99  # except radii on a threshold
     assert np.mean((before[1] + steps) % 16 == after[1]) > 0.99
 
@@ -96,9 +92,9 @@ def test_minmax_codes_match_the_authors_implementation(name, n, option):
     x = gaussian(64, 64) + np.linspace(-8, 8, 64, dtype=np.float32)
     codes = codecs.get(name + option).encode(x)
     radius, angle = polar(x)
-    parts = [("radius", radius, 2**n, stored(codes, n)[0])]
+    parts = [("radius", radius, 2**n, stored(codecs.get(name + option), codes)[0])]
     if option == "+minmax":
-        parts.append(("angle", angle % (2 * np.pi), 16, stored(codes, n)[1]))
+        parts.append(("angle", angle % (2 * np.pi), 16, stored(codecs.get(name + option), codes)[1]))
     for part, exact, count, code in parts:
         low, step = (codes[f"{part}_{which}"].astype(np.float64) for which in ("low", "step"))
         assert np.allclose(low, exact.min(0), rtol=2**-11 + 4 * EPS, atol=1e-6)
@@ -111,11 +107,10 @@ def test_minmax_codes_match_the_authors_implementation(name, n, option):
 
 @every_variant
 def test_decode_is_the_formula(name):
-    n = RADIUS_BITS[name.partition("+")[0]]
     codes = codecs.get(name).encode(gaussian(64, 64) + 3)
     groups = len(codes["radius_step"])
-    scales = {key: np.repeat(code.astype(np.float64), 64 // groups, axis=0) for key, code in codes.items()}
-    radius_code, angle_code = stored(codes, n)
+    scales = {key: np.repeat(codes[key].astype(np.float64), 64 // groups, axis=0) for key in codes if key != "codes"}
+    radius_code, angle_code = stored(codecs.get(name), codes)
     radius = radius_code * scales["radius_step"]
     angle = np.pi * angle_code / 8 - np.pi
     if "minmax" in name:

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs._bits import unpack_nibbles, unpack_sixes
 from polarlm.engine.codecs.polarquant import CENTRES
-from tests.codecs.data import gaussian
+from tests.codecs.data import gaussian, streams
 
 CODEC = codecs.get("polarquant")
 LEVELS = {head_dim: 4 if head_dim % 16 == 0 else 3 for head_dim in (8, 16, 24, 48, 64, 80, 96, 128, 256)}
@@ -37,17 +36,16 @@ def nearest(angles, level):
 
 def stored_angles(codes, levels):
     """The codes of every level from one block's fields, read bit by bit as the layout says."""
-    block_size, groups = codes["radius"].shape
-    sixes = np.empty((4, block_size // 4, groups), np.uint8)
-    unpack_sixes(codes["upper6"], sixes)
-    sixes = sixes.reshape(block_size, groups, 1)
+    own = streams(CODEC, codes)
+    sixes = own["upper6"][..., None]
     if levels == 4:
-        sixes = np.concatenate([codes["upper8"][..., None] & 63, sixes], -1)
+        sixes = np.concatenate([own["upper8"][..., None] & 63, sixes], -1)
+    level1 = np.stack([own["level1"] & 15, own["level1"] >> 4], -1)
     level2 = np.stack([sixes & 3, sixes >> 2 & 3], -1)
-    upper = [level2.reshape(block_size, -1), (sixes >> 4).reshape(block_size, -1)]
+    angles = [x.reshape(len(sixes), -1) for x in (level1, level2, sixes >> 4)]
     if levels == 4:
-        upper.append(codes["upper8"] >> 6)
-    return [unpack_nibbles(codes["level1"]), *upper]
+        angles.append(own["upper8"] >> 6)
+    return angles
 
 
 @pytest.mark.parametrize("head_dim", range(16, 272, 16))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs.polarquant import CENTRES, unpack
-from tests.codecs.data import gaussian
+from polarlm.engine.codecs.polarquant import CENTRES, angles_of
+from tests.codecs.data import gaussian, streams
 from tests.codecs.test_polarquant import polar_transform
 
 
@@ -63,7 +63,7 @@ def test_as_many_directions_as_codes_are_coded_without_error():
 def test_codes_are_the_nearest_centres(head_dim):
     """Of the float64 transform, except for angles so close to a threshold that float32 may round them across it."""
     codec, x = codecs.get("polarquant-online+none"), outliers(256, head_dim)
-    stored = unpack(codec.encode(x))
+    stored = angles_of(streams(codec, codec.encode(x)))
     angles, _ = polar_transform(x, len(stored))
     for level, (codes, exact) in enumerate(zip(stored, angles, strict=True), start=1):
         centres = codec.codebook[level].astype(np.float64)
@@ -77,7 +77,7 @@ def test_decode_is_the_inverse_transform_of_its_own_centres():
     codec, x = codecs.get("polarquant-online+none"), outliers(64, 64)
     codes = codec.encode(x)
     radii = codes["radius"].astype(np.float64)
-    for level, stored in reversed(list(enumerate(unpack(codes), start=1))):
+    for level, stored in reversed(list(enumerate(angles_of(streams(codec, codes)), start=1))):
         angles = codec.codebook[level].astype(np.float64)[stored]
         radii = np.stack([radii * np.cos(angles), radii * np.sin(angles)], -1).reshape(*stored.shape[:-1], -1)
     # Per level a cosine of a float32 and a product.

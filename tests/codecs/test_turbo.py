@@ -5,7 +5,7 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.codecs.turbo import LEVELS
-from tests.codecs.data import gaussian, stored_norms
+from tests.codecs.data import gaussian, stored_norms, streams
 
 BITS = {"turbo2": 2, "turbo3": 3, "turbo4": 4}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
@@ -18,14 +18,9 @@ def levels_of(bits):
 
 
 def stored(codes, bits):
-    """The code of every value, (N, D), read bit by bit as the layout says."""
-    packed = codes["codes"]
-    if bits == 3:
-        thirds = np.split(packed, 3, axis=-1)
-        last = thirds[0] >> 6 | thirds[1] >> 6 << 2 | thirds[2] >> 6 << 4
-        packed = np.concatenate([*(third & 63 for third in thirds), last], -1)
-    per_word = 2 if bits == 3 else 8 // bits
-    return np.stack([packed >> bits * place & 2**bits - 1 for place in range(per_word)], -1).reshape(len(packed), -1)
+    """The code of every value, (N, D)."""
+    pairs = streams(codecs.get(f"turbo{bits}"), codes)["codes"]
+    return np.stack([pairs & 2**bits - 1, pairs >> bits], -1).reshape(len(pairs), -1)
 
 
 def quadrature(density, bits):

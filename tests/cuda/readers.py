@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from polarlm.engine.backends.cuda.device.kernel_source import with_readers
@@ -87,8 +89,17 @@ def read(layout: Layout, record: np.ndarray, seed: int = 0) -> tuple[np.ndarray,
     args = (out, norms, means, scale, record, layout.tables)
     shared = max(ROW_BYTES * layout.record.rows, 128)
     Program(text(READ, layout)).launch("read_kernel", (1,), (64,), *args, shared=shared, seed=seed)
-    values = shape.from_halves(out.view(np.float16).reshape(-1))
+    values = undone(shape.halves, (shape.block_size, shape.head_dim), out.view(np.float16).reshape(-1))
     by_row = norms.reshape(shape.parts, 8, 4, -1)  # the lanes of a row have the same norms
     assert (by_row == by_row[:, :, :1]).all()
     mean = means[:, :4].view(np.float16).swapaxes(0, 1)  # lanes 0 to 3: (4, STEPS, 4)
-    return values, shape.from_tokens(by_row[:, :, 0].reshape(-1)), shape.from_channels(mean.reshape(-1)) * scale
+    own_norms = undone(shape.tokens, (shape.block_size,), by_row[:, :, 0].reshape(-1))
+    return values, own_norms, undone(shape.channels, (shape.head_dim,), mean.reshape(-1)) * scale
+
+
+def undone(order: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], x: np.ndarray) -> np.ndarray:
+    """x as `order` orders an array of this shape, fillings left out → the array."""
+    numbers = order(np.arange(1, np.prod(shape) + 1).reshape(shape))
+    found = np.zeros(numbers.max() + 1, x.dtype)
+    found[numbers] = x
+    return found[1:].reshape(shape)

@@ -39,7 +39,7 @@ RECORDS = ["ring4 keys", "ring3.5 values", "polarquant keys", "polarquant values
 RECORDS += ["f16 keys", "f16 values", "turbo3 keys", "turbo3 values"]
 # Sections in their order → fields of `Codec.encode` and of the mean.
 SECTIONS = {
-    "codes": {"low", "high", "codes"},
+    "codes": {"codes"},
     "angles": {"level1"},
     "rows": {"upper8", "upper6"},
     "radii": {"radius"},
@@ -143,7 +143,7 @@ def record_with(record: str, what: str, bits: int) -> np.ndarray:
         assert isinstance(layout.record, PairRecord)
         codes = np.zeros((BLOCK, 64), np.uint8)
         codes[place] = bits
-        fields |= layout.record.packing.pack(codes)
+        fields["codes"] = layout.schema["codes"].pack(codes)
     else:
         name, kind = _NUMBERS[" ".join(what.split()[:3])]
         {**fields, **means}[name].view(kind)[place] = bits

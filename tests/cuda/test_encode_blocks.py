@@ -225,7 +225,7 @@ def metric_of(side: Side, heads: int, *, tilt: bool = True, tokens: bool = True)
 
 def codes_of(side: Side, fields: dict[str, np.ndarray]) -> np.ndarray:
     """The fields of a codec of pairs but the norm → (K, B, N, D/2)."""
-    return side.layout.record.packing.codes({name: x for name, x in fields.items() if name != "norm"})
+    return side.layout.schema["codes"].unpack(fields["codes"])
 
 
 def cost(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metric) -> np.ndarray:

@@ -13,7 +13,7 @@ from polarlm.engine.codecs.polarpair import PolarPair
 from polarlm.engine.errors import EngineError
 from polarlm.engine.records import Layout, layout
 from polarlm.engine.records.fragments import Geometry
-from tests.codecs.data import gaussian
+from tests.codecs.data import fields_of, gaussian, streams
 from tests.cuda.programs import Program
 from tests.cuda.readers import ENCODE, READ, read, text
 
@@ -199,7 +199,7 @@ def assert_as_near_as_atan2f(
     codec: PolarPair, fields: dict[str, np.ndarray], expected: dict[str, np.ndarray], x: np.ndarray
 ) -> None:
     """Radii are those of the codec; angles those of some angles that are at most ANGLE_ULPS beside the exact ones."""
-    pairs, wanted = codec.pair_codes(fields), codec.pair_codes(expected)
+    pairs, wanted = streams(codec, fields)["codes"], streams(codec, expected)["codes"]
     np.testing.assert_array_equal(pairs >> 4, wanted >> 4)
     for name in ("radius_step", "radius_low"):
         np.testing.assert_array_equal(fields[name], expected[name])
@@ -226,21 +226,27 @@ def test_the_tolerance_admits_only_neighbouring_cells_at_a_border(name: str) -> 
     x[:, ::2], x[:, 1::2] = np.cos(turns + 0.25)[:, None], np.sin(turns + 0.25)[:, None]
     x[:, 16:] = gaussian(64, 16)
     expected, moved = codec.encode(x), 0
+
+    def with_codes(pairs: np.ndarray) -> dict[str, np.ndarray]:
+        return fields_of(codec, {**expected, "codes": pairs}, *x.shape)
+
     for ulps in (-3, 0, 3):
         angles = angles_of(codec, x)
         codes = cells(angles + ulps * np.spacing(angles), expected["angle_step"], expected["angle_low"])
-        pairs = codec.pair_codes(expected)
-        given = {**expected, "codes": codec.code_field(pairs & 0xF0 | codes)}
+        pairs = streams(codec, expected)["codes"]
+        given = with_codes(pairs & 0xF0 | codes)
         assert_as_near_as_atan2f(codec, given, expected, x)
         moved += int((codes != pairs & 15).sum())
     assert moved > 10
-    middle = np.argmax(np.abs(codec.pair_codes(expected)[:, 8:] & 15) % 15 > 0)  # neither the first cell nor the last
+    middle = np.argmax(
+        np.abs(streams(codec, expected)["codes"][:, 8:] & 15) % 15 > 0
+    )  # neither the first cell nor the last
     row, pair = divmod(int(middle), 8)
     for change in (1, -1, 16):  # an angle's cell, and a radius
-        pairs = codec.pair_codes(expected).copy()
+        pairs = streams(codec, expected)["codes"].copy()
         pairs[row, 8 + pair] = int(pairs[row, 8 + pair]) + change & 0xFF
         with pytest.raises(AssertionError):
-            assert_as_near_as_atan2f(codec, {**expected, "codes": codec.code_field(pairs)}, expected, x)
+            assert_as_near_as_atan2f(codec, with_codes(pairs), expected, x)
     low = np.nextafter(expected["angle_low"], np.float16(9))
     with pytest.raises(AssertionError, match="angle_low"):
         assert_as_near_as_atan2f(codec, {**expected, "angle_low": low}, expected, x)

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs, records
+from polarlm.engine.codecs._planes import Planes
+from polarlm.engine.codecs._sections import Section, numbered
+from polarlm.engine.codecs._streams import codes as codes_stream
 from polarlm.engine.quantization.conditioning import centre
-from polarlm.engine.records.fragments import Geometry, pack_pairs, unpack_pairs, word_count
+from polarlm.engine.records.fragments import Geometry, Words
 
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
 BLOCK_SIZES = [16, 32, 64, 128]
@@ -141,10 +144,11 @@ def lane_words(packed: np.ndarray, lane: int, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("tiles", [1, 3, 6, 8, 20, 32])
 def test_codes_are_packed_in_words_as_documented(rng: np.random.Generator, bits: int, tiles: int) -> None:
     codes = rng.integers(0, 2**bits, (2, tiles, 32, 4)).astype(np.uint16)
-    packed = pack_pairs(codes, bits)
-    count = word_count(bits, tiles)
+    order, planes = numbered(2, tiles, 128), Planes(bits, tiles, top=True)
+    words = Words((Section("codes", codes_stream(bits, *codes.shape), order, planes),))
+    packed, count = words.pack({"codes": codes}), words.count
     assert packed.shape == (2 * count * 128,)
-    np.testing.assert_array_equal(unpack_pairs(packed, bits, 2, tiles), codes)
+    np.testing.assert_array_equal(words.unpack(packed)["codes"], codes)
     for part, lane, r in itertools.product(range(2), [0, 5, 31], range(4)):
         words = lane_words(packed[part * count * 128 :], lane, count)
         for tile in range(tiles):

@@ -366,7 +366,7 @@ def test_blocks_of_layers_from_slots() -> None:
         NumpyOps(1).encode_blocks([FilledBlocks([single], [4, 1], slots(2, 0))])
         for side in (0, 1):
             assert share_of_equal_blocks(layer, single, side) >= 0.5
-        assert not np.array_equal(stored(layer).k["low"][:, 4], stored(layer).k["low"][:, 1])
+        assert not np.array_equal(stored(layer).k["codes"][:, 4], stored(layer).k["codes"][:, 1])
 
 
 def test_blocks_of_a_prompt_from_its_buffer() -> None:

@@ -2,7 +2,8 @@
 
 A module here has the name of the codec's module in `engine.codecs`. It defines `keys(codec, block_size, head_dim)` and
 `values(codec, block_size, head_dim)`, which return the tiles of that codec, or None for sizes or options without a
-kernel; a codec that stores one side only may leave out the other. A layer without tiles of both sides is NumPy's.
+kernel; a codec that stores one side only may leave out the other. A codec of pairs with `points` needs no module: its
+tiles are those of `_tables`. A layer without tiles of both sides is NumPy's.
 
 All vectors are in the stored space: rotated, scaled, without the block mean. N is the block size, D the head dim.
 Addresses are multiples of 64 bytes. Vectors of D float32 have room for D rounded up to a multiple of 16.
@@ -14,6 +15,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -107,8 +109,7 @@ def values(codec: Codec, block_size: int, head_dim: int) -> ValueTiles | None:
 
 
 @cache
-def _module(name: str) -> object:
-    """The module for a codec; None if there is none."""
-    if name not in {module.name for module in pkgutil.iter_modules(__path__)}:
-        return None
-    return importlib.import_module(f"{__name__}.{name}")
+def _module(name: str) -> ModuleType:
+    """The module for a codec, or that of all tables."""
+    own = {module.name for module in pkgutil.iter_modules(__path__)}
+    return importlib.import_module(f"{__name__}.{name if name in own else '_tables'}")

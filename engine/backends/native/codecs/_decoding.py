@@ -51,7 +51,7 @@ def emit_points(
     for row, own in enumerate(norms):
         for number, part in enumerate(own):
             e.store(part, norms_at, 4 * tokens * row + 64 * number)
-    table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places))
+    table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places.astype(np.uint16)))
     with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
         norm = e.load(norms_at + (group * tokens + token) * 4, F32)
         before = token * codes + group * group_codes

@@ -7,25 +7,28 @@ A vector is cut into U units of 16 channels, each two halves of 8, that is 4 pai
                                        and first two pairs on level 2, two bits each from the highest on
     radii       (U, R, N) float16      R = 1; 2 with three levels, where each half has a radius
 
-Level 4 of a second half is stored as its complement, whose cosine is the sine of the angle: `upper_codes`. A row has
+Level 4 of a second half is stored as its complement, whose cosine is the sine of the angle: `rows_of`. A row has
 eight bits where the fields have seven, so that every half is read alike: 4.0 bits per value. If D is no multiple of 16,
-the last half is zeros. A unit's bytes have an order of their own on each side: `PolarTiles.order`.
+the last half is zeros. A unit's bytes have an order of their own on each side: `_code_sections`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.codecs._sections import SectionTiles
 from polarlm.engine.backends.native.kernels.encode.formats import without_metric
 from polarlm.engine.backends.native.kernels.encode.polar import encode_polar
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
-from polarlm.engine.codecs._bits import unpack_nibbles
-from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, level_count, pack, upper_codes, upper_table
+from polarlm.engine.codecs._joined import join, split
+from polarlm.engine.codecs._sections import Section
+from polarlm.engine.codecs._streams import Stream
+from polarlm.engine.codecs._streams import codes as codes_of
+from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, from_rows, level_count, rows_of, upper_table
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.byte_ops import lookup_in_lanes
 from polarlm.engine.jit.lang.emit import Emitter
@@ -42,36 +45,30 @@ def pair_factors(pair: int) -> np.ndarray:
     return COSINES[3][level3 ^ flip3] * COSINES[2][level2 ^ flip2]
 
 
-class Order(NamedTuple):
-    """The order of a unit's bytes. Axes that are cut into pieces: (tiles, N/16, *tokens, U, halves, *pairs).
-
-    tokens, row_tokens: how 16 tokens are cut, for directions and for rows; pairs: how the 4 pairs of a half are.
-    directions, rows: the axes in the order in which they are stored. The first of `directions` is that of the low and
-    the high four bits of a byte.
-    """
-
-    tokens: tuple[int, ...]
-    pairs: tuple[int, ...]
-    directions: tuple[int, ...]
-    row_tokens: tuple[int, ...]
-    rows: tuple[int, ...]
-
-
-class PolarTiles(ABC):
+class PolarTiles(SectionTiles, ABC):
     """The common part of tiles of keys and of values."""
 
     side: str
-    order: Order
 
     def __init__(self, codec: PolarQuant, block_size: int, head_dim: int) -> None:
         self.tokens, self.head_dim, self.levels = block_size, head_dim, level_count(head_dim)
         self.units, self.radii = -(-head_dim // 16), 5 - self.levels
-        self._fields = codec.fields(block_size, head_dim)
-        self.rows_at = 4 * block_size * self.units
-        self.radii_at = 6 * block_size * self.units
-        self._end = self.radii_at + 2 * block_size * self.units * self.radii
-        self.name = f"polarquant_{self.side}_{block_size}_{head_dim}"
-        self.nbytes = -(-self._end // 64) * 64
+        radius = codec.schema(block_size, head_dim)["radius"]
+        radii = Section.numbers("radius", radius, ((block_size,), (self.units * self.radii,)), (1, 0))
+        codes = self._code_sections(codes_of(4, block_size, head_dim // 2), codes_of(8, block_size, head_dim // 8))
+        super().__init__(f"polarquant_{self.side}", codec, block_size, head_dim, *codes, radii)
+        _, self.rows_at, self.radii_at, _ = self._sections.offsets
+
+    @abstractmethod
+    def _code_sections(self, directions: Stream, rows: Stream) -> tuple[Section, Section]:
+        """The order of a unit's bytes: of codes of pairs (N, D/2), and of those of halves (N, D/8)."""
+
+    def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"directions": split(streams["level1"], 4), "rows": rows_of(streams), "radius": streams["radius"]}
+
+    def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        upper = from_rows(stored["rows"], self.levels)
+        return {"radius": stored["radius"], "level1": join(stored["directions"], 4), **upper}
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         encoding = without_metric(format, side)
@@ -82,62 +79,6 @@ class PolarTiles(ABC):
         each = 2 * self.tokens
         for offset, nbytes in ((0, 2 * each), (self.rows_at, each), (self.radii_at, each * self.radii)):
             e.prefetch(tile + unit * nbytes + offset, nbytes)
-
-    # -- bytes -------------------------------------------------------------------------------------------------------
-
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        *lead, n, groups = fields["radius"].shape
-        count, order = int(np.prod(lead)), self.order
-        directions = self._cut(unpack_nibbles(fields["level1"]), count, order.tokens, order.pairs)
-        low, high = directions.transpose(order.directions)
-        rows = self._cut(upper_codes(fields, self.levels), count, order.row_tokens, ())
-        radii = np.zeros((count, self.units * self.radii, n), np.float16)
-        radii[:, :groups] = fields["radius"].reshape(count, n, groups).swapaxes(1, 2)
-        tiles = np.zeros((count, self.nbytes), np.uint8)
-        tiles[:, : self.rows_at] = (low | high << 4).reshape(count, self.rows_at)
-        tiles[:, self.rows_at : self.radii_at] = rows.transpose(order.rows).reshape(count, self.radii_at - self.rows_at)
-        tiles[:, self.radii_at : self._end] = radii.view(np.uint8).reshape(count, self._end - self.radii_at)
-        return tiles.reshape(*lead, self.nbytes)
-
-    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
-        lead, order = tiles.shape[:-1], self.order
-        tiles = tiles.reshape(-1, self.nbytes)
-        count, halves = len(tiles), self.head_dim // 8
-        cuts = self._cuts(count, order.tokens, order.pairs)
-        packed = tiles[:, : self.rows_at].reshape([cuts[axis] for axis in order.directions[1:]])
-        directions = np.stack([packed & 15, packed >> 4]).transpose(np.argsort(order.directions))
-        cuts = self._cuts(count, order.row_tokens, ())
-        rows = tiles[:, self.rows_at : self.radii_at].reshape([cuts[axis] for axis in order.rows])
-        rows = rows.transpose(np.argsort(order.rows))
-        radii = np.ascontiguousarray(tiles[:, self.radii_at : self._end]).view(np.float16)
-        return self._to_fields(
-            lead,
-            directions.reshape(count, self.tokens, 8 * self.units)[..., : 4 * halves],
-            rows.reshape(count, self.tokens, 2 * self.units)[..., :halves],
-            radii.reshape(count, self.units * self.radii, self.tokens)[:, : self.head_dim >> self.levels].swapaxes(
-                1, 2
-            ),
-        )
-
-    def _to_fields(
-        self, lead: tuple[int, ...], directions: np.ndarray, rows: np.ndarray, radii: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:2], 2 * rows.shape[2])
-        level4 = [rows[..., 0::2] >> 6] if self.levels == 4 else []
-        fields = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in self._fields.items()}
-        pack([directions, level2, rows >> 4 & 3, *level4], radii, fields)
-        return {name: x.reshape(*lead, *self._fields[name].shape) for name, x in fields.items()}
-
-    def _cuts(self, count: int, tokens: tuple[int, ...], pairs: tuple[int, ...]) -> tuple[int, ...]:
-        return count, self.tokens // 16, *tokens, self.units, 2, *pairs
-
-    def _cut(self, codes: np.ndarray, count: int, tokens: tuple[int, ...], pairs: tuple[int, ...]) -> np.ndarray:
-        """codes (..., N, codes of D channels) → their axes cut into pieces, with zeros up to whole units."""
-        size = int(np.prod(pairs))
-        whole = np.zeros((count, self.tokens, 2 * self.units * size), np.uint8)
-        stored = self.head_dim // 8 * size
-        whole[..., :stored] = codes.reshape(count, self.tokens, stored)
-        return whole.reshape(self._cuts(count, tokens, pairs))
 
     def emit_pack(
         self,
@@ -168,8 +109,6 @@ class PolarTiles(ABC):
         self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
     ) -> None:
         """Codes of 16 tokens and both halves of a unit → the bytes of directions and of rows."""
-
-    # -- decoding ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:

@@ -17,17 +17,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from polarlm.engine.backends.native.codecs._packing import Packing
 from polarlm.engine.backends.native.codecs._polar import (
     COSINES,
     SINES,
-    Order,
     PolarTiles,
     by_lane,
     emit_cosines,
     interleaved,
     pair_factors,
 )
+from polarlm.engine.backends.native.codecs._sections import codes_section
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
+from polarlm.engine.codecs._sections import Section
+from polarlm.engine.codecs._streams import Stream
 from polarlm.engine.jit.lang.byte_ops import Table, dot4, lookup_in_lanes, pair_products, scaled_product
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
@@ -45,7 +48,13 @@ class PolarKeys(PolarTiles):
     """
 
     side = "keys"
-    order = Order((16,), (2, 2), (5, 0, 3, 1, 4, 6, 2), (16,), (0, 3, 1, 4, 2))
+
+    def _code_sections(self, directions: Stream, rows: Stream) -> tuple[Section, Section]:
+        tokens = self.tokens // 16, 16
+        return (
+            codes_section("directions", directions, Packing(4), (tokens, (self.units, 2, 2, 2)), (2, 0, 4, 3, 5, 1)),
+            codes_section("rows", rows, None, (tokens, (self.units, 2)), (2, 0, 3, 1)),
+        )
 
     @property
     def query_bytes(self) -> int:

@@ -17,16 +17,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from polarlm.engine.backends.native.codecs._packing import Packing
 from polarlm.engine.backends.native.codecs._polar import (
     COSINES,
     SINES,
-    Order,
     PolarTiles,
     by_lane,
     emit_cosines,
     interleaved,
     pair_factors,
 )
+from polarlm.engine.backends.native.codecs._sections import codes_section
+from polarlm.engine.codecs._sections import Section
+from polarlm.engine.codecs._streams import Stream
 from polarlm.engine.jit.lang.byte_ops import Table, dot4, join_words, lookup_in_lanes, scaled_product
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
@@ -48,7 +51,13 @@ class PolarValues(PolarTiles):
     """
 
     side = "values"
-    order = Order((2, 2, 4), (4,), (2, 0, 5, 1, 7, 6, 3, 4), (2, 8), (0, 4, 1, 2, 5, 3))
+
+    def _code_sections(self, directions: Stream, rows: Stream) -> tuple[Section, Section]:
+        tokens = self.tokens // 16, 2, 8
+        return (
+            codes_section("directions", directions, Packing(4), (tokens, (self.units, 2, 4)), (3, 0, 1, 5, 4, 2)),
+            codes_section("rows", rows, None, (tokens, (self.units, 2)), (3, 0, 1, 4, 2)),
+        )
 
     def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:
         eight, within = token // 8, token % 8

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._norms import emit_norms, emit_pack_norms
@@ -36,9 +34,15 @@ from polarlm.engine.backends.native.codecs._products import (
     read_codes,
     store_query,
 )
+from polarlm.engine.backends.native.codecs._sections import SectionTiles, codes_section
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.formats import by_rounding
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
+from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._joined import join, split
+from polarlm.engine.codecs._pair_codec import PairCodec
+from polarlm.engine.codecs._sections import Section
+from polarlm.engine.codecs._streams import Stream, codes
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter
@@ -47,59 +51,57 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
 
-@dataclass(frozen=True)
-class TableStore:
-    """How a codec stores codes and norms. norm: the type of the norms; largest: the largest of them.
-
-    split: fields → codes (..., N, C) uint8 or uint16, norms (..., N); join: the inverse.
-    """
-
-    name: str
-    table: CodeTable
-    norm: np.dtype
-    largest: float
-    split: Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
-    join: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
+def keys(codec: Codec, block_size: int, head_dim: int) -> TableKeys | None:
+    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+        return None
+    return TableKeys(codec, codec.points, block_size, head_dim)
 
 
-class _TableTiles(ABC):
+def values(codec: Codec, block_size: int, head_dim: int) -> TableValues | None:
+    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+        return None
+    return TableValues(codec, codec.points, block_size, head_dim)
+
+
+class _TableTiles(SectionTiles, ABC):
     """The common part of tiles of keys and of values."""
 
     _side: str
     by_token: bool  # whether `emit_pack` reads the codes of a token side by side
 
-    def __init__(self, store: TableStore, block_size: int, head_dim: int) -> None:
-        self._store, self._table, self._norm = store, store.table, store.norm
+    def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
+        """points: of pairs, or of values, whose codes are joined in the codec's."""
+        norms, width = codec.store.norms, points.shape[1]
+        self._table = CodeTable(codec.store.bits * width // 2, points)
+        self._norm, self._largest = norms.dtype, float(norms.largest)
         self._tokens, self._head_dim = block_size, head_dim
-        self._codes = head_dim // store.table.width
-        self._packing = Packing(store.table.bits)
+        self._codes = head_dim // width
+        self._packing = Packing(self._table.bits)
         self._vectors = block_size * self._codes // 64
-        self._norms_at = self._packing.nbytes(self._vectors)
-        self._end = self._norms_at + block_size * self._norm.itemsize
-        self.name = f"{store.name}_{self._side}_{block_size}_{head_dim}"
-        self.nbytes = -(-self._end // 64) * 64
+        self._section = self._codes_section(codes(self._table.bits, block_size, self._codes))
+        norm = Section.numbers("norm", codec.schema(block_size, head_dim)["norm"])
+        name = codec.name.split("+")[0].replace(".", "_")
+        layout = f"{name}_norm_{8 * norms.dtype.itemsize}_{self._side}"
+        super().__init__(layout, codec, block_size, head_dim, self._section, norm)
+        _, self._norms_at, _ = self._sections.offsets
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         encoding = by_rounding(format, side)
         return None if encoding is None else encode(encoding, self)
 
-    @property
     @abstractmethod
-    def _arrangement(self) -> Arrangement:
-        """The order of the codes (N, C) in a tile."""
+    def _codes_section(self, stream: Stream) -> Section:
+        """The codes (N, C) in a tile."""
 
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        codes, norms = self._store.split(fields)
-        lead = norms.shape[:-1]
-        tiles = np.zeros((*lead, self.nbytes), np.uint8)
-        tiles[..., : self._norms_at] = self._packing.pack(self._arrangement.vectors(codes))
-        tiles[..., self._norms_at : self._end] = np.ascontiguousarray(norms).view(np.uint8)
-        return tiles
+    def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._table.width == 1:
+            streams["codes"] = split(streams["codes"], self._table.bits)
+        return streams
 
-    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
-        vectors = self._packing.unpack(tiles[..., : self._norms_at], self._vectors)
-        norms = np.ascontiguousarray(tiles[..., self._norms_at : self._end]).view(self._norm)
-        return self._store.join(self._arrangement.codes(vectors, self._tokens), norms)
+    def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._table.width == 1:
+            stored["codes"] = join(stored["codes"], self._table.bits)
+        return stored
 
     def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
         """Codes and norms (N,) float32 ≥ 0, which may be overwritten, → the tile.
@@ -115,7 +117,7 @@ class _TableTiles(ABC):
             vectors = [self._emit_vector(e, codes, e.i64(whole * run + i)) for i in range(rest)]
             self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
         with e.loop(0, 4 * self._tokens, 64) as offset:
-            norm = e.minimum(e.load(norms + offset, _F16), self._store.largest)
+            norm = e.minimum(e.load(norms + offset, _F16), self._largest)
             e.store(norm, norms + offset)
         emit_pack_norms(e, norms, self._tokens, self._norm, tile + self._norms_at)
 
@@ -130,8 +132,7 @@ class _TableTiles(ABC):
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        own = self._arrangement.places(self._tokens)
-        emit_points(e, block, self._packing, own, self._table.points, [norms], out, scratch)
+        emit_points(e, block, self._packing, self._section.places, self._table.points, [norms], out, scratch)
 
 
 class TableKeys(_TableTiles):
@@ -148,9 +149,9 @@ class TableKeys(_TableTiles):
     def _groups(self) -> int:
         return self._tokens // 16
 
-    @property
-    def _arrangement(self) -> Arrangement:
-        return Arrangement((self._groups, 16, self._codes // 4, 4), (2, 0, 1, 3))
+    def _codes_section(self, stream: Stream) -> Section:
+        cuts = (self._groups, 16), (self._codes // 4, 4)
+        return codes_section("codes", stream, self._packing, cuts, (2, 0, 1, 3))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         row = 4 * self._tokens
@@ -194,10 +195,10 @@ class TableValues(_TableTiles):
         """Codes of a vector that stand beside each other, p."""
         return math.gcd(self._codes, 16)
 
-    @property
-    def _arrangement(self) -> Arrangement:
+    def _codes_section(self, stream: Stream) -> Section:
         p = self._lanes
-        return Arrangement((self._tokens * p // 64, 16 // p, 4, self._codes // p, p), (3, 0, 1, 4, 2))
+        cuts = (self._tokens * p // 64, 16 // p, 4), (self._codes // p, p)
+        return codes_section("codes", stream, self._packing, cuts, (3, 0, 1, 4, 2))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         p, kind = self._lanes, I16 if self._table.bits > 8 else I8

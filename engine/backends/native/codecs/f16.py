@@ -9,16 +9,16 @@ A prepared query is its D float32. Products are float32, in the order of the cha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.codecs._sections import SectionTiles
 from polarlm.engine.backends.native.kernels.encode.formats import without_metric
 from polarlm.engine.backends.native.kernels.encode.groups import encode_halves
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.backends.native.kernels.rotation import pieces
 from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs._sections import Section
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I16, Value, vector
@@ -27,11 +27,11 @@ _F16, _I16 = vector(F32, 16), vector(I16, 16)
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> HalfKeys | None:
-    return HalfKeys(block_size, head_dim) if block_size % 16 == 0 else None
+    return HalfKeys(codec, block_size, head_dim) if block_size % 16 == 0 else None
 
 
 def values(codec: Codec, block_size: int, head_dim: int) -> HalfValues | None:
-    return HalfValues(block_size, head_dim) if block_size % 16 == 0 else None
+    return HalfValues(codec, block_size, head_dim) if block_size % 16 == 0 else None
 
 
 def sum_tile(e: Emitter, heads: int, vectors: int) -> int:
@@ -40,30 +40,19 @@ def sum_tile(e: Emitter, heads: int, vectors: int) -> int:
     return max(count for count in range(1, vectors + 1) if vectors % count == 0 and count <= max(1, most))
 
 
-class HalfKeys:
+class HalfKeys(SectionTiles):
     """Tiles of keys."""
 
-    def __init__(self, block_size: int, head_dim: int) -> None:
+    def __init__(self, codec: Codec, block_size: int, head_dim: int) -> None:
+        values = codec.schema(block_size, head_dim)["values"]
+        section = Section.numbers("values", values, ((block_size,), (head_dim,)), (1, 0))
+        super().__init__("half_keys", codec, block_size, head_dim, section)
         self._tokens, self._head_dim = block_size, head_dim
-        self.name = f"half_keys_{block_size}_{head_dim}"
-        self._end = 2 * block_size * head_dim
-        self.nbytes = -(-self._end // 64) * 64
         self.query_bytes = -(-head_dim // 16) * 64
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         encoding = without_metric(format, side)
         return None if encoding is None else encode_halves(encoding, True, self.name)
-
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        by_channel = np.ascontiguousarray(fields["values"].swapaxes(-1, -2))
-        tiles = np.zeros((*by_channel.shape[:-2], self.nbytes), np.uint8)
-        tiles[..., : self._end] = by_channel.view(np.uint8).reshape(*by_channel.shape[:-2], -1)
-        return tiles
-
-    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
-        halves = np.ascontiguousarray(tiles[..., : self._end]).view(np.float16)
-        by_channel = halves.reshape(*tiles.shape[:-1], self._head_dim, self._tokens)
-        return {"values": np.ascontiguousarray(by_channel.swapaxes(-1, -2))}
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for first in range(0, self._head_dim, 16):
@@ -104,28 +93,18 @@ class HalfKeys:
                     e.store(e.part(row, 0, len(own)), target, 4 * (self._head_dim * number + channel))
 
 
-class HalfValues:
+class HalfValues(SectionTiles):
     """Tiles of values."""
 
-    def __init__(self, block_size: int, head_dim: int) -> None:
-        self._tokens, self._head_dim = block_size, head_dim
-        self._row = -(-head_dim // 16) * 16
-        self.name = f"half_values_{block_size}_{head_dim}"
-        self.nbytes = 2 * block_size * self._row
+    def __init__(self, codec: Codec, block_size: int, head_dim: int) -> None:
+        values = codec.schema(block_size, head_dim)["values"]
+        self._tokens, self._head_dim, self._row = block_size, head_dim, -(-head_dim // 16) * 16
+        section = Section.numbers("values", values, ((block_size,), (self._row,)), (0, 1))
+        super().__init__("half_values", codec, block_size, head_dim, section)
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         encoding = without_metric(format, side)
         return None if encoding is None else encode_halves(encoding, False, self.name)
-
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        halves = fields["values"]
-        rows = np.zeros((*halves.shape[:-1], self._row), np.float16)
-        rows[..., : self._head_dim] = halves
-        return rows.view(np.uint8).reshape(*halves.shape[:-2], self.nbytes)
-
-    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
-        rows = np.ascontiguousarray(tiles).view(np.float16).reshape(*tiles.shape[:-1], self._tokens, self._row)
-        return {"values": np.ascontiguousarray(rows[..., : self._head_dim])}
 
     def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         parts = self._row // 16

@@ -1,6 +1,6 @@
 """Tiles of `q8_0` and `q4_0`: codes, and a scale for each 32 channels of a token.
 
-Codes are unsigned: code + 128 for q8_0. V vectors of 64 codes, packed by `_packing`, then the scales.
+V vectors of 64 codes, packed by `_packing`, then the scales.
 
     keys    lanes are tokens: (D/32, N/16, 8) vectors, each of 16 tokens x 4 channels; scales (D/32, N) float16
     values  lanes are channels: (D/16, N/4) vectors, each of 16 channels x 4 tokens; scales (D/32, N) float16
@@ -14,20 +14,22 @@ Products are exact sums of bytes times bytes. The errors beside float32's are th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._norms import emit_pack_norms
 from polarlm.engine.backends.native.codecs._packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs._sections import SectionTiles, codes_section
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.kernels.encode.formats import without_metric
 from polarlm.engine.backends.native.kernels.encode.groups import encode_groups
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
-from polarlm.engine.codecs.ggml import Q4, Q8
+from polarlm.engine.codecs._sections import Section
+from polarlm.engine.codecs._streams import Stream
+from polarlm.engine.codecs.ggml import Grouped
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter
@@ -39,63 +41,37 @@ _GROUP = 32
 _LIMIT = 127.0
 
 
-def keys(codec: Q8 | Q4, block_size: int, head_dim: int) -> GroupedKeys | None:
+def keys(codec: Grouped, block_size: int, head_dim: int) -> GroupedKeys | None:
     return GroupedKeys(codec, block_size, head_dim) if block_size % 16 == 0 else None
 
 
-def values(codec: Q8 | Q4, block_size: int, head_dim: int) -> GroupedValues | None:
+def values(codec: Grouped, block_size: int, head_dim: int) -> GroupedValues | None:
     return GroupedValues(codec, block_size, head_dim) if block_size % 16 == 0 else None
 
 
-class _GroupedTiles(ABC):
+class _GroupedTiles(SectionTiles, ABC):
     """The common part of tiles of keys and of values."""
 
     _side: str
     by_token: bool  # whether `emit_pack` reads the codes of a token side by side
 
-    def __init__(self, codec: Q8 | Q4, block_size: int, head_dim: int) -> None:
+    def __init__(self, codec: Grouped, block_size: int, head_dim: int) -> None:
         self._tokens, self._head_dim, self._groups = block_size, head_dim, head_dim // _GROUP
-        self._packing = Packing(8 if isinstance(codec, Q8) else 4)
+        self._packing, self._zero = Packing(codec.bits), codec.zero
         self._vectors = block_size * head_dim // 64
-        self._scales_at = self._packing.nbytes(self._vectors)
-        self._end = self._scales_at + 2 * block_size * self._groups
-        self.name = f"{codec.name}_{self._side}_{block_size}_{head_dim}"
-        self.nbytes = -(-self._end // 64) * 64
+        schema = codec.schema(block_size, head_dim)
+        self._codes = self._codes_section(schema["codes"])
+        scales = Section.numbers("scale", schema["scale"], ((block_size,), (self._groups,)), (1, 0))
+        super().__init__(f"{codec.name}_{self._side}", codec, block_size, head_dim, self._codes, scales)
+        _, self._scales_at, _ = self._sections.offsets
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         encoding = without_metric(format, side, self._packing.bits)
         return None if encoding is None else encode_groups(encoding, self)
 
-    @property
     @abstractmethod
-    def _arrangement(self) -> Arrangement:
-        """The order of the codes (N, D) in a tile."""
-
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        codes, scales = fields["codes"], fields["scale"]
-        if self._packing.bits == 8:
-            codes = codes.view(np.uint8) ^ np.uint8(128)
-        else:
-            codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
-        lead = scales.shape[:-2]
-        vectors = self._arrangement.vectors(codes.reshape(*lead, self._tokens, self._head_dim))
-        tiles = np.zeros((*lead, self.nbytes), np.uint8)
-        tiles[..., : self._scales_at] = self._packing.pack(vectors)
-        by_group = np.ascontiguousarray(scales.swapaxes(-1, -2)).view(np.uint8)
-        tiles[..., self._scales_at : self._end] = by_group.reshape(*lead, -1)
-        return tiles
-
-    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
-        lead = tiles.shape[:-1]
-        vectors = self._packing.unpack(tiles[..., : self._scales_at], self._vectors)
-        codes = self._arrangement.codes(vectors, self._tokens).reshape(*lead, self._tokens, self._groups, _GROUP)
-        if self._packing.bits == 8:
-            codes = (codes ^ np.uint8(128)).view(np.int8)
-        else:
-            codes = codes[..., : _GROUP // 2] | codes[..., _GROUP // 2 :] << 4
-        by_group = np.ascontiguousarray(tiles[..., self._scales_at : self._end]).view(np.float16)
-        scales = by_group.reshape(*lead, self._groups, self._tokens).swapaxes(-1, -2)
-        return {"scale": np.ascontiguousarray(scales), "codes": np.ascontiguousarray(codes)}
+    def _codes_section(self, codes: Stream) -> Section:
+        """The codes (N, D/32, 32) in a tile."""
 
     def emit_pack(self, e: Emitter, codes: Value, scales: Value, tile: Value) -> None:
         """Codes as they are in a tile, and scales (D/32, N) float32, → the tile.
@@ -116,13 +92,8 @@ class _GroupedTiles(ABC):
         scales_at = block + self._scales_at
         scales = [self._scales(e, scales_at + 2 * self._tokens * group) for group in range(self._groups)]
         points = np.arange(1 << self._packing.bits)[:, None] - self._zero
-        own = self._arrangement.places(self._tokens)
+        own = self._codes.places.reshape(self._tokens, self._head_dim)
         emit_points(e, block, self._packing, own, points, scales, out, scratch)
-
-    @property
-    def _zero(self) -> int:
-        """The code of the value 0."""
-        return 1 << (self._packing.bits - 1)
 
     def _dot(self, e: Emitter, total: Value, code: list[Value], signed: Value) -> Value:
         return dot4(e, total, code[0].bits(_I16), signed, fits=self._packing.bits == 4)
@@ -142,9 +113,9 @@ class GroupedKeys(_GroupedTiles):
     _side = "keys"
     by_token = False
 
-    @property
-    def _arrangement(self) -> Arrangement:
-        return Arrangement((self._tokens // 16, 16, self._groups, 8, 4), (2, 0, 3, 1, 4))
+    def _codes_section(self, codes: Stream) -> Section:
+        cuts = (self._tokens // 16, 16), (self._groups,), (8, 4)
+        return codes_section("codes", codes, self._packing, cuts, (2, 0, 3, 1, 4))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         row, parts = 4 * self._tokens, self._tokens // 16
@@ -206,9 +177,9 @@ class GroupedValues(_GroupedTiles):
     _side = "values"
     by_token = True
 
-    @property
-    def _arrangement(self) -> Arrangement:
-        return Arrangement((self._tokens // 4, 4, self._head_dim // 16, 16), (2, 0, 3, 1))
+    def _codes_section(self, codes: Stream) -> Section:
+        cuts = (self._tokens // 4, 4), (self._groups,), (2, 16)
+        return codes_section("codes", codes, self._packing, cuts, (2, 3, 0, 4, 1))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         fours = self._tokens // 4

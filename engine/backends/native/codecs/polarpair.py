@@ -10,15 +10,16 @@ prepared query is its D float32, of each four pairs first all first channels, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.codecs._arrangement import Arrangement
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.backends.native.codecs._decoding import emit_points
 from polarlm.engine.backends.native.codecs._packing import Packing
 from polarlm.engine.backends.native.codecs._products import PAIR_LANES, emit_products, store_query
+from polarlm.engine.backends.native.codecs._sections import SectionTiles, codes_section
+from polarlm.engine.codecs._sections import Section
 from polarlm.engine.codecs.polarpair import COSINES, SINES, PolarPair
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I16, Value, vector
@@ -32,38 +33,22 @@ def keys(codec: PolarPair, block_size: int, head_dim: int) -> PolarPairKeys | No
     return PolarPairKeys(codec, block_size, head_dim)
 
 
-class PolarPairKeys:
+class PolarPairKeys(SectionTiles):
     """Tiles of keys."""
 
     def __init__(self, codec: PolarPair, block_size: int, head_dim: int) -> None:
-        self._codec, self._tokens, self._head_dim = codec, block_size, head_dim
-        bits = 4 + codec.radius_bits
-        radius, angle = np.divmod(np.arange(1 << bits), 16)
-        self._table = CodeTable(bits, radius[:, None] * np.stack([COSINES, SINES], -1)[angle])
-        self._packing = Packing(bits)
-        self._vectors = block_size * head_dim // 128
-        self._arrangement = Arrangement((block_size // 16, 16, head_dim // 8, 4), (2, 0, 1, 3))
+        self._tokens, self._head_dim = block_size, head_dim
+        radius, angle = np.divmod(np.arange(1 << codec.bits), 16)
+        self._table = CodeTable(codec.bits, radius[:, None] * np.stack([COSINES, SINES], -1)[angle])
+        self._packing = Packing(codec.bits)
         self._spans = block_size // (codec.group or block_size)  # of tokens that share steps
-        self._steps_at = self._packing.nbytes(self._vectors)
-        self._end = self._steps_at + self._spans * head_dim
-        self.name = f"polarpair_{bits}_keys_{self._spans}_{block_size}_{head_dim}"
-        self.nbytes = -(-self._end // 64) * 64
+        schema, cuts = codec.schema(block_size, head_dim), ((block_size // 16, 16), (head_dim // 8, 4))
+        self._codes = codes_section("codes", schema["codes"], self._packing, cuts, (2, 0, 1, 3))
+        steps = Section.numbers("radius_step", schema["radius_step"])
+        name = f"polarpair_{codec.bits}_keys_{self._spans}"
+        super().__init__(name, codec, block_size, head_dim, self._codes, steps)
+        _, self._steps_at, _ = self._sections.offsets
         self.query_bytes = -(-head_dim // 16) * 64
-
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        codes, steps = self._codec.pair_codes(fields), fields["radius_step"]
-        lead = steps.shape[:-2]
-        tiles = np.zeros((*lead, self.nbytes), np.uint8)
-        tiles[..., : self._steps_at] = self._packing.pack(self._arrangement.vectors(codes))
-        tiles[..., self._steps_at : self._end] = np.ascontiguousarray(steps).view(np.uint8).reshape(*lead, -1)
-        return tiles
-
-    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
-        lead = tiles.shape[:-1]
-        vectors = self._packing.unpack(tiles[..., : self._steps_at], self._vectors)
-        codes = self._arrangement.codes(vectors, self._tokens)
-        steps = np.ascontiguousarray(tiles[..., self._steps_at : self._end]).view(np.float16)
-        return {"codes": self._codec.code_field(codes), "radius_step": steps.reshape(*lead, self._spans, -1)}
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for first in range(0, self._head_dim, 16):
@@ -90,9 +75,8 @@ class PolarPairKeys:
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         tokens, dim = self._tokens, self._head_dim
-        own = self._arrangement.places(tokens)
         ones = [e.constant(_F16, 1.0)] * (tokens // 16)
-        emit_points(e, block, self._packing, own, self._table.points, [ones], out, scratch)
+        emit_points(e, block, self._packing, self._codes.places, self._table.points, [ones], out, scratch)
         each = tokens // self._spans
         with e.loop(0, tokens) as token:
             steps, row = block + token // each * dim + self._steps_at, out + token * (4 * dim)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
+from tests.codecs.data import streams
 from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -63,7 +64,7 @@ def test_scores(name: str, level: Level) -> None:
     products = queries[:, None, None] * steps  # (H, blocks, spans, D)
     top = np.abs(products).max(-1, keepdims=True)
     rounded, step = np.rint(products * (limit / top)).astype(np.float64), top.astype(np.float64) / limit
-    bytes_ = own._table.bytes_[codec.pair_codes(fields)].reshape(3, spans, -1, d)  # type: ignore[attr-defined]
+    bytes_ = own._table.bytes_[streams(codec, fields)["codes"]].reshape(3, spans, -1, d)  # type: ignore[attr-defined]
     signed = bytes_.astype(np.float64)
     model = np.einsum("hbsd,bstd->bhst", rounded * step, signed).reshape(3, heads, n) * scale
     size = np.einsum("hbsd,bstd->bhst", np.abs(rounded) * step, np.abs(signed)).reshape(3, heads, n) * scale

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs.polarquant import CENTRES, level_count, unpack, upper_codes, upper_table
+from polarlm.engine.codecs.polarquant import CENTRES, angles_of, level_count, rows_of, upper_table
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
+from tests.codecs.data import fields_of, streams
 from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -35,8 +36,9 @@ class Pairs(NamedTuple):
     @classmethod
     def read(cls, fields: dict[str, np.ndarray], d: int) -> Pairs:
         levels_ = level_count(d)
-        angles = np.array(CENTRES[1])[unpack(fields)[0]]
-        factor = upper_table(levels_)[upper_codes(fields, levels_)][..., ::2]
+        own = streams(CODEC, fields)
+        angles = np.array(CENTRES[1])[angles_of(own)[0]]
+        factor = upper_table(levels_)[rows_of(own)][..., ::2]
         radius = np.repeat(fields["radius"].astype(np.float64), 2 ** (levels_ - 1), axis=-1)
         direction = np.stack([np.cos(angles), np.sin(angles)], -1)
         return cls(radius, factor.reshape(angles.shape).astype(np.float64), direction)
@@ -121,11 +123,10 @@ def test_sums_of_the_largest_products_fit(level: Level) -> None:
     """All pairs of a query alike, and codes whose directions are its own: for every code of the levels above."""
     own = tiles.keys(CODEC, 256, 16)
     assert own is not None
-    fields = {name: np.zeros((1, *field.shape), field.dtype) for name, field in CODEC.fields(256, 16).items()}
-    tile = own.unpack(own.pack(fields))
-    tile["radius"][...], tile["level1"][...] = 1, 0x22
-    tile["upper8"][...] = np.arange(256).reshape(tile["upper8"].shape)
-    tile["upper6"][...] = np.random.default_rng(3).integers(0, 256, tile["upper6"].shape)
+    upper = {"upper8": np.arange(256), "upper6": np.random.default_rng(3).integers(0, 64, 256)}
+    codes = {name: x.astype(np.uint8).reshape(1, 256, 1) for name, x in upper.items()}
+    level1, radius = np.full((1, 256, 4), 0x22, np.uint8), np.ones((1, 256, 1), np.float16)
+    tile = fields_of(CODEC, {"radius": radius, "level1": level1, **codes}, 256, 16)
     query = np.tile([np.cos(np.pi * 5 / 16), np.sin(np.pi * 5 / 16)], (2, 8)).astype(np.float32)
     query[1] *= -1
     got = attend.scores(own, level, own.pack(tile), query, 256)

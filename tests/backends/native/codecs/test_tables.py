@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
+from tests.codecs.data import streams
 from tests.jit.levels import every_level
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -30,8 +31,8 @@ def table_of(codec: Codec) -> CodeTable:
 def bytes_and_norms(codec: Codec, fields: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The table's bytes of all codes (..., N, D) and the norms (..., N), float64."""
     n, d = fields["norm"].shape[-1], codec.decode(fields).shape[-1]
-    store = tiles.keys(codec, n, d)._store  # type: ignore[union-attr]
-    codes, norms = store.split(fields)
+    own = tiles.keys(codec, n, d).from_streams(streams(codec, fields))  # type: ignore[union-attr]
+    codes, norms = own["codes"], own["norm"]
     bytes_ = table_of(codec).bytes_[codes].reshape(*codes.shape[:-1], d)
     return bytes_.astype(np.float64), codec.rounding.norms.unpack(norms).astype(np.float64)  # type: ignore[union-attr]
 

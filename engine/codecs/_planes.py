@@ -1,0 +1,131 @@
+"""Codes of a few bits in bytes, without unused bits.
+
+Vectors of codes share vectors of bytes, place by place: a run of n codes of b bits takes ⌈n · b / 8⌉ bytes. Code i lies
+in byte i, as far as there are bytes: all of its bits, or of ten the lowest eight. The bits that are left of the codes
+fill those that are left of the bytes, both in order and from the lowest up:
+
+    7 bits    8 codes in 7 bytes    byte i has code i in its low seven bits; its top bit is bit i of code 7
+    6 bits    4 in 3                byte i has code i in its low six bits; its top two are bits 2i and 2i + 1 of code 3
+    4 bits    2 in 1                code 0 in the low half
+    10 bits   4 in 5                four low bytes, then a byte with bits 8 and 9 of each code
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Piece(NamedTuple):
+    """`bits` bits of code `code`, from bit `low` on, are bits of byte `byte`, from bit `place` on."""
+
+    code: int
+    low: int
+    byte: int
+    place: int
+    bits: int
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Codes of `bits` bits, 2 to 8 or 10.
+
+    vectors: how many share bytes, 0 for as few as fill them. top: whether codes lie in the top bits of their bytes, and
+    the bits that are left of the others below.
+    """
+
+    bits: int
+    vectors: int = 0
+    top: bool = False
+
+    @cached_property
+    def run(self) -> int:
+        """The number of vectors that share bytes."""
+        return self.vectors or 8 // math.gcd(self.bits, 8)
+
+    def stored(self, count: int) -> int:
+        """The number of vectors of bytes that `count` vectors of codes take: runs, and a shorter one at the end."""
+        runs, rest = divmod(count, self.run)
+        return runs * -(-self.run * self.bits // 8) + -(-rest * self.bits // 8)
+
+    def pieces(self, count: int) -> tuple[Piece, ...]:
+        """Where the codes of a run of `count` vectors lie. The first piece of each code has its lowest bits."""
+        return _pieces(self.bits, count, self.top)
+
+    def pack(self, codes: np.ndarray) -> np.ndarray:
+        """codes (..., V, W) below 2^bits, of any unsigned type → (..., stored(V), W) uint8."""
+        *lead, count, width = codes.shape
+        packed = np.zeros((*lead, self.stored(count), width), np.uint8)
+        for size, own, out in self._runs(codes, packed):
+            for code, low, byte, place, bits in self.pieces(size):
+                out[..., byte, :] |= (own[..., code, :] >> low & (1 << bits) - 1).astype(np.uint8) << place
+        return packed
+
+    def unpack(self, packed: np.ndarray, count: int) -> np.ndarray:
+        """The inverse of `pack`: (..., stored(V), W) uint8 → (..., V, W) uint8, or uint16 for ten bits."""
+        codes = np.empty((*packed.shape[:-2], count, packed.shape[-1]), code_type(self.bits))
+        if count == self.run:
+            _unpack_run(self.pieces(count), packed, codes)
+            return codes
+        for size, out, own in self._runs(codes, packed):
+            _unpack_run(self.pieces(size), own, out)
+        return codes
+
+    def _runs(self, codes: np.ndarray, packed: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Vectors of a run, and views of codes and of bytes (..., runs, vectors, W): of whole runs, and of the rest."""
+        *lead, count, width = codes.shape
+        whole, rest = divmod(count, self.run)
+        for first, runs, size in ((0, whole, self.run), (whole * self.run, 1, rest)):
+            if runs and size:
+                at, stored = self.stored(first), self.stored(size)
+                yield (
+                    size,
+                    codes[..., first : first + runs * size, :].reshape(*lead, runs, size, width),
+                    packed[..., at : at + runs * stored, :].reshape(*lead, runs, stored, width),
+                )
+
+
+def _unpack_run(pieces: Sequence[Piece], packed: np.ndarray, codes: np.ndarray) -> None:
+    """Vectors of bytes (..., n, W) → vectors of codes (..., V, W)."""
+    whole = min(packed.shape[-2], codes.shape[-2])
+    _, _, _, place, bits = pieces[0]
+    first = packed[..., :whole, :]
+    np.bitwise_and(first >> place if place else first, (1 << bits) - 1, out=codes[..., :whole, :])
+    for code, low, byte, place, bits in pieces[whole:]:
+        part, target = packed[..., byte, :], codes[..., code, :]
+        if low == 0 and place + bits == 8:
+            np.right_shift(part, place, out=target)
+            continue
+        part = part >> place - low if place >= low else part.astype(codes.dtype) << low - place
+        part &= (1 << bits) - 1 << low
+        if low:
+            target |= part
+        else:
+            target[...] = part
+
+
+def code_type(bits: int) -> np.dtype:
+    """The type of unpacked codes."""
+    return np.dtype(np.uint8 if bits <= 8 else np.uint16)
+
+
+@cache
+def _pieces(bits: int, count: int, top: bool) -> tuple[Piece, ...]:
+    whole, nbytes = min(bits, 8), -(-count * bits // 8)
+    first = 8 - whole if top else 0
+    pieces = [Piece(code, 0, code, first, whole) for code in range(min(count, nbytes))]
+    taken = {(piece.byte, first + i) for piece in pieces for i in range(whole)}
+    free = [(byte, place) for byte in range(nbytes) for place in range(8) if (byte, place) not in taken]
+    left = [(code, low) for code in range(count) for low in range(whole if code < nbytes else 0, bits)]
+    for (code, low), (byte, place) in zip(left, free, strict=False):  # bits of the last byte may stay unused
+        *_, last = pieces
+        if (code, byte, place) == (last.code, last.byte, last.place + last.bits):
+            pieces[-1] = last._replace(bits=last.bits + 1)
+        else:
+            pieces.append(Piece(code, low, byte, place, 1))
+    return tuple(pieces)
