@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,10 +74,9 @@ def test_any_leading_dimensions(bits):
         assert all(np.array_equal(alone[name], fields[name][i, j]) for name in alone)
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 48, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("name", "bits"), [("ring3", 3), ("ring3.5", 3.5), ("ring4", 4), ("ring5", 5)])
-@pytest.mark.parametrize(("option", "norm"), [("", 8), ("+norm16", 16)])
-def test_bits_per_value(name, bits, option, norm, head_dim):
-    codec = codecs.get(name + option)
-    for block_size in (4, 12, 16, 64, 128):
-        assert codecs.bits_per_value(codec, block_size, head_dim) == bits + norm / head_dim
+def test_bits_per_value(name, bits):
+    for head_dim, (option, norm) in product([8, 16, 24, 48, 64, 80, 96, 128, 256], [("", 8), ("+norm16", 16)]):
+        codec = codecs.get(name + option)
+        for block_size in (4, 12, 16, 64, 128):
+            assert codecs.bits_per_value(codec, block_size, head_dim) == bits + norm / head_dim, (option, head_dim)
