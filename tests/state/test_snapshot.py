@@ -9,6 +9,7 @@ import pytest
 
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.snapshot import Snapshot, export, restore
+from tests.pairs import each
 from tests.state.test_store import Fed, N, held, make_store
 
 WINDOWS = (None, 12)
@@ -20,8 +21,13 @@ def fed(length: int, codec: str = "polarquant", windows=WINDOWS, seed: int = 0) 
     return sequence
 
 
-@pytest.mark.parametrize("codec", ["f16", "polarquant", "ring4", "turbo3"])
-@pytest.mark.parametrize("length", [1, N - 1, N, N + 1, 2 * N, 44])
+@pytest.mark.parametrize(
+    ("codec", "length"),
+    [
+        *each(["f16", "polarquant", "ring4", "turbo3"], [1, N - 1, N, N + 1, 2 * N]),
+        *each(["f16", "polarquant", "ring4", "turbo3"], [44]),
+    ],
+)
 def test_a_restored_sequence_goes_on_as_the_original(codec: str, length: int) -> None:
     original = fed(length, codec)
     saved = export(original.store, original.kv)
