@@ -61,8 +61,10 @@ def cpu() -> Ops:
     return ops
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "quality", "balanced", "compact"])
-@pytest.mark.parametrize("size", [6 * MIB, 1024 * MIB])
+@pytest.mark.parametrize(
+    ("cache_type", "size"),
+    [("f16", 6 * MIB), ("quality", 6 * MIB), ("balanced", 6 * MIB), ("compact", 6 * MIB), ("balanced", 1024 * MIB)],
+)
 def test_the_longest_context_is_what_an_engine_gets(tiny_path: Path, memory, cache_type: str, size: int) -> None:
     """With too little memory for the model's own context, and with plenty."""
     memory(size)

@@ -46,9 +46,15 @@ def extra(folder: Path, output: str | None) -> str:
     return str(found)
 
 
-@pytest.mark.parametrize("format", [OLD, NEW], ids=["up to 580", "from 610 on"])
 @pytest.mark.parametrize(
-    ("cuda", "expected"), [("11.8", ""), ("12.4", "cuda12"), ("13.0", "cuda13"), ("13.3", "cuda13"), ("14.1", "cuda13")]
+    ("format", "cuda", "expected"),
+    [
+        (OLD, "11.8", ""),
+        (OLD, "12.4", "cuda12"),
+        (OLD, "13.0", "cuda13"),
+        (NEW, "13.3", "cuda13"),
+        (NEW, "14.1", "cuda13"),
+    ],
 )
 def test_the_version_of_the_driver_chooses_the_extra(tmp_path: Path, format: str, cuda: str, expected: str) -> None:
     assert extra(tmp_path, format.format(driver="610.10.01", cuda=cuda)) == expected

@@ -12,6 +12,7 @@ import pytest
 import polarlm
 from polarlm import aliases
 from polarlm import engine as package
+from tests.pairs import each
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,8 +40,7 @@ def test_names_are_imported_when_they_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", aliases.NAMES)
-@pytest.mark.parametrize("first", ["", "polarlm."])
+@pytest.mark.parametrize(("name", "first"), each(aliases.NAMES, ["", "polarlm."]))
 def test_a_short_name_is_the_same_module(name: str, first: str, tmp_path: Path) -> None:
     inner = {"engine": "state.store", "server": "running.driver", "model_loaders": "rope", "bench": "report"}[name]
     program = f"""

@@ -123,6 +123,7 @@ TYPES = {
 }
 
 
+# Product: a session may have a sink, whole blocks or a part of one, and layers of other types write others.
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("length", [3, N, LENGTH - 5, LENGTH])
 def test_saving_and_loading_does_not_change_logits(tiny_path: Path, file: Path, types: str, length: int) -> None:

@@ -42,8 +42,9 @@ def state(value: object, seen: tuple[int, ...] = ()) -> object:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("device", ["cpu", "emulated GPU"])
-@pytest.mark.parametrize("types", ["balanced", "polarquant"])
+@pytest.mark.parametrize(
+    ("device", "types"), [("cpu", "balanced"), ("emulated GPU", "balanced"), ("emulated GPU", "polarquant")]
+)
 def test_generating_and_scoring_leave_the_ops_unchanged(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, types: str
 ) -> None:

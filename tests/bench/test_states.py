@@ -40,8 +40,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum(axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("label", ["balanced", "turbo4:plain"])
+@pytest.mark.parametrize(("label", "coded"), [("balanced", True), ("balanced", False), ("turbo4:plain", True)])
 def test_figures_are_those_of_all_logits(tiny_path: Path, parts: Parts, label: str, coded: bool) -> None:
     model = other(parts, label)
     exact = exact_states(parts.model, IDS)

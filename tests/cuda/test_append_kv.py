@@ -15,6 +15,7 @@ from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.records import Layout
 from tests.cuda.caches import headers
 from tests.cuda.programs import Program
+from tests.pairs import each
 
 SEEDS = [0, 1, 2]
 HALF_MAX = 65504.0
@@ -124,6 +125,7 @@ def test_a_step_writes_several_tokens_of_each_sequence(rng: np.random.Generator,
     assert_appended(x, spans_of(rows, [0, 2]), 7, block_size)
 
 
+# Product: the first row and the last may each begin, continue or end a group of 16 positions, and a block.
 @pytest.mark.parametrize("position", [0, 15, 16, 37])
 @pytest.mark.parametrize("rows", [2, 16, 17, 50])
 def test_a_prompt_writes_from_any_position(rng: np.random.Generator, position: int, rows: int) -> None:
@@ -151,8 +153,7 @@ def test_halves_are_rounded_to_even_and_saturate() -> None:
     assert stored.tolist() == wanted
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 8, 17, 63, 64])
-@pytest.mark.parametrize(("block_size", "dim"), [(64, 24), (64, 136)])
+@pytest.mark.parametrize(("tokens", "block_size", "dim"), each([0, 1, 8, 17, 63, 64], [64], [24, 136]))
 def test_copy_full_copies_the_first_tokens_only(
     rng: np.random.Generator, block_size: int, dim: int, tokens: int
 ) -> None:

@@ -63,8 +63,9 @@ def test_readers_give_the_points_of_codes_and_the_stored_norms(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("values", [False, True])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 64), (8, 16), (136, 32)])
+@pytest.mark.parametrize(
+    ("values", "head_dim", "block_size"), [(True, 128, 64), (False, 8, 16), (False, 136, 32), (True, 136, 32)]
+)
 def test_readers_of_halves_give_the_values(
     rng: np.random.Generator, values: bool, head_dim: int, block_size: int
 ) -> None:
@@ -76,8 +77,9 @@ def test_readers_of_halves_give_the_values(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize(("name", "head_dim"), [("ring3", 48), ("f16", 8), ("turbo4", 136)])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "bits"), [("ring3", 48, 16), ("f16", 8, 8), ("turbo4", 136, 8), ("turbo4", 136, 16)]
+)
 def test_readers_give_the_stored_means(rng: np.random.Generator, name: str, head_dim: int, bits: int) -> None:
     codec = codecs.get(name)
     layout = records.layout(codec, False, 16, head_dim, bits)
@@ -105,8 +107,9 @@ def test_packing_on_the_device_gives_the_bytes_of_numpy(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("values", [False, True])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 64), (8, 16), (136, 32)])
+@pytest.mark.parametrize(
+    ("values", "head_dim", "block_size"), [(True, 128, 64), (False, 8, 16), (False, 136, 32), (True, 136, 32)]
+)
 def test_rounding_to_halves_on_the_device_gives_the_bytes_of_numpy(
     rng: np.random.Generator, values: bool, head_dim: int, block_size: int
 ) -> None:
@@ -174,6 +177,7 @@ COMPILED = [
 ]
 
 
+# Product: a codec's codes lie in another order for keys, which have a mean, and registers may run out in either.
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("name", "head_dim"), COMPILED)
 @pytest.mark.parametrize("values", [False, True])

@@ -120,8 +120,18 @@ def test_sequences_of_any_lengths_attend(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "mean_bits"), [("ring4", 8), ("f16", 0)])
-@pytest.mark.parametrize(("ctas", "warps"), [(1, 1), (2, 1), (1, 3), (13, 3), (90, 2)])
+@pytest.mark.parametrize(
+    ("keys", "mean_bits", "ctas", "warps"),
+    [
+        ("ring4", 8, 1, 1),
+        ("ring4", 8, 2, 1),
+        ("ring4", 8, 1, 3),
+        ("ring4", 8, 13, 3),
+        ("ring4", 8, 90, 2),
+        ("f16", 0, 1, 3),
+        ("f16", 0, 13, 3),
+    ],
+)
 def test_any_number_of_ctas_and_warps_gives_attention(
     rng: np.random.Generator, keys: str, mean_bits: int, ctas: int, warps: int
 ) -> None:
@@ -147,6 +157,7 @@ def test_several_rows_of_a_sequence_attend(
         np.testing.assert_array_equal(result, results[0])
 
 
+# Product: a window may begin in the sink, in a quantized block or in the current one, of codes or of halves.
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("keys", "values", "block"),
@@ -179,6 +190,7 @@ def test_several_rows_attend_with_any_number_of_ctas(rng: np.random.Generator, c
 SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
 
 
+# Product: a window may begin in the sink, in a quantized block or in the current one, of codes or of halves.
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("keys", "values", "block"), [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128)]
@@ -243,8 +255,9 @@ def test_a_wrong_span_fails_the_comparison(rng: np.random.Generator, word: str |
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "dim"), [("ring4", 8), ("f16", 80), ("ring4", 128)])
-@pytest.mark.parametrize("ctas", [1, 13])
+@pytest.mark.parametrize(
+    ("keys", "dim", "ctas"), [("ring4", 8, 1), ("f16", 80, 13), ("ring4", 128, 1), ("ring4", 128, 13)]
+)
 def test_the_result_is_scaled_and_rotated(rng: np.random.Generator, keys: str, dim: int, ctas: int) -> None:
     """Also where several CTAs share a KV head."""
     cache = random_cache(rng, keys, keys, [16 * 20 - 5, 3], block_size=16, head_dim=dim, kv_heads=2)

@@ -29,6 +29,7 @@ from polarlm.engine.sampling.sample import Draw, Penalties, Sampled, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
+from tests.pairs import each
 from tests.sampling.constrained import InTurn, mask_of
 from tests.sampling.test_sample import OFF, distribution
 from tests.tiny import EOS, VOCABULARY
@@ -185,8 +186,7 @@ def test_changes_of_logits_are_exact_to_the_last_bit(ops: Ops, rng: np.random.Ge
     assert sampled(ops, np.stack(logits), draws) == wanted
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("place", [0, 33, V - 1])
+@pytest.mark.parametrize(("value", "place"), each([math.nan, math.inf], [0, 33, V - 1]))
 def test_logits_that_are_not_finite_are_an_error_even_behind_a_mask(ops: Ops, value: float, place: int) -> None:
     logits = np.zeros((4, V), np.float32)
     logits[:3, place] = value

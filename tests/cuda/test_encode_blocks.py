@@ -146,6 +146,7 @@ SHAPES = [
 ]
 
 
+# Product: a codec packs its codes in another order for keys than for values, and keys have a mean.
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize(("number", "name"), list(enumerate([*CODECS, "ring4+norm16"])))
@@ -157,6 +158,7 @@ def test_codes_without_a_metric_equal_those_of_numpy(
     assert_same(side, x, seed=number % 3)
 
 
+# Product: a codec packs its codes in another order for keys than for values, and keys have a mean.
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("name", ["f16", "polarquant"])
@@ -248,6 +250,7 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> 
     assert cost(side, x, fields, metric) == pytest.approx(cost(side, x, wanted, metric), rel=1e-3)
 
 
+# Product: a metric of keys and one of values have other terms, and each codec rounds by them in its own way.
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize(("number", "name"), list(enumerate(CODECS)))
 def test_codes_with_a_metric_equal_those_of_numpy(

@@ -11,6 +11,7 @@ import pytest
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from tests.cuda.formats import EPS32, FORMATS, STEP, poisoned, read, store
 from tests.cuda.programs import Program
+from tests.pairs import each
 
 EPS = 1e-5
 SEEDS = [0, 1, 2]
@@ -112,8 +113,7 @@ def test_gemm_small_equals_the_product(
         assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
 
 
-@pytest.mark.parametrize("weight", FORMATS)
-@pytest.mark.parametrize("kernel", ["gemv", "gemm_small", "gemm_small_sum"])
+@pytest.mark.parametrize(("kernel", "weight"), each(["gemv", "gemm_small", "gemm_small_sum"], FORMATS))
 def test_the_output_may_be_columns_of_a_wider_array(rng: np.random.Generator, kernel: str, weight: str) -> None:
     """Nothing beside them is written."""
     rows, n, out = 3, 264, 21
@@ -139,8 +139,7 @@ def test_the_output_may_be_columns_of_a_wider_array(rng: np.random.Generator, ke
     assert (np.delete(whole, np.s_[5 : 5 + out], axis=1) == 7).all()
 
 
-@pytest.mark.parametrize("parts", [2, 3, 7])
-@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize(("parts", "more"), each([2, 3, 7], [True, False]))
 def test_sums_of_parts_add_up_to_the_product(rng: np.random.Generator, parts: int, more: bool) -> None:
     """Parts of several stages, and more parts than stages."""
     shape = rows, n, out = 20, 1000, 70
@@ -166,9 +165,15 @@ def test_inputs_beyond_half_precision_saturate() -> None:
     np.testing.assert_array_equal(y[:, 0], [65504, -65504, np.nan])
 
 
-@pytest.mark.parametrize("normed", [0, 1])
 @pytest.mark.parametrize(
-    ("split", "shape"), [(1, (1, 4104, 33)), (2, (2, 1032, 21)), (4, (3, 1800, 9)), (8, (4, 72, 3)), (8, (4, 2104, 5))]
+    ("split", "shape", "normed"),
+    [
+        (1, (1, 4104, 33), 1),
+        (2, (2, 1032, 21), 0),
+        (4, (3, 1800, 9), 1),
+        (8, (4, 72, 3), 0),
+        (8, (4, 2104, 5), 1),
+    ],
 )
 def test_gemv_adds_the_sums_of_warps_that_share_an_output(
     rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int
@@ -233,8 +238,10 @@ def test_gemm_small_applies_the_activation(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("normed", "biased"), [(1, True), (0, False)])
-@pytest.mark.parametrize(("split", "shape"), [(1, (1, 1032, 35)), (2, (3, 520, 8)), (8, (4, 2104, 5))])
+@pytest.mark.parametrize(
+    ("split", "shape", "normed", "biased"),
+    [(1, (1, 1032, 35), 1, True), (2, (3, 520, 8), 0, False), (8, (4, 2104, 5), 1, True)],
+)
 def test_gemv_applies_the_activation(
     rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int, biased: bool
 ) -> None:

@@ -39,6 +39,7 @@ from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
 from tests.cuda.test_packed_model import mixed_model
+from tests.pairs import pairs
 from tests.random_weights import RandomWeights
 from tests.shared_data import shared
 
@@ -117,9 +118,10 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(chosen), np.array(logits)
 
 
-@pytest.mark.parametrize("count", [1, 3, 12])
-@pytest.mark.parametrize("kind", ["llama_gqa_llama3_tied", "Q4_K_M", "bf16"])
-@pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
+@pytest.mark.parametrize(
+    ("types", "kind", "count"),
+    pairs([("f16", "f16"), ("ring4", "ring3.5")], ["llama_gqa_llama3_tied", "Q4_K_M", "bf16"], [1, 3, 12]),
+)
 def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, count: int) -> None:
     """Across block ends and growing block tables, tokens and logits are bit-equal."""
     recorded, logits = steps(small_model(CudaOps(open_device()), types, kind), count)

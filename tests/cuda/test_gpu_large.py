@@ -22,6 +22,7 @@ from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
 from tests.cuda.test_gpu import GREEDY, Unrecorded
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("POLARLM_TEST_GPU"), reason="needs a GPU, and POLARLM_TEST_GPU=1 in the environment"
@@ -87,9 +88,10 @@ def test_replayed_steps_of_a_large_model_equal_launched_steps(kind: str) -> None
     assert np.ptp(logits) > 0
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 16, 64, 100])
-@pytest.mark.parametrize("name", ["head", "gate_up", "down"])
-@pytest.mark.parametrize("format", ["bf16", "q4_k", "q6_k", "q8_0"])
+@pytest.mark.parametrize(
+    ("format", "name", "rows"),
+    pairs(["bf16", "q4_k", "q6_k", "q8_0"], ["head", "gate_up", "down"], [1, 4, 8, 16, 64, 100]),
+)
 def test_products_with_large_matrices(format: str, name: str, rows: int) -> None:
     """Some outputs, the first and the last among them, against float64 with the matrix that is on the device.
 

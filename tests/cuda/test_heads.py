@@ -20,6 +20,7 @@ from tests.cuda.formats import assert_as_exact_as_numpy, poisoned
 from tests.cuda.programs import Program
 from tests.cuda.test_append_kv import append, layout, packed, padded, spans_of
 from tests.cuda.test_kernels_basic import hadamard_signs
+from tests.pairs import each
 
 EPS = 1e-5
 SEEDS = [0, 1, 2]
@@ -134,8 +135,10 @@ def test_without_an_output_for_values_queries_and_keys_are_the_same(rng: np.rand
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("block_size", [16, 64, 128])
-@pytest.mark.parametrize(("dim", "normed", "smoothed", "rotated"), [*CASES, (136, False, False, "values")])
+@pytest.mark.parametrize(
+    ("block_size", "dim", "normed", "smoothed", "rotated"),
+    [(size, *case) for size, case in each([16, 64, 128], [*CASES, (136, False, False, "values")])],
+)
 def test_place_kv_is_transform_heads_and_append_kv(
     rng: np.random.Generator, block_size: int, dim: int, normed: bool, smoothed: bool, rotated: str
 ) -> None:
@@ -161,8 +164,7 @@ def test_place_kv_is_transform_heads_and_append_kv(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize(("dim", "normed", "smoothed", "rotated"), CASES[:2])
+@pytest.mark.parametrize(("block_size", "dim", "normed", "smoothed", "rotated"), [(16, *CASES[0]), (64, *CASES[1])])
 def test_place_kv_of_several_rows_is_transform_heads_and_append_kv(
     rng: np.random.Generator, block_size: int, dim: int, normed: bool, smoothed: bool, rotated: str
 ) -> None:

@@ -15,6 +15,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm, rotate
 from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import FORMATS, assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program
+from tests.pairs import each, pairs
 from tests.weights import linear, matrix
 
 OPS = NumpyOps()
@@ -39,8 +40,7 @@ def i32(value: int) -> np.int32:
     return np.int32(value)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("act", ["float", "__half", "__nv_bfloat16"])
+@pytest.mark.parametrize(("act", "activation"), each(["float", "__half", "__nv_bfloat16"], ACTIVATIONS))
 def test_activate_mul_is_that_of_numpy(rng: np.random.Generator, act: str, activation: str) -> None:
     tokens, f = 3, 1032
     gate_up = rng.standard_normal((tokens, 2 * f)) * 4
@@ -66,8 +66,7 @@ def test_embed_is_that_of_numpy(rng: np.random.Generator, act: str, weight: str)
         np.testing.assert_array_equal(x, expected)
 
 
-@pytest.mark.parametrize("add", [0, 1])
-@pytest.mark.parametrize(("rows", "n"), [(1, 1032), (3, 264), (2, 8)])
+@pytest.mark.parametrize(("add", "rows", "n"), [(0, 1, 1032), (1, 3, 264), (0, 3, 264), (1, 2, 8)])
 def test_rms_norm_is_that_of_numpy(rng: np.random.Generator, add: int, rows: int, n: int) -> None:
     """Of columns of wider rows, in place, or added to other rows."""
     x = rng.standard_normal((rows, n + 16)).astype(np.float32)
@@ -108,8 +107,9 @@ ROTATED = [
 ]
 
 
-@pytest.mark.parametrize(("dim", "matrix", "backwards"), ROTATED)
-@pytest.mark.parametrize("act", ["float", "__half"])
+@pytest.mark.parametrize(
+    ("dim", "matrix", "backwards", "act"), [(*rotated, act) for rotated, act in each(ROTATED, ["float", "__half"])]
+)
 def test_rotate_is_the_product_with_the_matrix(
     rng: np.random.Generator, dim: int, matrix: Callable, backwards: bool, act: str
 ) -> None:
@@ -139,9 +139,10 @@ def test_rotate_dense_takes_any_matrix(rng: np.random.Generator) -> None:
     assert_as_exact_as_numpy(y, exact, plain, "float")
 
 
-@pytest.mark.parametrize("normed", [0, 1])
-@pytest.mark.parametrize(("act", "weight"), TYPES)
-@pytest.mark.parametrize(("rows", "n", "out"), [(1, 576, 13), (3, 264, 9), (2, 8, 1)])
+@pytest.mark.parametrize(
+    ("normed", "act", "weight", "rows", "n", "out"),
+    [(normed, *types, *shape) for normed, types, shape in pairs([0, 1], TYPES, [(1, 576, 13), (3, 264, 9), (2, 8, 1)])],
+)
 def test_gemv_equals_the_product(
     rng: np.random.Generator, act: str, weight: str, normed: int, rows: int, n: int, out: int
 ) -> None:

@@ -29,6 +29,7 @@ from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
+from tests.pairs import each, pairs
 from tests.weights import StoredArray, linear, load
 
 HOST = NumpyOps()
@@ -170,6 +171,7 @@ ROWS = [
 ]  # and whether it is recorded
 
 
+# Product: each of the kernels that rows choose adds norm, bias and residual in code of its own.
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("rows", "recorded"), ROWS)
 @pytest.mark.parametrize(("normed", "biased", "added", "stored"), [
@@ -218,8 +220,10 @@ def test_linear_is_that_of_numpy(
     assert (np.abs(result - wanted) <= allowed).all()
 
 
-@pytest.mark.parametrize(("rows", "recorded"), ROWS)
-@pytest.mark.parametrize(("normed", "biased"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("rows", "recorded", "normed", "biased"),
+    [(*rows, *has) for rows, has in each(ROWS, [(True, False), (False, True)])],
+)
 def test_linear_with_an_activation_is_that_of_numpy(
     ops: CudaOps, rng: np.random.Generator, rows: int, recorded: bool, normed: bool, biased: bool
 ) -> None:
@@ -254,13 +258,15 @@ def test_linear_with_an_activation_is_that_of_numpy(
     assert (np.abs(result - wanted) <= allowed).all()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 6, 20, 70])
-@pytest.mark.parametrize(("biased", "added", "activation"), [
-    (False, False, None),
-    (True, True, None),
-    (True, False, "silu"),
-])  # fmt: skip
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("backend", "rows", "biased", "added", "activation"),
+    [
+        (backend, rows, *more)
+        for backend, rows, more in pairs(
+            ["cpu", "cuda"], [1, 3, 6, 20, 70], [(False, False, None), (True, True, None), (True, False, "silu")]
+        )
+    ],
+)
 def test_parts_may_have_different_formats(
     ops: CudaOps, rng: np.random.Generator, backend: str, rows: int, biased: bool, added: bool, activation: str | None
 ) -> None:
@@ -319,10 +325,15 @@ def heads_of(rng: np.random.Generator, rows: int, dim: int) -> tuple[np.ndarray,
     )
 
 
-@pytest.mark.parametrize("dim", [8, 24, 64, 96])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("keys", "values"), list(zip(ROTATIONS, [*list(ROTATIONS)[1:], "none"], strict=True)))
+@pytest.mark.parametrize(
+    ("dim", "scaled", "normed", "keys", "values"),
+    [
+        (*case, *rotations)
+        for *case, rotations in pairs(
+            [8, 24, 64, 96], [False, True], [False, True], zip(ROTATIONS, [*list(ROTATIONS)[1:], "none"], strict=True)
+        )
+    ],
+)
 def test_transform_heads_is_that_of_numpy(
     ops: CudaOps, rng: np.random.Generator, dim: int, scaled: bool, normed: bool, keys: str, values: str
 ) -> None:
@@ -540,8 +551,9 @@ def test_prefill_and_steps_attend_as_on_the_host(types: tuple[str, str]) -> None
 PLACED = [("signs", "signs on both sides"), ("none", "signs"), ("dense", "none"), ("signs", "dense")]
 
 
-@pytest.mark.parametrize(("keys", "values"), PLACED)
-@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize(
+    ("keys", "values", "sequences"), [(*rotations, count) for rotations, count in each(PLACED, [1, 2])]
+)
 def test_attention_rotates_back_what_place_kv_has_rotated(
     rng: np.random.Generator, keys: str, values: str, sequences: int
 ) -> None:

@@ -13,6 +13,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32
+from tests.pairs import each, pairs
 from tests.weights import BLOCKS, StoredBytes, pack, random_blocks
 
 HALF = float(np.finfo(np.float16).eps)
@@ -85,12 +86,15 @@ def test_a_matrix_uploaded_in_parts_is_the_same(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 17, 40, 64])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [case for kernel in ([1, 2], [3, 7, 8], [9, 16], [17, 40, 64]) for case in each(FORMATS, kernel)],
+)
 def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str, rows: int) -> None:
     check_product(ops, rng, name, rows, 37, width_of(name, 11))
 
 
+# Product: the kernels of one row and of more cut the last unit, which is a block or several, each in its way.
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4, 5, 11])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k"])
@@ -122,8 +126,9 @@ def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator)
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("rows", [12, 70])
-@pytest.mark.parametrize(("other", "narrowed"), [("q6_k", 1), ("f16", 1), ("bf16", 2)])
+@pytest.mark.parametrize(
+    ("rows", "other", "narrowed"), [(12, "q6_k", 1), (70, "f16", 1), (12, "bf16", 2), (70, "bf16", 2)]
+)
 def test_x_is_rounded_once_for_parts_that_take_it_in_the_same_type(
     ops: CudaOps, rng: np.random.Generator, rows: int, other: str, narrowed: int
 ) -> None:
@@ -155,17 +160,14 @@ def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, 
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("half", [16, 24, 80])
-@pytest.mark.parametrize("rows", [1, 3, 8, 12, 20])
-@pytest.mark.parametrize("name", ["q8_0", "q4_k"])
+@pytest.mark.parametrize(("half", "rows", "name"), pairs([16, 24, 80], [1, 3, 8, 12, 20], ["q8_0", "q4_k"]))
 def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:
     """In the product where gate and up are whole tiles, and after it where they share one; with a norm before."""
     check_activation(ops, rng, name, rows, half)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["q2_k", "q4_k", "q8_0"])
+@pytest.mark.parametrize(("rows", "name"), [(1, "q2_k"), (2, "q4_k"), (1, "q8_0"), (2, "q8_0")])
 def test_blocks_that_stay_multiply_several_sets_of_tiles(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
@@ -179,8 +181,7 @@ def test_blocks_that_stay_multiply_several_sets_of_tiles(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [8, 13])
-@pytest.mark.parametrize("name", ["q3_k", "q4_k", "q8_0"])
+@pytest.mark.parametrize(("rows", "name"), [(8, "q3_k"), (13, "q4_k"), (8, "q8_0"), (13, "q8_0")])
 def test_products_of_large_matrices_share_x_among_four_tiles(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
@@ -209,6 +210,7 @@ def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: in
     assert (np.abs(y - wanted) <= allowed).all()
 
 
+# Product: the kernel that rows and weights choose rounds its results to what the next product takes.
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("rows", "rounded"), [(2, False), (3, True), (12, True), (40, True), (70, True)])
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def test_a_prompt_may_continue_within_or_at_the_end_of_a_block(rng: np.random.Ge
     check(rng, "ring4", "ring3.5", length, 3, 1, head_dim=16, seeds=[0, 2])
 
 
+# Product: a window may begin in the rows themselves or in a block before, which all rows, some or none see.
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 64, 100, 1000])
 @pytest.mark.parametrize(("rows", "dropped"), [(45, 0), (170, 0), (20, 4)])
 def test_a_window_hides_older_tokens(rng: np.random.Generator, window: int, rows: int, dropped: int) -> None:

@@ -14,6 +14,7 @@ from polarlm.engine.weight_formats import Linear
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 from tests.cuda.test_packed_weights import stored
+from tests.pairs import pairs
 
 EPS = 1e-5
 ROWS = (1, 2, 3, 8, 9, 16, 17, 33, 64)
@@ -21,9 +22,9 @@ WIDTH, OUT = 1024, 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("weight", ["f16", "bf16", "q8_0", "q4_k"])
+@pytest.mark.parametrize(
+    ("weight", "normed", "activation"), pairs(["f16", "bf16", "q8_0", "q4_k"], [False, True], [None, "silu"])
+)
 def test_other_rows_change_only_the_order_of_sums(
     rng: np.random.Generator, weight: str, normed: bool, activation: str | None
 ) -> None:

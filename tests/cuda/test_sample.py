@@ -20,6 +20,7 @@ from polarlm.engine.limits import PENALTY_WINDOW
 from polarlm.engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import Program
+from tests.pairs import pairs
 from tests.sampling.constrained import mask_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -239,9 +240,7 @@ def test_zeros_of_both_signs_are_equal() -> None:
     assert launch(logits, [params(replace(PLAIN, top_k=2), 0.75)], [NO_TOKENS])[0] == 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("place", [0, 3, 299])
+@pytest.mark.parametrize(("temperature", "value", "place"), pairs([0.0, 1.0], [np.nan, np.inf], [0, 3, 299]))
 def test_an_output_that_is_not_finite_gives_no_token(value: float, place: int, temperature: float) -> None:
     logits = np.zeros((2, 300), np.float32)
     logits[0, place] = value

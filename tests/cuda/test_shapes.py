@@ -16,18 +16,18 @@ WIDTHS = [8, 48, 576, 4096, 28672]
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 80, 128, 160, 256])
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_attention_fits_into_shared_memory(head_dim: int, block_size: int) -> None:
-    for k in CODECS:
-        for v in CODECS:
-            keys = records.layout(codecs.get(k), False, block_size, head_dim, 8)
-            values = records.layout(codecs.get(v), True, block_size, head_dim)
-            configs = [launch_configs.encode_blocks(keys, values)]
-            for group in (1, 3, 8, 12):
-                configs += [launch_configs.prefill_attention(keys, values, group)[0]]
-                configs += [launch_configs.decode_attention(keys, values, group, rows, 256) for rows in (1, 16)]
-            assert max(config.shared for config in configs) <= SHARED_BYTES
-            assert block_size % configs[0].defines["TOKENS"] == 0
+def test_attention_fits_into_shared_memory(head_dim: int) -> None:
+    for block_size in (16, 64):
+        for k in CODECS:
+            for v in CODECS:
+                keys = records.layout(codecs.get(k), False, block_size, head_dim, 8)
+                values = records.layout(codecs.get(v), True, block_size, head_dim)
+                configs = [launch_configs.encode_blocks(keys, values)]
+                for group in (1, 3, 8, 12):
+                    configs += [launch_configs.prefill_attention(keys, values, group)[0]]
+                    configs += [launch_configs.decode_attention(keys, values, group, rows, 256) for rows in (1, 16)]
+                assert max(config.shared for config in configs) <= SHARED_BYTES, block_size
+                assert block_size % configs[0].defines["TOKENS"] == 0, block_size
 
 
 @pytest.mark.parametrize("processors", [1, 20, 132])
@@ -49,55 +49,52 @@ def test_products_cover_every_output(processors: int) -> None:
                 assert config.shared <= SHARED_BYTES
 
 
+# Multiprocessors, and bytes of shared memory of one ("Technical Specifications per Compute Capability" in the CUDA
+# programming guide).
+MACHINES = H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)
 PACKED = [get(name) for name in available() if packed.is_packed(get(name))]
 
 
-@pytest.mark.parametrize("machine", [(132, 228 << 10), (108, 164 << 10), (128, 100 << 10)])
 @pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
-def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(
-    machine: tuple[int, int], format: WeightFormat
-) -> None:
+def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(format: WeightFormat) -> None:
     """As many blocks as are resident, or fewer; each has room for the next weights while it multiplies."""
     block = format.values, packed.block_bytes(format)
-    for rows, out, gated in itertools.product((1, 2), (32, 4096, 28672, 128256), (False, True)):
+    for case in itertools.product(MACHINES, (1, 2), (32, 4096, 28672, 128256), (False, True)):
+        machine, rows, out, gated = case
         config, blocks = launch_configs.gemv_packed(rows, out, *machine, *block, gated)
         tiles, slots, warps, resident = (config.defines[name] for name in ("TILES", "SLOTS", "WARPS", "RESIDENT"))
         unit = 16 * block[1] * config.defines["UNIT"] // format.values
-        assert config.defines["ROWS"] == rows
-        assert 8 <= warps * resident <= 24
-        assert tiles == (2 if gated or out >= 64 * machine[0] else 1)
-        assert tiles < slots <= 2 * tiles
-        assert config.shared == warps * (slots * unit + 2 * 4 * rows * (16 * tiles + 4))
-        assert config.shared + 256 + 1024 <= min(machine[1], 100 << 10)
-        assert resident * (config.shared + 256 + 1024) <= machine[1]
-        assert blocks == min(-(-out // (16 * tiles)), resident * machine[0])
+        assert config.defines["ROWS"] == rows, case
+        assert 8 <= warps * resident <= 24, case
+        assert tiles == (2 if gated or out >= 64 * machine[0] else 1), case
+        assert tiles < slots <= 2 * tiles, case
+        assert config.shared == warps * (slots * unit + 2 * 4 * rows * (16 * tiles + 4)), case
+        assert config.shared + 256 + 1024 <= min(machine[1], 100 << 10), case
+        assert resident * (config.shared + 256 + 1024) <= machine[1], case
+        assert blocks == min(-(-out // (16 * tiles)), resident * machine[0]), case
 
 
-@pytest.mark.parametrize("machine", [(132, 228 << 10), (108, 164 << 10), (128, 100 << 10)])
 @pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
-def test_packed_products_of_few_rows_fit_shared_memory(machine: tuple[int, int], format: WeightFormat) -> None:
+def test_packed_products_of_few_rows_fit_shared_memory(format: WeightFormat) -> None:
     """With two blocks a multiprocessor where slots for a unit more than their tiles fit it; each block has weights."""
     block = format.values, packed.block_bytes(format)
     unit = 16 * block[1] * max(128, format.values) // format.values
-    for rows, out, gated in itertools.product(range(3, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True)):
+    cases = itertools.product(MACHINES, range(3, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True))
+    for case in cases:
+        machine, rows, out, gated = case
         config, blocks = launch_configs.gemm_packed(rows, out, *machine, *block, gated)
         most, tiles, slots = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS"))
-        assert most in (4, 8, 16)
-        assert rows <= most < 2 * rows
-        assert tiles in ((2, 4) if gated else (1, 2, 4))
-        assert tiles < 4 or (most >= 8 and blocks >= 2 * 0.875 * machine[0] - 2)
-        assert (blocks - 1) * 16 * tiles < out <= blocks * 16 * tiles
-        assert tiles == 1 or gated or blocks >= 0.875 * machine[0] - 1
-        assert slots > tiles
-        assert config.shared == 8 * max(slots * unit, 4 * most * (16 * tiles + 4))
-        assert config.shared + 1024 <= min(machine[1], 100 << 10)
+        assert most in (4, 8, 16), case
+        assert rows <= most < 2 * rows, case
+        assert tiles in ((2, 4) if gated else (1, 2, 4)), case
+        assert tiles < 4 or (most >= 8 and blocks >= 2 * 0.875 * machine[0] - 2), case
+        assert (blocks - 1) * 16 * tiles < out <= blocks * 16 * tiles, case
+        assert tiles == 1 or gated or blocks >= 0.875 * machine[0] - 1, case
+        assert slots > tiles, case
+        assert config.shared == 8 * max(slots * unit, 4 * most * (16 * tiles + 4)), case
+        assert config.shared + 1024 <= min(machine[1], 100 << 10), case
         if 8 * (tiles + 1) * unit + 1024 <= machine[1] // 2:
-            assert 2 * (config.shared + 1024) <= machine[1]
-
-
-# Multiprocessors, and bytes of shared memory of one ("Technical Specifications per Compute Capability" in the CUDA
-# programming guide).
-H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)
+            assert 2 * (config.shared + 1024) <= machine[1], case
 
 
 @pytest.mark.parametrize(
@@ -132,18 +129,18 @@ def test_x_is_fewer_bytes_of_the_cache_than_weights_are_of_memory() -> None:
 @pytest.mark.parametrize(
     ("machine", "wanted"), [(H100, (128, 1)), (A100, (64, 1)), (RTX_4090, (128, 1))], ids=["H100", "A100", "RTX 4090"]
 )
-@pytest.mark.parametrize("rows", [5, 8, 9, 16])
 def test_a_matrix_of_middle_size_takes_more_blocks_instead_of_a_second_launch(
-    machine: tuple[int, int], wanted: tuple[int, int], rows: int
+    machine: tuple[int, int], wanted: tuple[int, int]
 ) -> None:
     """As the output projection of an 8B model: if so many blocks are resident at once. `down` is too large for that,
     and a smaller matrix would still have too few blocks."""
-    config, *counts = launch_configs.gemm_small(rows, 4096, 4096, *machine)
-    assert tuple(counts) == wanted
-    assert 32 * config.defines["WARPS_OUT"] * wanted[0] == 4096
-    for out, width in (4096, 14336), (2112, 4096) if machine is not RTX_4090 else (2048, 4096):
-        config, *_ = launch_configs.gemm_small(rows, out, width, *machine)
-        assert config.defines["WARPS_OUT"] == 2
+    for rows in (5, 8, 9, 16):
+        config, *counts = launch_configs.gemm_small(rows, 4096, 4096, *machine)
+        assert tuple(counts) == wanted, rows
+        assert 32 * config.defines["WARPS_OUT"] * wanted[0] == 4096, rows
+        for out, width in (4096, 14336), (2112, 4096) if machine is not RTX_4090 else (2048, 4096):
+            config, *_ = launch_configs.gemm_small(rows, out, width, *machine)
+            assert config.defines["WARPS_OUT"] == 2, rows
 
 
 def test_up_to_eight_rows_are_not_padded_to_sixteen() -> None:

@@ -15,6 +15,7 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.device.kernel_source import folder, with_readers
 from tests.cuda.programs import Program
+from tests.pairs import pairs
 
 N = 64
 
@@ -119,10 +120,9 @@ def probe(codec: str, rows: int) -> Program:
     return Program(with_readers(joined + PROBE, *layouts, GROUP=4, WARPS=3, STEP_ROWS=rows))
 
 
-@pytest.mark.parametrize("codec", ["f16", "ring4"])
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("window", [0, 100, 700])
-@pytest.mark.parametrize("ctas", [1, 5, 40])
+@pytest.mark.parametrize(
+    ("codec", "rows", "window", "ctas"), pairs(["f16", "ring4"], [1, 16], [0, 100, 700], [1, 5, 40])
+)
 def test_the_device_forms_the_same_shares(
     rng: np.random.Generator, codec: str, rows: int, window: int, ctas: int
 ) -> None:

@@ -366,6 +366,7 @@ def byte_products(unsigned_most: int) -> tuple[np.ndarray, np.ndarray]:
     return a, b
 
 
+# Product: a level has its own instructions for products that fit, and cuts vectors wider than its registers.
 @every_level
 @pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize("fits", [False, True])

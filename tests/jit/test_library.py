@@ -143,8 +143,7 @@ def test_a_file_of_another_kernel_is_not_loaded(folder: Path, compiled: list[str
 
 
 @needs_users
-@pytest.mark.parametrize("what", ["file", "folder"])
-@pytest.mark.parametrize("mode", [0o660, 0o606])
+@pytest.mark.parametrize(("what", "mode"), [("file", 0o660), ("folder", 0o606), ("folder", 0o660)])
 def test_what_others_may_write_to_is_not_loaded(folder: Path, compiled: list[str], what: str, mode: int) -> None:
     loaded()
     (file,) = files(folder)

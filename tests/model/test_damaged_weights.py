@@ -16,6 +16,7 @@ from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.jit.compile.target import VARIABLE, levels
+from tests.pairs import each, pairs
 from tests.random_model import random_model
 from tests.tiny import assert_idle, load_tiny, make_model
 
@@ -59,8 +60,7 @@ def with_bad(position: int) -> list[int]:
     return [*GOOD[:position], BAD, *GOOD[position:]]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("place", ["embedding", "queries", "layer 0"])
+@pytest.mark.parametrize(("place", "value"), each(["embedding", "queries", "layer 0"], [math.nan, math.inf]))
 def test_load(damaged: Damage, place: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polarlm.engine.loading.calibration.text_ids", lambda tokenizer, count: with_bad(30))
     with pytest.raises(EngineError, match="model's output is not finite: its weights are damaged") as caught:
@@ -81,6 +81,7 @@ def test_damage_is_found_before_the_cache_is_fitted(
     assert not measured
 
 
+# Product: a large number overflows at another place for each matrix, or not at all.
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30, 3e38])
 @pytest.mark.parametrize(
     ("fixture", "name"),
@@ -107,9 +108,7 @@ def test_what_codes_are_fitted_to_is_damaged(fixture: str, name: str, value: flo
     assert errors == [("model_damaged", True)] or (not errors and math.isfinite(value))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("cache_type", ["polarquant", "f16"])
+@pytest.mark.parametrize(("value", "place", "cache_type"), pairs([math.nan, math.inf], PLACES, ["polarquant", "f16"]))
 def test_generate(damaged: Damage, place: str, value: float, cache_type: str, tmp_path: Path) -> None:
     with load(damaged(place, value), cache_type=cache_type) as engine:
         for position in (2, 12, len(GOOD)):  # in the sink, in a quantized block, in the current block
@@ -122,9 +121,7 @@ def test_generate(damaged: Damage, place: str, value: float, cache_type: str, tm
             engine.save_session(tmp_path / "talk", prompt=with_bad(20))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("every_token_coded", [False, True])
+@pytest.mark.parametrize(("value", "place", "every_token_coded"), pairs([math.nan, math.inf], PLACES, [False, True]))
 def test_score(damaged: Damage, place: str, value: float, every_token_coded: bool) -> None:
     with load(damaged(place, value)) as engine:
         for position in (2, 12, len(GOOD)):

@@ -243,8 +243,7 @@ def stepped(model: Transformer, spans: Sequence[Span], ids: Sequence[int]) -> np
 ROUNDS = [((5, 1, 3), (2, 1, 3)), ((2, 9, 1), (2, 1, 0)), ((16, 12, 8), (9, 12, 4)), ((1, 1, 1), (1, 1, 1))]
 
 
-@pytest.mark.parametrize("types", [("f16", "f16"), ("polarquant", "ring4")])
-@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize(("types", "block_size"), [(("f16", "f16"), 64), (("polarquant", "ring4"), 8)])
 def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, str], block_size: int) -> None:
     """With other sequences in the step, across ends of blocks, and after rows that were not kept."""
     config, weights, ids, reference = fixture

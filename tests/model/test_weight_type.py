@@ -109,8 +109,9 @@ def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: s
     source.close()
 
 
-@pytest.mark.parametrize("weight_type", [None, "q4_0", "bf16"])
-@pytest.mark.parametrize("dtype", ["IQ2_XS", "Q4_K"])
+@pytest.mark.parametrize(
+    ("dtype", "weight_type"), [("IQ2_XS", None), ("Q4_K", None), ("IQ2_XS", "q4_0"), ("Q4_K", "bf16")]
+)
 def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str | None, tmp_path: Path) -> None:
     """In the format that a matrix is to have, with the rows of q and k in order."""
     pytest.importorskip("llvmlite")

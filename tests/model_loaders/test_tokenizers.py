@@ -26,6 +26,7 @@ from polarlm.engine.sampling import detokenizer
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
 from tests.model_loaders import vocabularies as vocab
+from tests.pairs import each
 from tests.shared_data import shared
 
 VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agree with them
@@ -202,8 +203,9 @@ def test_a_ggufs_user_defined_tokens_are_text_and_control_tokens_are_not(tiny) -
     assert end in tokenizer.eos_ids
 
 
-@pytest.mark.parametrize("string", ["<|im_end|>", "<end_of_turn>", "<|end|>"])
-@pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
+@pytest.mark.parametrize(
+    ("string", "tiny"), each(["<|im_end|>", "<end_of_turn>", "<|end|>"], [vocab.tiny_bpe, vocab.tiny_spm])
+)
 def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny, string: str) -> None:
     gguf = tiny((string, vocab.USER_DEFINED))
     end = len(gguf.metadata["tokenizer.ggml.tokens"]) - 1
@@ -417,14 +419,13 @@ class TestErrors:
         with pytest.raises(LoadError, match="WordPiece"):
             load_for_folder(tmp_path, {}, {})
 
-    @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
     @pytest.mark.parametrize(
-        ("key", "value", "complaint"),
+        ("key", "value", "complaint", "tiny"),
         [
-            ("model", "t5", "'t5'"),
-            ("tokens", "text", r"tokenizer\.ggml\.tokens"),
-            ("tokens", [1, 2], r"tokenizer\.ggml\.tokens"),
-            ("token_type", [1], r"1 entries in tokenizer\.ggml\.token_type"),
+            ("model", "t5", "'t5'", vocab.tiny_bpe),
+            ("tokens", "text", r"tokenizer\.ggml\.tokens", vocab.tiny_spm),
+            ("tokens", [1, 2], r"tokenizer\.ggml\.tokens", vocab.tiny_bpe),
+            ("token_type", [1], r"1 entries in tokenizer\.ggml\.token_type", vocab.tiny_spm),
         ],
     )
     def test_an_unusable_gguf_vocabulary(self, tiny, key: str, value: object, complaint: str) -> None:

@@ -11,14 +11,13 @@ from hypothesis.extra import numpy as hnp
 from polarlm.engine.backends.numpy.ops import rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.quantization.conditioning import Conditioning, Scale, centre, mean_fields, read_mean
+from tests.pairs import pairs
 from tests.state.reference import attention
 
 KV_HEADS, HEADS, D, N = 2, 6, 16, 8
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("smoothed", [False, True])
-@pytest.mark.parametrize("rotation", ["none", "hadamard", "dense"])
+@pytest.mark.parametrize(("bits", "smoothed", "rotation"), pairs([8, 16], [False, True], ["none", "hadamard", "dense"]))
 def test_attention_in_full_precision_is_unchanged(
     rng: np.random.Generator, rotation: str, smoothed: bool, bits: int
 ) -> None:

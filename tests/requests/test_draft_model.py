@@ -59,8 +59,7 @@ def unpaced(engine: Engine) -> list[Unpaced]:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("type", ["polarquant", "f16"])
-@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.parametrize(("type", "itself"), [("polarquant", True), ("f16", True), ("polarquant", False)])
 def test_answers_are_those_of_the_model_alone(tiny_path: Path, other: Path, type: str, itself: bool) -> None:
     """A model that drafts for itself is right, up to what the codes change."""
     draft = str(tiny_path if itself else other)

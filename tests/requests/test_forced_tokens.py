@@ -14,6 +14,7 @@ from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.requests.draws import Draws
+from tests.pairs import each
 from tests.sampling.constrained import InTurn
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
 
@@ -69,8 +70,7 @@ def same(one: Completion, other: Completion) -> bool:
     return (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
-@pytest.mark.parametrize("first", range(0, 2 * BLOCK, 3))
+@pytest.mark.parametrize(("temperature", "first"), each([0, 1.5], range(0, 2 * BLOCK, 3)))
 def test_the_answer_is_that_of_a_step_for_each_token(
     engine: Engine, rows: list[list[int]], in_steps: Any, temperature: float, first: int
 ) -> None:

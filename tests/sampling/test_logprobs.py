@@ -17,6 +17,7 @@ from polarlm.engine.limits import MOST_LOGPROBS
 from polarlm.engine.outputs import fold
 from polarlm.engine.sampling.sample import token_logprob
 from tests.bare import log_softmax, spread
+from tests.pairs import each
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, preemptions
 
 BLOCK = 8
@@ -61,8 +62,7 @@ def agree(told: Completion, logits: np.ndarray) -> None:
 # -- what they are ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, BLOCK, len(PROMPT)])
-@pytest.mark.parametrize("count", [0, 1, MOST_LOGPROBS])
+@pytest.mark.parametrize(("length", "count"), each([1, BLOCK, len(PROMPT)], [0, 1, MOST_LOGPROBS]))
 def test_logprobs_match_teacher_forcing(engine: Engine, length: int, count: int) -> None:
     prompt = PROMPT[:length]
     answer = engine.generate(prompt, asking(count))

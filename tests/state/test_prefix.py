@@ -95,6 +95,7 @@ class CachedStore:
 STEM = words(0, 44)  # five blocks and four tokens
 
 
+# Product: the shared prefix may end anywhere in the sink or in a later block, in halves and in codes.
 @pytest.mark.parametrize("codec", ["f16", "polarquant"])
 @pytest.mark.parametrize("length", range(1, 48, 3))
 def test_a_prompt_goes_on_from_the_prefix_that_it_shares(codec: str, length: int) -> None:

@@ -14,13 +14,14 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV, Span
+from tests.pairs import pairs
 from tests.state.fed import Fed, N, assert_held_by, held, make_store
 from tests.storage.arrays import assert_same, stored
 
 
-@pytest.mark.parametrize("codec", ["f16", "polarquant"])
-@pytest.mark.parametrize("mean_bits", [0, 8, 16])
-@pytest.mark.parametrize("window", [None, 1, 5, 8, 20])
+@pytest.mark.parametrize(
+    ("codec", "mean_bits", "window"), pairs(["f16", "polarquant"], [0, 8, 16], [None, 1, 5, 8, 20])
+)
 def test_attention_reads_sink_codes_and_current_block(codec: str, mean_bits: int, window: int | None) -> None:
     sequence = Fed(make_store(codec, codec, mean_bits, (window,)))
     for count, chunk in [(3, None), (1, None), (40, 7), (1, None), (1, None), (1, None), (6, 1), (30, None), (1, None)]:
@@ -29,6 +30,7 @@ def test_attention_reads_sink_codes_and_current_block(codec: str, mean_bits: int
         sequence.feed(1, step=True)
 
 
+# Product: rows begin anywhere in a block, and their windows in a row of the step or in any block before.
 @pytest.mark.parametrize("first", [0, 3, N - 1, N, 2 * N - 1, 3 * N + 5])
 @pytest.mark.parametrize("window", [None, 1, 5, 20])
 def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(first: int, window: int | None) -> None:
@@ -94,6 +96,7 @@ def test_steps_and_prompts_store_the_same_codes() -> None:
         assert np.array_equal(codes[:, ids], steps.store.cache(0).k[name][:, replayed])
 
 
+# Product: a span begins in the sink, at an end of a block or in it, and ends in that block or in a later one.
 @pytest.mark.parametrize("first", [0, 3, N, 20])
 @pytest.mark.parametrize(
     ("count", "step"), [(1, False), (2, False), (N, False), (3 * N + 1, False), (1, True), (N, True)]

@@ -18,6 +18,7 @@ from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.engine.storage.tiers.writing import Writer
+from tests.pairs import each
 from tests.state.fed import N, assert_held_by, held, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
 
@@ -68,8 +69,9 @@ class Kept(CachedStore):
 STEM = words(0, 44)  # five blocks and four tokens
 
 
-@pytest.mark.parametrize("codec", ["f16", "polarquant", "ring4"])
-@pytest.mark.parametrize("windows", [(None,), (20,), (None, 12), (12, 20)])
+@pytest.mark.parametrize(
+    ("codec", "windows"), each(["polarquant", "ring4", "f16"], [(None,), (20,), (None, 12), (12, 20)])
+)
 def test_a_prompt_goes_on_from_what_was_kept(codec: str, windows: tuple[int | None, ...]) -> None:
     kept = Kept(codec, windows)
     kept.end(kept.begin(STEM).prompt())

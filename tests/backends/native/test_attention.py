@@ -63,6 +63,7 @@ def check(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+# Product: a window may begin in the sink, in a quantized block or before the sequence, with one row and with several.
 @with_plain_tiles
 @every_level
 @pytest.mark.parametrize("window", [None, 20, 600])

@@ -38,9 +38,9 @@ def test_equal_ones_and_the_lowest(level: Level, columns: int, rng: np.random.Ge
 
 
 @every_level
-@pytest.mark.parametrize("place", [0, 40, 64, 69])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_has_none(level: Level, value: float, place: int) -> None:
-    x = np.zeros((2, 70), np.float32)
-    x[1, place] = value
-    assert best(level, x, 70) == [0, NONE]
+def test_a_row_that_is_not_finite_has_none(level: Level, value: float) -> None:
+    for place in (0, 40, 64, 69):
+        x = np.zeros((2, 70), np.float32)
+        x[1, place] = value
+        assert best(level, x, 70) == [0, NONE], place

@@ -21,6 +21,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
+from tests.pairs import each
 
 K, N, D = 2, 64, 64
 TYPES = [("ring4", "ring3.5"), ("ring5", "f16"), ("turbo3", "q4_0"), ("f16", "f16"), ("polarquant", "polarquant")]
@@ -32,8 +33,7 @@ def format_of(types: tuple[str, str], mean_bits: int = 8) -> CacheFormat:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("mean_bits", [0, 8, 16])
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(("types", "mean_bits"), each(TYPES, [0, 8, 16]))
 def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str], mean_bits: int) -> None:
     rng = np.random.default_rng(0)
     format, native, plain = format_of(types, mean_bits), NativeOps(1), NumpyOps(1)
@@ -60,19 +60,17 @@ def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str],
             assert found[name].tobytes() == x.tobytes()
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("types", TYPES)
-def test_cache_bytes_are_those_of_the_arrays(
-    types: tuple[str, str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_kernels:
-        monkeypatch.setattr(tiles, "_module", lambda name: None)
-    ops, format = NativeOps(1), format_of(types)
-    block, slot = ops.cache_bytes(format)
-    cache = ops.cache(format, 5, 3)
-    arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
-    assert sum(x.nbytes for x in arrays) == 5 * block
-    assert cache.full_k.nbytes + cache.full_v.nbytes == 3 * slot
+def test_cache_bytes_are_those_of_the_arrays(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_kernels in (True, False):
+        if not has_kernels:
+            monkeypatch.setattr(tiles, "_module", lambda name: None)
+        ops, format = NativeOps(1), format_of(types)
+        block, slot = ops.cache_bytes(format)
+        cache = ops.cache(format, 5, 3)
+        arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
+        assert sum(x.nbytes for x in arrays) == 5 * block, has_kernels
+        assert cache.full_k.nbytes + cache.full_v.nbytes == 3 * slot, has_kernels
 
 
 @every_level

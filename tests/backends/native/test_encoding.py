@@ -16,6 +16,7 @@ from polarlm.engine.quantization.conditioning import read_mean
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
+from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import codecs as native_codecs  # isort: skip
 from polarlm.engine.backends.native import encoding
@@ -144,8 +145,9 @@ def both(format: CacheFormat, level: Level, blocks: int = 3, threads: int = 1) -
 
 @pytest.mark.slow(keep=1)
 @every_float_level
-@pytest.mark.parametrize("name", ["ring3.5", "ring4", "ring5", "turbo3"])
-@pytest.mark.parametrize("along", [True, False], ids=["along-tokens", ""])
+@pytest.mark.parametrize(
+    ("name", "along"), [("ring3.5", True), ("ring4", False), ("ring5", True), ("turbo3", False), ("turbo3", True)]
+)
 def test_codes_are_those_of_numpy(name: str, along: bool, level: Level) -> None:
     (format,) = formats(0, name, name, 32, 32, 8, along=along)
     compiled, plain = both(format, level, blocks=4)
@@ -198,16 +200,15 @@ def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, alon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", FLOAT_LEVELS[:: len(FLOAT_LEVELS) - 1 or 1], ids=lambda level: level.name)
 @pytest.mark.parametrize(
-    ("k", "v", "dim", "size", "along"),
+    ("k", "v", "dim", "size", "along", "level"),
     [
-        ("ring4", "ring3.5", 64, 64, True),
-        ("ring3", "ring5", 40, 48, True),
-        ("ring5+norm16", "ring3", 16, 16, False),
-        ("turbo3", "turbo2", 24, 32, True),
-        ("turbo4", "turbo3", 8, 80, False),
-        ("ring3.5", "turbo4", 72, 16, True),
+        ("ring4", "ring3.5", 64, 64, True, FLOAT_LEVELS[-1]),
+        ("ring3", "ring5", 40, 48, True, FLOAT_LEVELS[0]),
+        ("ring5+norm16", "ring3", 16, 16, False, FLOAT_LEVELS[-1]),
+        ("turbo3", "turbo2", 24, 32, True, FLOAT_LEVELS[0]),
+        ("turbo4", "turbo3", 8, 80, False, FLOAT_LEVELS[-1]),
+        ("ring3.5", "turbo4", 72, 16, True, FLOAT_LEVELS[0]),
     ],
 )
 def test_blocks_are_those_that_are_encoded_alone(
@@ -288,8 +289,7 @@ def test_polar_codes_of_any_shape_are_those_of_numpy(eighths: int, size: int, me
         np.testing.assert_array_equal(tiles[..., :end], again[..., :end])
 
 
-@pytest.mark.parametrize("name", WITH_KERNELS)
-@pytest.mark.parametrize("largest", [0, 1e4, 3e38])
+@pytest.mark.parametrize(("name", "largest"), each(WITH_KERNELS, [0, 1e4, 3e38]))
 def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
     """Norms may differ in their last bit, and a code with them; those beyond the largest saturate."""
     (metric,) = formats(14, name, name, 24, 32, 8)
@@ -309,9 +309,11 @@ def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
         np.testing.assert_allclose(fields["norm"].astype(float), expected["norm"].astype(float), rtol=2e-2)
 
 
-@pytest.mark.parametrize("level", FLOAT_LEVELS[:: len(FLOAT_LEVELS) - 1 or 1], ids=lambda level: level.name)
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16", "polarquant"])
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("level", "name", "side"),
+    pairs(FLOAT_LEVELS[:: len(FLOAT_LEVELS) - 1 or 1], ["q8_0", "q4_0", "f16", "polarquant"], [0, 1]),
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int, level: Level) -> None:
     format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 0, 16, HEADS, 32)
     made = CacheOps(NumpyOps(1)).cache(format, 2, 2)
@@ -322,8 +324,7 @@ def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int, le
         ops.encode_blocks([FilledBlocks([made], [0], slots(1))])
 
 
-@pytest.mark.parametrize("name", ["ring4", "turbo3", "q4_0", "kivi4"])
-@pytest.mark.parametrize("tokens", [32, 5])
+@pytest.mark.parametrize(("name", "tokens"), [("ring4", 32), ("turbo3", 5), ("q4_0", 32), ("kivi4", 5)])
 def test_round_trip(name: str, tokens: int) -> None:
     if codecs.get(name).rounding is None:
         format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 8, 32, HEADS, 32)
@@ -382,8 +383,7 @@ def test_blocks_of_a_prompt_from_its_buffer() -> None:
         assert share_of_equal_blocks(compiled, plain, side) >= 0.5
 
 
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("side", "bad"), [(0, np.nan), (1, np.nan), (0, np.inf), (1, -np.inf)])
 def test_what_is_not_finite_is_refused(side: int, bad: float) -> None:
     (format,) = formats(7, "ring4", "ring3.5", 16, 16, 8)
     made = cache(format, 3, seed=1)

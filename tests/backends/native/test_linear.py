@@ -24,8 +24,7 @@ from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
-@pytest.mark.parametrize("formats", [("q4_1", "q4_1"), ("q6_k", "q8_0"), ("iq4_xs", "q5_k")])
+@pytest.mark.parametrize(("formats", "rows"), [(("q4_1", "q4_1"), 1), (("q6_k", "q8_0"), 5), (("iq4_xs", "q5_k"), 40)])
 def test_rounding_the_inputs_to_words_costs_a_ten_thousandth_at_most(formats: tuple[str, str], rows: int) -> None:
     """Inputs have outliers, as those of language models do."""
     rng = np.random.default_rng(0)

@@ -14,6 +14,7 @@ from tests.backends.native.attending import SCALE, Sequence_, Shape, step
 from tests.backends.native.launching import launcher
 from tests.backends.native.test_product import quantized, stored
 from tests.jit.levels import run
+from tests.pairs import pairs
 
 from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.kernels import prefetch
@@ -41,6 +42,7 @@ from polarlm.engine.jit.lang.values import I8, Value
 SEQUENCES = [Sequence_(5), Sequence_(64, 3), Sequence_(150), Sequence_(190, 4), Sequence_(63, 2), Sequence_(640)]
 
 
+# Product: a window may begin anywhere in a block, which has a part of a piece, one and a half or two.
 @pytest.mark.parametrize("window", [None, 1, 40, 100, 200])
 @pytest.mark.parametrize("shape", [Shape(block_size=64), Shape(kv_heads=3, dim=8), Shape(dim=96, block_size=32)])
 def test_the_pieces_are_what_a_step_attends_to(shape: Shape, window: int | None) -> None:
@@ -85,9 +87,7 @@ def current(view: object) -> list[int]:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q8_0"])
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("rows", [2, 3, 8, 13])
+@pytest.mark.parametrize(("name", "activation", "rows"), pairs(["q4_1", "q4_k", "q8_0"], [None, "silu"], [2, 3, 8, 13]))
 def test_a_product_prefetches_each_of_its_pieces_once(
     name: str, rows: int, activation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

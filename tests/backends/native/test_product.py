@@ -10,12 +10,14 @@ from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
 from tests.jit.levels import every_level, run
+from tests.pairs import pairs
 
 from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.prefetch import NOTHING
 from polarlm.engine.backends.native.kernels.product import Product, ProductArguments, product, row_tile_of, units
+from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
@@ -138,10 +140,11 @@ def test_product(name: str, level: Level, count: int) -> None:
     assert (y[count] == 7).all()
 
 
-@every_level
-@every_format
-@pytest.mark.parametrize("count", [1, 3, 7])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("level", "name", "activation", "count"),
+    pairs(levels(), available(), ["silu", "gelu_tanh"], [1, 3, 7]),
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_gated_product(name: str, level: Level, activation: str, count: int) -> None:
     """With few rows the gate and the up projection are multiplied together, with more one after the other."""
     rng = np.random.default_rng(4)
@@ -182,6 +185,7 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
     assert packed.nbytes == tiles.tile_bytes(format, 36, 256)
 
 
+# Product: what unpacks a format and the sums of a tile of rows need the same registers.
 @special_levels
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "iq4_xs"])

@@ -10,6 +10,7 @@ from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy import encoding
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
+from tests.pairs import pairs
 
 K, N, D = 2, 8, 16
 BLOCKS, SLOTS = (4, 0), (1, 2)
@@ -33,9 +34,7 @@ def layer(types: tuple[str, str], rng: np.random.Generator, *, mean_bits: int, m
     return CacheFormat(codec_k, codec_v, metric_k, metric_v, mean_bits, N, K, D)
 
 
-@pytest.mark.parametrize("most", [1, 5 * K * N * D, 1 << 20])
-@pytest.mark.parametrize("metrics", [False, True])
-@pytest.mark.parametrize("mean_bits", [0, 8])
+@pytest.mark.parametrize(("most", "metrics", "mean_bits"), pairs([1, 5 * K * N * D, 1 << 20], [False, True], [0, 8]))
 def test_layers_encoded_together_have_the_codes_of_each_alone(
     metrics: bool, mean_bits: int, most: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

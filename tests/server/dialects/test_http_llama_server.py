@@ -164,7 +164,6 @@ def test_settings_are_those_that_were_used(shared: Serving) -> None:
     assert (settings["top_p"], settings["n_ctx"]) == (0.95, CONTEXT)
 
 
-@pytest.mark.parametrize("path", ["/completion", "/infill"])
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -176,9 +175,10 @@ def test_settings_are_those_that_were_used(shared: Serving) -> None:
         ({"stream": 3}, "stream"),
     ],
 )
-def test_a_wrong_field_is_named_in_llama_servers_shape(filling: Serving, path: str, more: Any, param: str) -> None:
-    error = refused(filling, path, {"prompt": PROMPT, **more})
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+def test_a_wrong_field_is_named_in_llama_servers_shape(filling: Serving, more: Any, param: str) -> None:
+    for path in ("/completion", "/infill"):
+        error = refused(filling, path, {"prompt": PROMPT, **more})
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), path
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ def embed(server: Serving, **more: Any) -> Any:
     return server.openai.embeddings.create(**{"model": "any", "input": TEXT, **more})
 
 
-@pytest.mark.parametrize("pooling", [None, "mean", "last"])
-@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize(("pooling", "encoding"), [(None, "float"), ("mean", "base64"), ("last", "float")])
 def test_a_text_has_the_vector_that_the_engine_gives_it(shared: Serving, pooling: Any, encoding: Any) -> None:
     expected = shared.engine.embed(TEXT, pooling or "mean")
     body = {"input": TEXT, "pooling": pooling, "encoding_format": encoding}
@@ -54,8 +53,7 @@ def test_openais_client_reads_several_vectors(shared: Serving) -> None:
     assert np.float32(embed(shared, input=ids).data[0].embedding).tolist() == shared.engine.embed(ids).vector.tolist()
 
 
-@pytest.mark.parametrize("path", ["/embedding", "/embeddings"])
-@pytest.mark.parametrize("field", ["content", "input"])
+@pytest.mark.parametrize(("path", "field"), [("/embedding", "content"), ("/embeddings", "input")])
 def test_llama_servers_shape_has_a_list_of_vectors(shared: Serving, path: str, field: str) -> None:
     expected = [shared.engine.embed(text).vector.tolist() for text in (TEXT, OTHER)]
     one = shared.post(path, {field: TEXT, "embd_normalize": 2}).json()

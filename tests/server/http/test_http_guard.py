@@ -15,6 +15,7 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.guard import Guard
+from tests.pairs import each
 from tests.server.http_server import KEY, Serving, serving
 
 BODY = {"prompt": "the rain", "max_tokens": 2}
@@ -132,10 +133,12 @@ def test_a_page_with_dns_rebinding_is_refused(server: Serving, path: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "content_type",
-    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp"],
+    ("path", "content_type"),
+    each(
+        ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"],
+        [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp"],
+    ),
 )
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 def test_only_json_is_taken(server: Serving, path: str, content_type: str | None) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
     response = server.http.post(path, content=b'{"prompt": "the"}', headers=headers)

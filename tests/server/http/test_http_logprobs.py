@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
+from tests.pairs import each
 from tests.server.http_server import Serving, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "then he ran on"}]
@@ -122,8 +123,7 @@ def assert_text_tells(server: Serving, told: dict[str, list[Any]], answer: Compl
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("count", [0, 1, 5, 20])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("count", "stream"), each([0, 1, 5, 20], [False, True]))
 def test_log_probabilities_of_a_plain_prompt(server: Serving, count: int, stream: bool) -> None:
     answer = expected(server, PROMPT, count)
     given = complete(server, logprobs=count, stream=stream)

@@ -201,6 +201,7 @@ def test_a_client_of_any_dialect_that_leaves_cancels_its_answer(server: Serving,
     assert_all_free(server, 1)
 
 
+# Product: a client leaves in the queue, in its prompt or in its answer, which only a stream has begun to send.
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("units", [0, 1, 12])
 @pytest.mark.parametrize("stream", [False, True])

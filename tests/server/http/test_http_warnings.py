@@ -45,18 +45,19 @@ def warning(server: Serving, path: str, **more: Any) -> str | None:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", APIS)
-def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: str, stream: bool) -> None:
-    assert warning(server, path, stream=stream) is None
-    if path.startswith("/api/"):
-        more: dict[str, Any] = {"options": {"num_predict": 2, "temprature": 0, "num_ctx": 5}}
-        expected = "options.temprature is unknown and ignored: did you mean options.temperature?"
-    else:
-        more, expected = {"temprature": 0}, "temprature is unknown and ignored: did you mean temperature?"
-    assert warning(server, path, stream=stream, **more) == expected
-    assert warning(server, path, stream=stream, nothing_like_it=1) == "nothing_like_it is unknown and ignored"
-    assert warning(server, path, stream=stream, nothing_like_it=None) is None
+def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: str) -> None:
+    for stream in (False, True):
+        assert warning(server, path, stream=stream) is None, stream
+        if path.startswith("/api/"):
+            more: dict[str, Any] = {"options": {"num_predict": 2, "temprature": 0, "num_ctx": 5}}
+            expected = "options.temprature is unknown and ignored: did you mean options.temperature?"
+        else:
+            more, expected = {"temprature": 0}, "temprature is unknown and ignored: did you mean temperature?"
+        assert warning(server, path, stream=stream, **more) == expected, stream
+        unlike = warning(server, path, stream=stream, nothing_like_it=1)
+        assert unlike == "nothing_like_it is unknown and ignored", stream
+        assert warning(server, path, stream=stream, nothing_like_it=None) is None, stream
 
 
 def test_several_are_told_in_a_header_of_bounded_length(server: Serving) -> None:

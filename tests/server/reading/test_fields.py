@@ -218,11 +218,12 @@ def test_add_special_tokens_is_refused_unless_it_is_the_default_of_the_prompt() 
 
 
 @pytest.mark.parametrize("name", of("harmless"))
-@pytest.mark.parametrize("value", [None, True, 5, "x", ["x"], {"x": 1}])
-def test_harmless_fields_are_ignored(name: str, value: Any) -> None:
-    value = "x" if name == "model" and value is not None else value
-    asked, plain = read(**{name: value}), read()
-    assert (asked.prompt, asked.options, asked.params, asked.n) == (plain.prompt, plain.options, plain.params, plain.n)
+def test_harmless_fields_are_ignored(name: str) -> None:
+    plain = read()
+    for value in (None, True, 5, "x", ["x"], {"x": 1}):
+        asked = read(**{name: "x" if name == "model" and value is not None else value})
+        for part in ("prompt", "options", "params", "n"):
+            assert getattr(asked, part) == getattr(plain, part), value
 
 
 @pytest.mark.parametrize("name", HONOURED)

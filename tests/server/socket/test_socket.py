@@ -26,6 +26,7 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.server.running.listening import ListenError, tcp_socket, unix_socket
 from polarlm.server.socket import connection
 from polarlm.server.socket.lines import Lines
+from tests.pairs import each
 from tests.server.conftest import Running
 from tests.server.lines import PATIENCE, Client, eventually
 
@@ -48,8 +49,13 @@ def answers(client: Client) -> bool:
 # -- what is answered ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [{"prompt": "once"}, {"messages": [{"role": "user", "content": "Hi"}]}])
-@pytest.mark.parametrize("stream", [{}, {"stream": True}, {"stream": None}, {"stream": False}])
+@pytest.mark.parametrize(
+    ("prompt", "stream"),
+    each(
+        [{"prompt": "once"}, {"messages": [{"role": "user", "content": "Hi"}]}],
+        [{}, {"stream": True}, {"stream": None}, {"stream": False}],
+    ),
+)
 def test_an_answer(server: Running, prompt: dict[str, Any], stream: dict[str, Any]) -> None:
     with Client(server.address) as client:
         client.send(id=1, max_tokens=20, **prompt, **stream, **GREEDY)
@@ -254,6 +260,7 @@ HTTP = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 TLS = bytes.fromhex("16030102000100")
 
 
+# Product: each kind of first line ends the connection by another check, with a key and without.
 @pytest.mark.parametrize("key", [None, "secret"])
 @pytest.mark.parametrize("first", [HTTP, TLS + b"\n", b"\r\n" + TLS + b"\r\n", b"[]\n", b"x" * 2000])
 def test_a_web_page_cannot_talk_to_it(start: Start, first: bytes, key: str | None) -> None:

@@ -138,8 +138,9 @@ def test_mix(name: str, level: Level) -> None:
 
 
 @special_levels
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", ["ring4", "ring3.5", "turbo3", "turbo4"])
+@pytest.mark.parametrize(
+    ("name", "side"), [("ring4", "keys"), ("ring3.5", "values"), ("turbo3", "keys"), ("turbo4", "values")]
+)
 def test_instructions(name: str, side: str, level: Level) -> None:
     """Bytes are looked up and multiplied in whole registers: 16 bytes of a table at once, with AVX-512 64 bytes, or two
     tables of as many words. With its 32 registers hardly a vector goes to the stack and back; the tables alone are more
