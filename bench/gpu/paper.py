@@ -18,7 +18,7 @@ from polarlm.engine.backends.cuda.device.kernel_source import can_read
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.config import SamplingParams
-from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.weight_formats import Linear, Matrix, available, get
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
 
@@ -179,9 +179,11 @@ class Notes:
         return self.note("embedding", times, lambda: self.ops.embed(table, ids), nbytes)
 
     def choose(self, logits: np.ndarray) -> None:
-        draw = Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, self._config.vocab_size)
-        draws = [draw] * len(logits)
-        self.note("sampling", 1, lambda: self.ops.sample(logits, self.ops.pack_draws(draws)), logits.nbytes)
+        sampler_input = SamplerInput(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, self._config.vocab_size)
+        sampler_inputs = [sampler_input] * len(logits)
+        self.note(
+            "sampling", 1, lambda: self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs)), logits.nbytes
+        )
 
 
 def cache_format(config: ModelConfig, cache_type: CacheType) -> CacheFormat:

@@ -18,7 +18,7 @@ from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import Draw, Sampled, resolve
+from polarlm.engine.sampling.sample import Sampled, SamplerInput, resolve
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
 
@@ -95,19 +95,19 @@ def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> St
         raise EngineError("its K/V do not fit into the memory that the weights leave")
     model, n = random.model, sizes.block_size
     sequences = [random.stored_sequence(context - n - 2) for context in cell]
-    draws, ids, times = [_draw(model)] * len(cell), [1] * len(cell), []
+    sampler_inputs, ids, times = [_sampler_input(model)] * len(cell), [1] * len(cell), []
     try:
         with mock.patch.object(model.ops, "run_graph", wraps=model.ops.run_graph) as recorded:
             for _ in range(_FIRST_STEPS):
-                ids = _step(model, sequences, ids, draws)
+                ids = _step(model, sequences, ids, sampler_inputs)
             for _ in range(n):
                 started = time.perf_counter()
-                ids = _step(model, sequences, ids, draws)
+                ids = _step(model, sequences, ids, sampler_inputs)
                 times.append(time.perf_counter() - started)
             call = recorded.call_args.args
         device = gpu.clock.seconds(lambda: model.ops.run_graph(*call), sizes.runs)
         held = sum(model.store.bytes_held(sequence) for sequence in sequences)
-        ahead = _seconds_ahead(model, sequences, ids, draws)
+        ahead = _seconds_ahead(model, sequences, ids, sampler_inputs)
     finally:
         for sequence in sequences:
             model.store.release(sequence)
@@ -119,15 +119,17 @@ def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> St
     )
 
 
-def _seconds_ahead(model: Transformer, sequences: list[SequenceKV], ids: list[int], draws: list[Draw]) -> float:
+def _seconds_ahead(
+    model: Transformer, sequences: list[SequenceKV], ids: list[int], sampler_inputs: list[SamplerInput]
+) -> float:
     """The mean of as many steps as a block has tokens."""
     count, spans = model.store.shape.block_size, [model.store.open_step(sequence) for sequence in sequences]
-    step = model.step_ahead(spans, ids, draws)
+    step = model.step_ahead(spans, ids, sampler_inputs)
     started = time.perf_counter()
     for _ in range(count):
         model.store.commit_steps(spans)
         spans = [model.store.open_step(sequence) for sequence in sequences]
-        last, step = step, model.step_ahead(spans, step, draws)
+        last, step = step, model.step_ahead(spans, step, sampler_inputs)
         _tokens(last.wait())
     seconds = time.perf_counter() - started
     _tokens(step.wait())
@@ -135,9 +137,11 @@ def _seconds_ahead(model: Transformer, sequences: list[SequenceKV], ids: list[in
     return seconds / count
 
 
-def _step(model: Transformer, sequences: list[SequenceKV], ids: list[int], draws: list[Draw]) -> list[int]:
+def _step(
+    model: Transformer, sequences: list[SequenceKV], ids: list[int], sampler_inputs: list[SamplerInput]
+) -> list[int]:
     spans = [model.store.open_step(sequence) for sequence in sequences]
-    following = _tokens(model.step(spans, ids, draws))
+    following = _tokens(model.step(spans, ids, sampler_inputs))
     model.store.commit_steps(spans)
     return following
 
@@ -149,8 +153,8 @@ def _tokens(chosen: list[Sampled]) -> list[int]:
     return [token for token in chosen if isinstance(token, int)]
 
 
-def _draw(model: Transformer) -> Draw:
-    return Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, model.config.vocab_size)
+def _sampler_input(model: Transformer) -> SamplerInput:
+    return SamplerInput(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, model.config.vocab_size)
 
 
 def measure_prefill(gpu: Gpu, sizes: Sizes, random: RandomModel) -> PrefillTime:
@@ -185,7 +189,7 @@ def _prefill(model: Transformer, ids: list[int]) -> int:
         try:
             next(units)
         except StopIteration as end:
-            (token,) = _tokens(model.choose(end.value, [_draw(model)]))
+            (token,) = _tokens(model.choose(end.value, [_sampler_input(model)]))
             model.store.commit(span)
             model.store.release(sequence)
             return token

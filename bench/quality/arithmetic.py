@@ -24,7 +24,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
 
@@ -99,9 +99,9 @@ def step_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarr
     """Logits (T − prompt, V) of a step for each of `ids` (T,) after the first `prompt`, which are prefilled."""
     kept: list[np.ndarray] = []
     greedy = resolve(SamplingParams(temperature=0), GenerationDefaults())
-    draw = Draw(greedy, (), 0.0, model.config.vocab_size)
+    sampler_input = SamplerInput(greedy, (), 0.0, model.config.vocab_size)
 
-    def keep(chosen: Any, logits: Any, draws: Any) -> list[Any]:
+    def keep(chosen: Any, logits: Any, sampler_inputs: Any) -> list[Any]:
         kept.append(model.ops.to_host(logits).copy())
         return []
 
@@ -110,7 +110,7 @@ def step_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarr
     try:
         for id in ids[prompt:]:
             span = model.store.open_step(sequence)
-            model.step([span], [id], [draw])
+            model.step([span], [id], [sampler_input])
             model.store.commit(span)
     finally:
         model.store.release(sequence)

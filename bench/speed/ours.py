@@ -12,7 +12,7 @@ from polarlm.bench.speed.child import serve
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.loading.assembly import Parts, assemble, settle, with_cache
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
@@ -109,7 +109,7 @@ class Streams:
 
     def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
         self._model, self._store = model, model.store
-        self._draw = Draw(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
+        self._sampler_input = SamplerInput(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
         self._prefixes = PrefixCache(model.store)
         self._prompts = prompts
         self._held = [self._prefill(ids) for ids in prompts]
@@ -140,7 +140,7 @@ class Streams:
     def _step(self, sequences: Sequence[SequenceKV]) -> None:
         """One step with the same token for all; the time does not depend on it."""
         spans = [self._store.open_step(sequence) for sequence in sequences]
-        self._model.step(spans, [0] * len(spans), [self._draw] * len(spans))
+        self._model.step(spans, [0] * len(spans), [self._sampler_input] * len(spans))
         self._store.commit_steps(spans)
 
 

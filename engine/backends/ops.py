@@ -3,7 +3,8 @@
 Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
 K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32. The other
 types below are opaque to the engine: `PreparedTransform` is a `HeadTransform` on the device, `Cache` the K/V of one
-layer, `Buffer` a prompt's full-precision K/V of one layer, `Spans` a list of `SpanView`, `Draws` a list of `Draw`.
+layer, `Buffer` a prompt's full-precision K/V of one layer, `Spans` a list of `SpanView`, `SamplerInputs` a list of
+`SamplerInput`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from polarlm.engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.outputs import Threads
-from polarlm.engine.sampling.sample import Draw, Fetch, Sampled
+from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import ModelConfig
 
@@ -23,7 +24,7 @@ STEP_ROWS = 16  # rows of one sequence in a step, at most
 Array = Any
 PreparedTransform = Any
 Spans = Any
-Draws = Any
+SamplerInputs = Any
 Result = TypeVar("Result")
 
 
@@ -82,7 +83,7 @@ class Ops(Protocol):
         """[work(0), …, work(count − 1)], possibly in parallel."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        """work(*inputs), after the inputs (host arrays, `Spans` or `Draws`) have been copied to the device.
+        """work(*inputs), after the inputs (host arrays, `Spans` or `SamplerInputs`) have been copied to the device.
 
         For a `key` and input shapes that it has seen before, a backend may replay the graph that it recorded instead
         of calling `work`, so everything that varies between calls must be in the inputs. The first input has a row for
@@ -184,28 +185,28 @@ class Ops(Protocol):
         CUDA: transform_heads, and rotate_dense for rotations that are no signed Hadamard matrices.
         """
 
-    def pack_draws(self, draws: Sequence[Draw]) -> Draws:
-        """`draws` (one for each row) as the argument of `sample`. All rows have the same vocabulary."""
+    def pack_sampler_inputs(self, sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs:
+        """`sampler_inputs` (one for each row) as the argument of `sample`. All rows have the same vocabulary."""
 
-    def sample(self, logits: Array, draws: Draws, newest: Array | None = None) -> Array:
+    def sample(self, logits: Array, sampler_inputs: SamplerInputs, newest: Array | None = None) -> Array:
         """Sample a token for each row of logits (B, V) → token ids on the device, for `fetch_tokens`.
 
-        newest: ids (B,) int32 of the tokens that the rows were computed from, which stand for NEWEST in `Draw.recent`.
-        Only ops with `fetch_later` get draws that have it.
+        newest: ids (B,) int32 of the tokens that the rows were computed from, which stand for NEWEST in
+        `SamplerInput.recent`. Only ops with `fetch_later` get inputs that have it.
         """
 
-    def fetch_tokens(self, chosen: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        """The tokens that `sample` chose, on the host: ids, with log-probabilities where a draw asks for them, or the
+    def fetch_tokens(self, chosen: Array, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
+        """The tokens that `sample` chose, on the host: ids, with log-probabilities where an input asks for them, or the
         error that left a row without a token.
 
         Only rows that ask for log-probabilities pay for them. CUDA: logprobs, for those rows.
         """
 
     @property
-    def fetch_later(self) -> Callable[[Array, Sequence[Draw]], Fetch] | None:
-        """fetch_later(chosen, draws) begins to fetch the tokens that `sample` chose, before another `run_graph`.
+    def fetch_later(self) -> Callable[[Array, Sequence[SamplerInput]], Fetch] | None:
+        """fetch_later(chosen, sampler_inputs) begins to fetch the tokens that `sample` chose.
 
-        That one may be given their ids before they are waited for. No draw asks for log-probabilities. None where the
+        Another `run_graph` may begin before they are waited for, and take their ids as its own. No input asks for log-probabilities. None where the
         host would only wait for a step.
         """
 

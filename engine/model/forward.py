@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.backends.ops import Array, Draws, Ops
+from polarlm.engine.backends.ops import Array, Ops, SamplerInputs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.prefill import Prefill, Taps
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
+from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.store import KVStore, Span, positions
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import ModelConfig
@@ -121,44 +121,48 @@ class Transformer:
             raise EngineError(NOT_FINITE, "model_damaged")
         return states
 
-    def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
+    def choose(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         """Hidden states (B, E) → the token that follows each, or the error for which none can be chosen."""
         logits = self._head(hidden)
-        return self.ops.fetch_tokens(self.ops.sample(logits, self.ops.pack_draws(draws)), logits, draws)
+        chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
+        return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[Sampled]:
+    def step(self, spans: Sequence[Span], ids: Sequence[int], sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         """Compute the rows of a step → the token that follows each row, or the error for which there is none.
 
-        ids, draws: of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller commits them.
-        Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
+        ids, sampler_inputs: of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller commits
+        them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
-        chosen, logits = self._launch(spans, np.asarray(ids, np.int32), draws)
-        return self.ops.fetch_tokens(chosen, logits, draws)
+        chosen, logits = self._launch(spans, np.asarray(ids, np.int32), sampler_inputs)
+        return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
 
-    def step_ahead(self, spans: Sequence[Span], ids: Sequence[int] | Fetch, draws: Sequence[Draw]) -> Fetch:
+    def step_ahead(
+        self, spans: Sequence[Span], ids: Sequence[int] | Fetch, sampler_inputs: Sequence[SamplerInput]
+    ) -> Fetch:
         """`step` for sequences of one row, without waiting for its tokens; for ops with `fetch_later`.
 
         ids: of the rows, or the fetch of the step before, with the same sequences in the same order.
         """
         assert self.ops.fetch_later is not None
         given = ids.ids if isinstance(ids, Fetch) else np.asarray(ids, np.int32)
-        chosen, _ = self._launch(spans, given, draws)
-        return self.ops.fetch_later(chosen, draws)
+        chosen, _ = self._launch(spans, given, sampler_inputs)
+        return self.ops.fetch_later(chosen, sampler_inputs)
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
-        """`step_ahead` without draws, for `draw_ahead` → logits (B, V), valid until the next step begins."""
+        """`step_ahead` without sampling, for `sample_ahead` → logits (B, V), valid until the next step begins."""
         return self.ops.run_graph(("rows", 1), self._rows, [before.ids, *self._tables(spans)])
 
-    def draw_ahead(self, logits: Array, draws: Sequence[Draw]) -> Fetch:
+    def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
         """Draw the tokens of `rows_ahead`, without waiting for them."""
         assert self.ops.fetch_later is not None
-        return self.ops.fetch_later(self.ops.sample(logits, self.ops.pack_draws(draws)), draws)
+        chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
+        return self.ops.fetch_later(chosen, sampler_inputs)
 
-    def _launch(self, spans: Sequence[Span], ids: Any, draws: Sequence[Draw]) -> tuple[Array, Array]:
+    def _launch(self, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput]) -> tuple[Array, Array]:
         """The tokens that follow the rows, on the device, and logits (T, V)."""
-        inputs = [ids, self.ops.pack_draws(draws), *self._tables(spans)]
+        inputs = [ids, self.ops.pack_sampler_inputs(sampler_inputs), *self._tables(spans)]
         most = max(span.count for span in spans)
         return self.ops.run_graph(("step", most), self._step, inputs)
 
@@ -167,10 +171,10 @@ class Transformer:
         at = positions(spans)
         return [*chain.from_iterable(self._ropes.tables(at)), *self.store.spans(spans, slice(0, len(at)))]
 
-    def _step(self, ids: Array, draws: Draws, *tables: Any) -> tuple[Array, Array]:
+    def _step(self, ids: Array, sampler_inputs: SamplerInputs, *tables: Any) -> tuple[Array, Array]:
         """ids (T,) int32 → tokens (T,), logits (T, V). tables: as for `_rows`."""
         logits = self._rows(ids, *tables)
-        return self.ops.sample(logits, draws, ids), logits
+        return self.ops.sample(logits, sampler_inputs, ids), logits
 
     def _rows(self, ids: Array, *tables: Any) -> Array:
         """ids (T,) int32 → logits (T, V).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import SequenceKV
@@ -33,7 +33,7 @@ def warm_up(model: Transformer) -> None:
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
     span = model.store.open_step(sequence)
-    model.step([span], [0], [_draw(model)])
+    model.step([span], [0], [_sampler_input(model)])
     model.store.commit(span)
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
@@ -44,7 +44,7 @@ def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
     sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]
     if in_steps:
         spans = [model.store.open_step(sequence) for sequence in sequences]
-        model.step(spans, [0] * rows, [_draw(model)] * rows)
+        model.step(spans, [0] * rows, [_sampler_input(model)] * rows)
         model.store.commit_steps(spans)
     _prompt(model, sequences[0], rows)
     for sequence in sequences:
@@ -56,7 +56,7 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
     sequence = model.store.new_sequence()
     rows = min(rows, model.store.rows_of_block(sequence))
     span = model.store.open_step(sequence, rows)
-    model.step([span], [0] * rows, [_draw(model)] * rows)
+    model.step([span], [0] * rows, [_sampler_input(model)] * rows)
     model.store.commit(span)
     model.store.release(sequence)
 
@@ -69,9 +69,9 @@ def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:
             next(units)
         except StopIteration as end:
             model.store.commit(span)
-            model.choose(end.value, [_draw(model)])
+            model.choose(end.value, [_sampler_input(model)])
             return
 
 
-def _draw(model: Transformer) -> Draw:
-    return Draw(_GREEDY, (), 0.0, model.config.vocab_size)
+def _sampler_input(model: Transformer) -> SamplerInput:
+    return SamplerInput(_GREEDY, (), 0.0, model.config.vocab_size)

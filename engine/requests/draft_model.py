@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from polarlm.engine.limits import MOST_DRAFTED
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import Draw, Sampled, Sampling
+from polarlm.engine.sampling.sample import Sampled, SamplerInput, Sampling
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV
 
@@ -26,7 +26,7 @@ class ModelDrafter:
     def __init__(self, model: Transformer, vocabulary: int) -> None:
         """model: the draft model, which the drafters of all requests share. vocabulary: the number of ids."""
         self._model, self._store = model, model.store
-        self._draw = Draw(_GREEDY, (), 0.0, vocabulary)
+        self._sampler_input = SamplerInput(_GREEDY, (), 0.0, vocabulary)
         self._kv: SequenceKV | None = None
         self._stored: list[int] = []  # the ids whose K/V are stored
 
@@ -78,7 +78,7 @@ class ModelDrafter:
             now = ids[: self._store.rows_of_block(kv)]
             span = self._store.open_step(kv, len(now))
             try:
-                *_, sampled = self._model.step([span], now, [self._draw] * len(now))
+                *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
                 self._store.commit(span)
             finally:
                 self._store.abort(span)  # nothing after a commit

@@ -16,8 +16,8 @@ from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptR
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
-from polarlm.engine.requests.draws import Draws
 from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
+from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
@@ -132,7 +132,7 @@ class Request:
             conversation if is_answer else None,
             constraint,
         )
-        if request.draws.reach_ahead:
+        if request.sampler.reach_ahead:
             request.drafts = drafting.drafts(ids, params)
         return request
 
@@ -142,7 +142,7 @@ class Request:
         if not self.params.ignore_eos:
             self._end_ids |= self.tokenizer.eos_ids
         more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
-        self.draws = Draws(self.sequence, self.params, self.sampling, *more)
+        self.sampler = Sampler(self.sequence, self.params, self.sampling, *more)
 
     def record_prefix_hit(self, length: int) -> None:
         """Record the length of the prefix hit, which is fixed once the first token exists."""
@@ -191,7 +191,7 @@ class Request:
     @property
     def draws_ahead(self) -> bool:
         """Whether the token of such a step can be drawn before the last one's token is known."""
-        return self.draws.reach_ahead and self.begins_ahead
+        return self.sampler.reach_ahead and self.begins_ahead
 
     @property
     def may_draft(self) -> bool:
@@ -224,7 +224,7 @@ class Request:
             return
         self._take(sampled)
         try:
-            while not self.sequence.finished and (token := self.draws.only_token()) is not None:
+            while not self.sequence.finished and (token := self.sampler.only_token()) is not None:
                 self._take(token)
         except Exception as error:  # of the constraint; the other requests of the step continue
             self.fail(error)
@@ -252,7 +252,7 @@ class Request:
             return
         self.clock.lap()  # usage counts the time of a step only if the step gives a token
         sequence.ids.append(token)
-        self.draws.went_on()
+        self.sampler.went_on()
         complete = False
         if self.constraint is not None:
             try:

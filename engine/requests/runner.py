@@ -233,7 +233,7 @@ class Runner:
             if request.sequence.generated:
                 return
             is_last = request.sequence.max_tokens == 0
-            sampled = [] if is_last else self._model.choose(end.value, [request.draws.next()])
+            sampled = [] if is_last else self._model.choose(end.value, [request.sampler.next()])
             request.clock.lap()
             if self._tiers is not None:
                 self._tiers.computed(prefill.span.count, request.clock.prefill)

@@ -12,7 +12,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.requests.drafts import Batch, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler
-from polarlm.engine.sampling.sample import NEWEST, Draw, Fetch, Sampled
+from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import Span
@@ -22,7 +22,7 @@ from polarlm.engine.state.store import Span
 class _Step:
     """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token.
 
-    fetch: the token of each request; None while `logits` wait for their draws, which wait for the last step's tokens.
+    fetch: the token of each request; None while `logits` wait for sampler inputs, which need the last step's tokens.
     known: requests whose next token is known already, and whose rows are only computed. drafted: the drafted tokens of
     requests that have any; `sampled` are then those after each of their rows, from that of the newest token on.
     """
@@ -76,7 +76,7 @@ class Steps:
         if step is None:
             return
         try:
-            fetch, known = (step.fetch, step.known) if step.fetch is not None else self._draw(step)
+            fetch, known = (step.fetch, step.known) if step.fetch is not None else self._sampler_input(step)
             kept = [self._take_verified(step, request) for request in step.spans] if step.drafted else None
             damaged = self._store.commit_steps(list(step.spans.values()), kept)
         except BaseException:
@@ -111,7 +111,7 @@ class Steps:
         """Begin a step of `requests`, except those that are preempted for it or fail; None if none is left."""
         spans: dict[Request, Span] = {}
         ids: list[int] = []
-        draws: list[Draw] = []
+        sampler_inputs: list[SamplerInput] = []
         ends: list[int] = []  # rows before the end of each span
         known: set[Request] = set()
         drafted: dict[Request, Sequence[int]] = {}
@@ -127,24 +127,24 @@ class Steps:
                 if stop < present:
                     known.add(request)
                 try:
-                    last = request.draws.none if request in known else request.draws.next()
+                    last = request.sampler.none if request in known else request.sampler.next()
                 except Exception as error:  # from the request's constraint
                     self._store.abort(spans.pop(request))
                     request.fail(error)
                     continue
                 ids += request.sequence.ids[span.start : stop]
-                draws += [*[request.draws.none] * (min(stop, present) - span.start - 1), last]
+                sampler_inputs += [*[request.sampler.none] * (min(stop, present) - span.start - 1), last]
                 if stop > present:
                     drafted[request] = guesses
                     ids += guesses
-                    draws += [request.draws.next(guesses[:count]) for count in range(1, len(guesses) + 1)]
+                    sampler_inputs += [request.sampler.next(guesses[:count]) for count in range(1, len(guesses) + 1)]
                 ends.append(len(ids))
             if not spans:
                 return None
             may_wait = len(ids) == len(spans) and all(request.begins_ahead for request in spans)
             if may_wait and self._model.ops.fetch_later is not None:
-                return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, draws), known)
-            rows = self._model.step(list(spans.values()), ids, draws)
+                return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, sampler_inputs), known)
+            rows = self._model.step(list(spans.values()), ids, sampler_inputs)
             own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
             tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
             rows_of = dict(zip(spans, own, strict=True))
@@ -162,22 +162,22 @@ class Steps:
         missing = len(request.sequence.ids) - request.kv.length
         return request.draft(self._store.rows_of_block(request.kv) - missing + 1, batch)
 
-    def _draw(self, step: _Step) -> tuple[Fetch, Collection[Request]]:
+    def _sampler_input(self, step: _Step) -> tuple[Fetch, Collection[Request]]:
         """Draw the tokens of a step whose rows have begun, and return the requests whose next token is known."""
-        draws: list[Draw] = []
+        sampler_inputs: list[SamplerInput] = []
         known: set[Request] = set()
         for request in step.requests:
-            draw = request.draws.none
+            sampler_input = request.sampler.none
             if request in step.spans and len(request.sequence.ids) > step.spans[request].start + 1:
                 known.add(request)
             elif request in step.spans:
                 try:
-                    draw = request.draws.next()
+                    sampler_input = request.sampler.next()
                 except Exception as error:  # from the request's constraint
                     self._store.abort(step.spans.pop(request))
                     request.fail(error)
-            draws.append(draw)
-        return self._model.draw_ahead(step.logits, draws), known
+            sampler_inputs.append(sampler_input)
+        return self._model.sample_ahead(step.logits, sampler_inputs), known
 
     def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
         """Begin the step after `step`, whose tokens are not known yet; None where that has to wait for them."""
@@ -195,8 +195,8 @@ class Steps:
                 spans[request] = self._store.open_step(request.kv)
             if not all(request.draws_ahead for request in requests):
                 return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
-            draws = [request.draws.next((NEWEST,)) for request in requests]
-            return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, draws))
+            sampler_inputs = [request.sampler.next((NEWEST,)) for request in requests]
+            return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, sampler_inputs))
         except BaseException as error:
             for span in spans.values():
                 self._store.abort(span)

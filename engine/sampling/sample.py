@@ -18,7 +18,7 @@ from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders.config import GenerationDefaults
 
-NEWEST = -1  # in `Draw.recent`: the token that the step before the draw is computed from
+NEWEST = -1  # in `SamplerInput.recent`: the token that the step before the draw is computed from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
 _DEFAULTS = {
@@ -88,7 +88,7 @@ class Penalties(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplerInput:
     """The inputs of drawing one token, besides the logits.
 
     A token whose bit in `allowed` is 0 is never chosen, whatever its bias. Log-probabilities are always those of the
@@ -117,47 +117,53 @@ class Fetch(NamedTuple):
     wait: Callable[[], list[Sampled]]
 
 
-def sample_all(logits: np.ndarray, draws: Sequence[Draw], best: Sequence[int] | None = None) -> list[Sampled]:
+def sample_all(
+    logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], best: Sequence[int] | None = None
+) -> list[Sampled]:
     """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises.
 
     best: for each row, as for `sample`.
     """
 
-    def one(row: np.ndarray, draw: Draw, best: int | None) -> Sampled:
+    def one(row: np.ndarray, sampler_input: SamplerInput, best: int | None) -> Sampled:
         try:
-            token = sample(row, draw, best)
+            token = sample(row, sampler_input, best)
         except EngineError as error:
             return error
-        return token if draw.logprobs is None else token_logprob(row[: draw.vocabulary], token, draw.logprobs)
+        return (
+            token
+            if sampler_input.logprobs is None
+            else token_logprob(row[: sampler_input.vocabulary], token, sampler_input.logprobs)
+        )
 
-    known: Sequence[int | None] = [None] * len(draws) if best is None else best
-    return [one(*given) for given in zip(logits, draws, known, strict=True)]
+    known: Sequence[int | None] = [None] * len(sampler_inputs) if best is None else best
+    return [one(*given) for given in zip(logits, sampler_inputs, known, strict=True)]
 
 
-def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
+def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = None) -> int:
     """Draw a token id from logits (V,). best: the id of the largest logit, where it is known: negative if some logits
     are not finite. Else −infinity is the logit of a token that is never drawn.
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
-    params, given = draw.sampling, logits[: draw.vocabulary]
+    params, given = sampler_input.sampling, logits[: sampler_input.vocabulary]
     if best is None:
         best = int(given.argmax())
         if not math.isfinite(given[best]):  # the argmax of an array with NaN is that of a NaN
             best = -1
     if best < 0:
         raise EngineError(NOT_FINITE, "model_damaged")
-    logits = _adjust(given, params, draw.recent)
-    if draw.dry is not None:
-        logits = _subtract(logits, draw.dry)
+    logits = _adjust(given, params, sampler_input.recent)
+    if sampler_input.dry is not None:
+        logits = _subtract(logits, sampler_input.dry)
     tokens = None  # that are allowed: finding the best among them alone is ten times as fast as with the others at -inf
-    if draw.allowed is not None:
-        tokens = np.flatnonzero(allowed_bits(draw.allowed, draw.vocabulary))
+    if sampler_input.allowed is not None:
+        tokens = np.flatnonzero(allowed_bits(sampler_input.allowed, sampler_input.vocabulary))
         logits = logits[tokens]
     if logits is not given:
         best = int(logits.argmax()) if len(logits) else -1
         if best < 0 or logits[best] == -math.inf:
-            raise nothing_left(draw)
+            raise nothing_left(sampler_input)
     if params.temperature == 0 or params.top_k == 1:
         return best if tokens is None else int(tokens[best])
     ids = _best(logits, params.top_k)
@@ -171,15 +177,15 @@ def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
     with np.errstate(over="ignore"):  # close to 0 all but the best tokens become −inf
         scaled = (kept[:count] - kept[0]) / params.temperature
     weights = np.cumsum(np.exp(scaled))
-    drawn = ids[np.searchsorted(weights, draw.uniform * weights[-1], side="right").clip(max=count - 1)]
+    drawn = ids[np.searchsorted(weights, sampler_input.uniform * weights[-1], side="right").clip(max=count - 1)]
     return int(drawn if tokens is None else tokens[drawn])
 
 
-def nothing_left(draw: Draw) -> EngineError:
+def nothing_left(sampler_input: SamplerInput) -> EngineError:
     """The error of a draw that bans every token of finite logit."""
-    if draw.allowed is None:
+    if sampler_input.allowed is None:
         return EngineError("logit_bias bans every token that could come next")
-    also = ", together with logit_bias and min_tokens," if draw.sampling.logit_bias else ""
+    also = ", together with logit_bias and min_tokens," if sampler_input.sampling.logit_bias else ""
     return EngineError(f"The request's constraint{also} bans every token that could come next")
 
 

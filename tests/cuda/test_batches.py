@@ -13,10 +13,10 @@ from polarlm.engine.backends.cuda import batches, launch_configs
 from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.sampling.sample import Draw, Sampled
+from polarlm.engine.sampling.sample import Sampled, SamplerInput
 from tests.cuda.emulated import open_device
-from tests.cuda.test_draws import everything
 from tests.cuda.test_model_emulated import GREEDY, model_of
+from tests.cuda.test_sampler_inputs import everything
 
 LENGTHS = [3, 40, 16, 1, 31]  # of prompts: blocks have 16 tokens
 
@@ -45,7 +45,7 @@ def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
     assert len({bucket(rows) for rows in range(1, 65)}) == 10
 
 
-def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -> list[object]:
+def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[SamplerInput]]) -> list[object]:
     """Steps of all sequences, of the last three, and of all again → tokens, logits and the bytes of all K/V."""
     model, seen = model_of(ops, "qwen2_mixed_windows", types), []
     rng, vocabulary = np.random.default_rng(8), model.config.vocab_size
@@ -60,12 +60,12 @@ def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -
         model.store.commit(span)
     fetch = ops.fetch_tokens
 
-    def watched(chosen: np.ndarray, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    def watched(chosen: np.ndarray, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         seen.append(ops.to_host(logits).copy())
-        return fetch(chosen, logits, draws)
+        return fetch(chosen, logits, sampler_inputs)
 
     ops.fetch_tokens = watched  # type: ignore[method-assign]
-    for batch, given in zip([sequences, sequences[2:], sequences], draws, strict=True):
+    for batch, given in zip([sequences, sequences[2:], sequences], sampler_inputs, strict=True):
         spans = [model.store.open_step(sequence) for sequence in batch]
         seen.append(model.step(spans, rng.integers(5, vocabulary, len(batch)).tolist(), given[: len(batch)]))
         model.store.commit_steps(spans)
@@ -80,10 +80,12 @@ def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -
 def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], lists: bool) -> None:
     """Signed Hadamard rotations and dense ones, two groups of layers, blocks that fill."""
     vocabulary = 96
-    plain = [Draw(GREEDY, [], 0.5, vocabulary)] * len(LENGTHS)
+    plain = [SamplerInput(GREEDY, [], 0.5, vocabulary)] * len(LENGTHS)
     full = [everything(vocabulary, number) for number in range(len(LENGTHS))]
     full[1] = replace(full[1], sampling=replace(full[1].sampling, temperature=0.9))
-    draws = [full, [replace(draw, logprobs=2) for draw in full], plain] if lists else [plain] * 3
+    sampler_inputs = (
+        [full, [replace(sampler_input, logprobs=2) for sampler_input in full], plain] if lists else [plain] * 3
+    )
     rows: list[int] = []
 
     def watched() -> CudaOps:
@@ -97,9 +99,9 @@ def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple
         device.run_graph = noted  # type: ignore[method-assign]
         return CudaOps(device)
 
-    given = run(watched(), types, draws)
+    given = run(watched(), types, sampler_inputs)
     monkeypatch.setattr(batches, "bucket", lambda rows: rows)
-    wanted = run(watched(), types, draws)
+    wanted = run(watched(), types, sampler_inputs)
     assert rows == [8, 4, 8, 5, 3, 5]
     for one, other in zip(given, wanted, strict=True):
         np.testing.assert_array_equal(one, other)

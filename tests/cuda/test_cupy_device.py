@@ -18,13 +18,13 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
-from polarlm.engine.sampling.sample import Draw, resolve
+from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy
 from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
-from tests.cuda.test_draws import everything, stepped
 from tests.cuda.test_model_emulated import model_of, talk
+from tests.cuda.test_sampler_inputs import everything, stepped
 from tests.cuda.test_schedules import compare_with_waiting
 from tests.sampling.constrained import mask_of
 
@@ -370,23 +370,23 @@ def test_a_replayed_step_samples_with_the_lists_of_its_call(device, machine: Mac
     model = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16"))
     vocabulary = model.config.vocab_size
 
-    def draws(step: int) -> list[Draw]:
+    def sampler_inputs(step: int) -> list[SamplerInput]:
         biased = resolve(SamplingParams(temperature=0, logit_bias={7 + i: i - 4.0 for i in range(step)}), DEFAULTS)
         plain = resolve(SamplingParams(temperature=0), DEFAULTS)
-        first = Draw(biased, [], 0.5, vocabulary)
+        first = SamplerInput(biased, [], 0.5, vocabulary)
         if step % 3 == 0:
             first = replace(first, sampling=plain)
         if step % 2:
             first = replace(first, allowed=mask_of(range(step, vocabulary, 3), vocabulary))
         first = replace(first, logprobs=2 if step % 4 == 1 else None)
-        return [first, everything(vocabulary, step) if step > 6 else Draw(plain, [], 0.5, vocabulary)]
+        return [first, everything(vocabulary, step) if step > 6 else SamplerInput(plain, [], 0.5, vocabulary)]
 
     steps = [*range(12), *range(12)]
-    recorded = [stepped(model, draws(step)) for step in steps]
+    recorded = [stepped(model, sampler_inputs(step)) for step in steps]
     assert len(device._recordings._kept) == 2  # with lists and without
     assert len(machine.graphs) == 2
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    assert recorded == [stepped(model, draws(step)) for step in steps]
+    assert recorded == [stepped(model, sampler_inputs(step)) for step in steps]
     assert len(set(map(tuple, recorded))) > 5
 
 
@@ -394,7 +394,7 @@ def test_a_replayed_step_samples_with_the_lists_of_its_call(device, machine: Mac
 def test_batches_that_grow_and_shrink_have_a_recording_for_each_bucket(device, machine: Machine) -> None:
     """All write their logits, and everything else, to the memory that was set aside for the largest."""
     model, most = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16")), 8
-    plain = Draw(resolve(SamplingParams(temperature=0), DEFAULTS), [], 0.5, model.config.vocab_size)
+    plain = SamplerInput(resolve(SamplingParams(temperature=0), DEFAULTS), [], 0.5, model.config.vocab_size)
     model.ops.set_aside(Load(model.config, model.store.shape.format(0), 16, most))
     stepped(model, [plain])
     held = machine.allocated
@@ -423,7 +423,7 @@ def test_recording_a_step_uploads_and_allocates_nothing(
 
     monkeypatch.setattr(recording, "record", watched)
     device.from_host = lambda x: uploads.append(x.nbytes) or from_host(x)
-    plain = Draw(resolve(SamplingParams(temperature=0), DEFAULTS), [], 0.5, model.config.vocab_size)
+    plain = SamplerInput(resolve(SamplingParams(temperature=0), DEFAULTS), [], 0.5, model.config.vocab_size)
     stepped(model, [plain])
     assert max(uploads, default=0) < 4 * model.config.attention.head_dim  # no rotation, only counts of attention
     for count in (1, 4, 4, 2, 2):

@@ -17,7 +17,7 @@ from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.bench.gpu.weights import parameters
 from polarlm.engine import codecs, records
-from polarlm.engine.backends.cuda import draws, launch_configs
+from polarlm.engine.backends.cuda import launch_configs, sampler_inputs
 from polarlm.engine.backends.cuda.cache import SpanHeader
 from polarlm.engine.backends.cuda.device import kernel_source
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -26,7 +26,7 @@ from polarlm.engine.limits import MOST_LOGPROBS
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.records import Layout
 from polarlm.engine.records.pair_table import PairRecord
-from polarlm.engine.sampling.sample import Draw, Penalties
+from polarlm.engine.sampling.sample import Penalties, SamplerInput
 from polarlm.engine.state import cache_types
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_model_emulated import GREEDY, N, model_of
@@ -235,7 +235,7 @@ def test_the_document_s_layouts_are_those_of_the_default_type() -> None:
 
 def draws_rows() -> Iterator[Row]:
     vocabulary = LLAMA_8B.vocab_size
-    plain = Draw(GREEDY, list(range(64)), 0.5, vocabulary)
+    plain = SamplerInput(GREEDY, list(range(64)), 0.5, vocabulary)
     asked: dict[str, dict[str, Any]] = {
         "no more than a sampler": {},
         "4 biases, as bans of end tokens": {"logit_bias": dict.fromkeys(range(4), -math.inf)},
@@ -248,13 +248,13 @@ def draws_rows() -> Iterator[Row]:
     for name, more in asked.items():
         of_draw = {field: more[field] for field in ("dry", "allowed") if field in more}
         chain = replace(GREEDY, **{field: value for field, value in more.items() if field not in of_draw})
-        draw = replace(plain, sampling=chain, **of_draw)
-        lists = sum(part.nbytes for part in draws._lists(draw)[0])
-        yield name, f"{lists:,}", f"{draws.pack_draws([draw]).table.nbytes:,}"
+        sampler_input = replace(plain, sampling=chain, **of_draw)
+        lists = sum(part.nbytes for part in sampler_inputs._lists(sampler_input)[0])
+        yield name, f"{lists:,}", f"{sampler_inputs.pack_sampler_inputs([sampler_input]).table.nbytes:,}"
 
 
 def test_bytes_of_draws_match_the_document() -> None:
-    assert table("The row asks for", "In its lists", "Table of draws") == list(draws_rows())
+    assert table("The row asks for", "In its lists", "Table") == list(draws_rows())
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_launches_match_the_document() -> None:
 
     device.launches.clear()
     span = model.store.open_step(sequence)
-    model.step([span], [1], [Draw(GREEDY, [], 0.5, model.config.vocab_size)])
+    model.step([span], [1], [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)])
     model.store.commit(span)
     rows = table("Recorded", "Part", "Kernel", "What it does")
     assert device.launches == parts_of([row[1:3] for row in rows], layers)

@@ -27,7 +27,7 @@ from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
@@ -105,10 +105,10 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
         store.commit(span)
     logits = [model.logits(hidden[-1:])[0]]
     chosen, ids = [], [7] * count
-    draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * count
+    sampler_inputs = [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * count
     for _ in range(SIZES.steps):
         spans = [store.open_step(sequence) for sequence in sequences]
-        ids = model.step(spans, ids, draws)
+        ids = model.step(spans, ids, sampler_inputs)
         for span in spans:
             store.commit(span)
         chosen.append(ids)
@@ -142,8 +142,8 @@ def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: py
         chosen: list[int] = []
         for turn in range(40):
             spans = [model.store.open_step(sequence) for sequence in sequences[: 1 + turn * 3 % 4]]
-            draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * len(spans)
-            chosen += model.step(spans, [5 + turn] * len(spans), draws)
+            sampler_inputs = [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * len(spans)
+            chosen += model.step(spans, [5 + turn] * len(spans), sampler_inputs)
             for span in spans:
                 model.store.commit(span)
         tokens.append(chosen)

@@ -16,7 +16,7 @@ from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
 from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.sampling.sample import Draw
+from polarlm.engine.sampling.sample import SamplerInput
 from polarlm.engine.weight_formats import Linear
 from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
@@ -67,10 +67,10 @@ def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.
     random = RandomModel(opened(make), made, content, kind, [cell])
     model, store = random.model, random.model.store
     sequences, ids, chosen = [random.stored_sequence(context) for context in cell], [1] * len(cell), []
-    draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * len(cell)
+    sampler_inputs = [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * len(cell)
     for _ in range(n + n // 2 + 2):
         spans = [store.open_step(sequence) for sequence in sequences]
-        ids = [token for token in model.step(spans, ids, draws) if isinstance(token, int)]
+        ids = [token for token in model.step(spans, ids, sampler_inputs) if isinstance(token, int)]
         assert len(ids) == len(cell), "a step gave no token"
         store.commit_steps(spans)
         chosen.append(ids)

@@ -24,7 +24,7 @@ from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
@@ -131,7 +131,7 @@ def prompt(model: Transformer, count: int) -> SequenceKV:
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, count)
     hidden = list(_returned(model.forward_units([span], [1] * count, outputs=1)))
-    model.choose(hidden[-1], [Draw(GREEDY, [], 0.5, model.config.vocab_size)])
+    model.choose(hidden[-1], [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)])
     model.store.commit(span)
     return sequence
 
@@ -184,10 +184,10 @@ def test_step_bytes_bounds_the_peak_of_steps(config: ModelConfig, types: tuple[s
         load = Load(config, model.store.shape.format(0), 64, rows)
         device.recorded = 0
         spans = [model.store.open_step(sequence) for sequence in sequences[:rows]]
-        plain = Draw(GREEDY, [], 0.5, config.vocab_size)
+        plain = SamplerInput(GREEDY, [], 0.5, config.vocab_size)
         counted = step_bytes(load, device)
-        for draw in (plain, replace(plain, allowed=np.zeros(-(-config.vocab_size // 32), np.uint32))):
-            model.step(spans, [1] * rows, [draw] * rows)
+        for sampler_input in (plain, replace(plain, allowed=np.zeros(-(-config.vocab_size // 32), np.uint32))):
+            model.step(spans, [1] * rows, [sampler_input] * rows)
             assert counted / 2 <= device.recorded <= counted
         for span in spans:
             model.store.abort(span)

@@ -18,7 +18,7 @@ from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
-from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
@@ -123,17 +123,17 @@ class Talk:
         """
         counts = counts or [1] * len(ids)
         spans = [self.model.store.open_step(*of) for of in zip(self.sequences, counts, strict=False)]
-        draws = [Draw(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
+        sampler_inputs = [SamplerInput(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
         seen: list[np.ndarray] = []
         fetch = self.model.ops.fetch_tokens
 
-        def watched(chosen, logits, draws):
+        def watched(chosen, logits, sampler_inputs):
             seen.append(np.array(self.model.ops.to_host(logits)))
-            return fetch(chosen, logits, draws)
+            return fetch(chosen, logits, sampler_inputs)
 
         self.model.ops.fetch_tokens = watched  # type: ignore[method-assign]
         try:
-            chosen = self.model.step(spans, ids, draws)
+            chosen = self.model.step(spans, ids, sampler_inputs)
         finally:
             self.model.ops.fetch_tokens = fetch  # type: ignore[method-assign]
         self.model.store.commit_steps(spans, [kept] * len(spans))

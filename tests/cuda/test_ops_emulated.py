@@ -21,7 +21,7 @@ from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric
-from polarlm.engine.sampling.sample import Draw, Penalties, Sampled, Sampling
+from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape, LayerShape
@@ -372,34 +372,37 @@ def test_signed_hadamard_matrices_take_no_dense_product(ops: CudaOps, rng: np.ra
 GREEDY = Sampling(0.0, 40, 0.95, 0.05, 1.0, 0.0, 0.0, {})
 
 
-def sampled(ops: Ops, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+def sampled(ops: Ops, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
     on_device = ops.to_device(logits)
-    return ops.fetch_tokens(ops.sample(on_device, ops.pack_draws(draws)), on_device, draws)
+    return ops.fetch_tokens(ops.sample(on_device, ops.pack_sampler_inputs(sampler_inputs)), on_device, sampler_inputs)
 
 
 @pytest.mark.parametrize("width", [96, 98])
 def test_sampled_ids_equal_those_of_numpy(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
     logits = normal(rng, 3, width)
     best = int(logits[2, :90].argmax())
-    draws = [
-        Draw(GREEDY, [], 0.5, 90),
-        Draw(replace(GREEDY, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), [4], 1 - 1e-12, 90),
-        Draw(replace(GREEDY, presence_penalty=100.0), [best], 0.5, 90),
+    sampler_inputs = [
+        SamplerInput(GREEDY, [], 0.5, 90),
+        SamplerInput(replace(GREEDY, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), [4], 1 - 1e-12, 90),
+        SamplerInput(replace(GREEDY, presence_penalty=100.0), [best], 0.5, 90),
     ]
-    assert sampled(ops, logits, draws) == sampled(HOST, logits, draws)
+    assert sampled(ops, logits, sampler_inputs) == sampled(HOST, logits, sampler_inputs)
 
 
 def test_a_logit_bias_is_added(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 1, 96)
-    draws = [Draw(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
-    assert sampled(ops, logits, draws) == [7]
+    sampler_inputs = [SamplerInput(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
+    assert sampled(ops, logits, sampler_inputs) == [7]
 
 
 def test_dry_amounts_are_subtracted(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 2, 96)
     first, second = np.argsort(-logits[1])[:2].tolist()
     dry = Penalties(np.array([first]), np.array([100.0]))
-    assert sampled(ops, logits, [Draw(GREEDY, [], 0.5, 96), Draw(GREEDY, [], 0.5, 96, dry=dry)])[1] == second
+    assert (
+        sampled(ops, logits, [SamplerInput(GREEDY, [], 0.5, 96), SamplerInput(GREEDY, [], 0.5, 96, dry=dry)])[1]
+        == second
+    )
 
 
 @pytest.mark.parametrize("bias", [{}, {7: 1.0}])
@@ -408,8 +411,8 @@ def test_log_probabilities_of_rows_that_ask_equal_those_of_numpy(
 ) -> None:
     logits = 4 * normal(rng, 4, 98)
     warm = replace(GREEDY, temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=1.0, logit_bias=bias)
-    draws = [Draw(warm, [4], 0.3 + 0.1 * row, 90, count) for row, count in enumerate([None, 0, 5, 20])]
-    rows, wanted = sampled(ops, logits, draws), sampled(HOST, logits, draws)
+    sampler_inputs = [SamplerInput(warm, [4], 0.3 + 0.1 * row, 90, count) for row, count in enumerate([None, 0, 5, 20])]
+    rows, wanted = sampled(ops, logits, sampler_inputs), sampled(HOST, logits, sampler_inputs)
     assert isinstance(rows[0], int)
     assert rows[0] == wanted[0]
     assert [len(row.top) for row in rows[1:]] == [0, 5, 20]
@@ -425,10 +428,10 @@ def test_only_ids_and_the_numbers_that_rows_ask_for_leave_the_device(
 ) -> None:
     logits, left, to_host = normal(rng, 3, 96), [], ops._device.to_host
     monkeypatch.setattr(ops._device, "to_host", lambda x: left.append(to_host(x)) or left[-1])
-    sampled(ops, logits, [Draw(GREEDY, [], 0.5, 96)] * 3)
+    sampled(ops, logits, [SamplerInput(GREEDY, [], 0.5, 96)] * 3)
     assert [(x.shape, x.dtype) for x in left] == [((3,), np.int32)]
     left.clear()
-    sampled(ops, logits, [Draw(GREEDY, [], 0.5, 90, count) for count in (None, 2, None)])
+    sampled(ops, logits, [SamplerInput(GREEDY, [], 0.5, 90, count) for count in (None, 2, None)])
     assert [x.nbytes for x in left] == [12, 16 + 2 * 8]
     assert left[1][0, 4::2].tolist() == np.argsort(-logits[1, :90])[:2].tolist()
 
@@ -437,9 +440,9 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_only(ops: CudaOps,
     logits = normal(rng, 3, 96)
     logits[0, 5], logits[2, 6] = np.nan, np.inf
     for asked in (None, 3):
-        draws = [Draw(GREEDY, [], 0.5, 96, asked)] * 3
-        first, second, third = sampled(ops, logits, draws)
-        assert second == sampled(HOST, logits[1:2], draws[1:2])[0]
+        sampler_inputs = [SamplerInput(GREEDY, [], 0.5, 96, asked)] * 3
+        first, second, third = sampled(ops, logits, sampler_inputs)
+        assert second == sampled(HOST, logits[1:2], sampler_inputs[1:2])[0]
         assert isinstance(first, EngineError)
         assert isinstance(third, EngineError)
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.cuda.draws import pack_draws
 from polarlm.engine.backends.cuda.launch import Launcher
+from polarlm.engine.backends.cuda.sampler_inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.sampling import sample as sample_on
 from polarlm.engine.limits import PENALTY_WINDOW
-from polarlm.engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
+from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, _adjust, sample
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import Program
 from tests.pairs import pairs
@@ -33,7 +33,7 @@ def on_host(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: f
     logits = logits.copy()
     if chain.top_k > 1:
         logits[np.argsort(-_adjust(logits, chain, recent), kind="stable")[chain.top_k :]] = -np.inf
-    return sample(logits, Draw(chain, recent, drawn, len(logits)))
+    return sample(logits, SamplerInput(chain, recent, drawn, len(logits)))
 
 
 def params(chain: Sampling, drawn: float) -> tuple[Sampling, float]:
@@ -78,11 +78,14 @@ def launch(
     held = np.full((batch, (vocab + 7) // 4 * 4), np.nan, np.float32)
     held[:, :vocab] = logits
     before = held.copy()
-    draws = pack_draws(
-        [Draw(chain, last, drawn, vocab, allowed=allowed) for (chain, drawn), last in zip(rows, recent, strict=True)]
+    sampler_inputs = pack_sampler_inputs(
+        [
+            SamplerInput(chain, last, drawn, vocab, allowed=allowed)
+            for (chain, drawn), last in zip(rows, recent, strict=True)
+        ]
     )
     device: Any = OrderedDevice(seed)
-    ids = sample_on(device, Launcher(device), held, draws, newest)
+    ids = sample_on(device, Launcher(device), held, sampler_inputs, newest)
     np.testing.assert_array_equal(held, before)
     return ids
 

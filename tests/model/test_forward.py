@@ -13,7 +13,7 @@ from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import score
-from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import Span
 from polarlm.model_loaders.families import families
 from tests.bare import bare_model, feed, kl, log_softmax, prefill_logits, read_model, spread, step_logits
@@ -226,13 +226,13 @@ def stepped(model: Transformer, spans: Sequence[Span], ids: Sequence[int]) -> np
     seen: list[np.ndarray] = []
     fetch_tokens = model.ops.fetch_tokens
 
-    def watched(chosen, logits, draws):
+    def watched(chosen, logits, sampler_inputs):
         seen.append(logits)
-        return fetch_tokens(chosen, logits, draws)
+        return fetch_tokens(chosen, logits, sampler_inputs)
 
     model.ops.fetch_tokens = watched
     try:
-        tokens = model.step(spans, ids, [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * len(ids))
+        tokens = model.step(spans, ids, [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * len(ids))
     finally:
         model.ops.fetch_tokens = fetch_tokens
     assert tokens == seen[0].argmax(-1).tolist()

@@ -13,7 +13,7 @@ import pytest
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.outputs import Chunk, Completion, fold
-from polarlm.engine.requests.draws import Draws
+from polarlm.engine.requests.sampler import Sampler
 from tests.pairs import each
 from tests.sampling.constrained import InTurn
 from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
@@ -43,7 +43,9 @@ def rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr(
         engine._model,
         "step",
-        lambda spans, ids, draws: seen.append([span.count for span in spans]) or step(spans, ids, draws),
+        lambda spans, ids, sampler_inputs: (
+            seen.append([span.count for span in spans]) or step(spans, ids, sampler_inputs)
+        ),
     )
     return seen
 
@@ -54,7 +56,7 @@ def in_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], A
 
     def call(work: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(Draws, "only_token", lambda draws: None)
+            patch.setattr(Sampler, "only_token", lambda sampler_inputs: None)
             return work()
 
     return call

@@ -20,7 +20,7 @@ from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.requests.request import Ticket
-from polarlm.engine.sampling.sample import NEWEST, NOT_FINITE, Draw, Fetch, Sampled
+from polarlm.engine.sampling.sample import NEWEST, NOT_FINITE, Fetch, Sampled, SamplerInput
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, forget, held, load_tiny, make_model, preemptions
 
@@ -49,14 +49,22 @@ class Ahead(NumpyOps):
         self._last = result if key[0] == "rows" else result[1]
         return result
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> list[Sampled]:
+    def sample(
+        self, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], newest: np.ndarray | None = None
+    ) -> list[Sampled]:
         if newest is not None:
-            known = [[i if i != NEWEST else int(new) for i in d.recent] for d, new in zip(draws, newest, strict=True)]
-            draws = [replace(draw, recent=recent) for draw, recent in zip(draws, known, strict=True)]
-        return super().sample(logits, draws)
+            known = [
+                [i if i != NEWEST else int(new) for i in d.recent]
+                for d, new in zip(sampler_inputs, newest, strict=True)
+            ]
+            sampler_inputs = [
+                replace(sampler_input, recent=recent)
+                for sampler_input, recent in zip(sampler_inputs, known, strict=True)
+            ]
+        return super().sample(logits, sampler_inputs)
 
-    def fetch_later(self, chosen: list[Sampled], draws: Sequence[Draw]) -> Fetch:
-        assert all(draw.logprobs is None for draw in draws)
+    def fetch_later(self, chosen: list[Sampled], sampler_inputs: Sequence[SamplerInput]) -> Fetch:
+        assert all(sampler_input.logprobs is None for sampler_input in sampler_inputs)
         number = self.events.count("begins")
         self.events.append("begins")
         given = [self.spoil[number], *chosen[1:]] if number in self.spoil else [*chosen]
@@ -171,11 +179,11 @@ def test_ends_may_not_come_before_min_tokens(engine: Engine, plain: Engine) -> N
 def test_an_error_in_the_next_step_takes_no_token_of_this_one(engine: Engine, plain: Engine, monkeypatch) -> None:
     prompt, step, calls = [*range(5, 25)], engine._model.step_ahead, []
 
-    def failing(spans, ids, draws):
+    def failing(spans, ids, sampler_inputs):
         calls.append(1)
         if len(calls) == 4:
             raise ZeroDivisionError("broken")
-        return step(spans, ids, draws)
+        return step(spans, ids, sampler_inputs)
 
     monkeypatch.setattr(engine._model, "step_ahead", failing)
     outbox: list[Chunk | Exception] = []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.sampling.constraints import allowed_bits, checked_mask
-from polarlm.engine.sampling.sample import Draw, resolve, sample
+from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.requests.drafters import ANEW
 from tests.sampling.constrained import InTurn, mask_of
@@ -62,7 +62,7 @@ def test_a_token_that_is_not_allowed_is_never_drawn(temperature: float) -> None:
         chain = resolve(SamplingParams(temperature=temperature, top_k=0, logit_bias=bias), GenerationDefaults())
         logits = np.array([9.0, 1.0, 0.0, 1.0, 8.0], np.float32)
         allowed = mask_of([1, 3], 5)
-        drawn = {sample(logits, Draw(chain, [], uniform / 50, 5, allowed=allowed)) for uniform in range(50)}
+        drawn = {sample(logits, SamplerInput(chain, [], uniform / 50, 5, allowed=allowed)) for uniform in range(50)}
         assert drawn == ({1, 3} if temperature else {1}), bias
 
 
@@ -79,13 +79,13 @@ def test_a_mask_draws_what_the_same_bans_draw(chain: dict[str, float], rng: np.r
         banned[allowed] = logits[allowed]
         params = resolve(SamplingParams(**{"temperature": 1.3, **chain}), GenerationDefaults())
         for uniform in rng.random(40).tolist():
-            masked = Draw(params, [], uniform, size, allowed=mask_of(allowed.tolist(), size))
-            assert sample(logits, masked) == sample(banned, Draw(params, [], uniform, size)), count
+            masked = SamplerInput(params, [], uniform, size, allowed=mask_of(allowed.tolist(), size))
+            assert sample(logits, masked) == sample(banned, SamplerInput(params, [], uniform, size)), count
 
 
 def test_a_mask_that_forbids_everything_is_an_error() -> None:
     chain = resolve(SamplingParams(), GenerationDefaults())
-    nothing = Draw(chain, [], 0.5, 3, allowed=mask_of([], 3))
+    nothing = SamplerInput(chain, [], 0.5, 3, allowed=mask_of([], 3))
     with pytest.raises(EngineError, match="constraint bans every token"):
         sample(np.zeros(3, np.float32), nothing)
     biased = replace(chain, logit_bias={1: -math.inf})

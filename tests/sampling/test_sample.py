@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import PENALTY_WINDOW
-from polarlm.engine.sampling.sample import Draw, Sampling, resolve, sample
+from polarlm.engine.sampling.sample import SamplerInput, Sampling, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 
 V = 12
@@ -27,7 +27,7 @@ def sampling(**values) -> Sampling:
 
 
 def drawn_with(logits: np.ndarray, params: Sampling, recent: Sequence[int], uniform: float) -> int:
-    return sample(logits, Draw(params, recent[-PENALTY_WINDOW:], uniform, len(logits)))
+    return sample(logits, SamplerInput(params, recent[-PENALTY_WINDOW:], uniform, len(logits)))
 
 
 def distribution(logits: Sequence[float], s: Sampling, recent: Sequence[int], slack: float = 0.0) -> dict[int, float]:
@@ -154,8 +154,8 @@ def test_extreme_temperatures(temperature: float) -> None:
 def test_a_token_with_a_bias_of_minus_infinity_is_never_drawn() -> None:
     logits = np.zeros(4, np.float32)
     chain = sampling(logit_bias={0: -math.inf, 3: -math.inf})
-    draws = [0.0, 0.5, 1 - 2**-53]
-    assert [drawn_with(logits, chain, [], drawn) for drawn in draws] == [1, 2, 2]
+    sampler_inputs = [0.0, 0.5, 1 - 2**-53]
+    assert [drawn_with(logits, chain, [], drawn) for drawn in sampler_inputs] == [1, 2, 2]
 
 
 def test_tokens_with_logits_of_minus_infinity_are_never_drawn() -> None:
@@ -183,11 +183,11 @@ def test_banning_every_token_is_an_error() -> None:
 )
 def test_draws_are_distributed_as_the_chain_says(values) -> None:
     logits = np.linspace(-2, 2, V, dtype=np.float32)
-    chain, rng, draws = sampling(**values), np.random.default_rng(7), 20_000
-    counts = Counter(drawn_with(logits, chain, [], rng.random()) for _ in range(draws))
+    chain, rng, sampler_inputs = sampling(**values), np.random.default_rng(7), 20_000
+    counts = Counter(drawn_with(logits, chain, [], rng.random()) for _ in range(sampler_inputs))
     expected = distribution(logits.tolist(), chain, [])
     assert counts.keys() <= expected.keys()
-    chi_square = sum((counts[i] - draws * p) ** 2 / (draws * p) for i, p in expected.items())
+    chi_square = sum((counts[i] - sampler_inputs * p) ** 2 / (sampler_inputs * p) for i, p in expected.items())
     freedom = len(expected) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # its mean and four standard deviations
 

@@ -13,7 +13,7 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.draws import Draws
+from polarlm.engine.requests.sampler import Sampler
 
 
 def exact(text: str) -> Any:
@@ -69,7 +69,7 @@ def test_tokens_that_a_schema_leaves_no_choice_of_take_no_step(
     jsonschema.validate(json.loads(answer.text), FORCED)
     assert max(rows) > 1
     with monkeypatch.context() as patch:
-        patch.setattr(Draws, "only_token", lambda draws: None)
+        patch.setattr(Sampler, "only_token", lambda sampler_inputs: None)
         rows.clear()
         each = demo.chat(QUESTION, params)
     assert set(rows) == {1}

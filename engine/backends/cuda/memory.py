@@ -12,8 +12,8 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.cache import HEADER, table_width
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
-from polarlm.engine.backends.cuda.draws import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.backends.cuda.sampler_inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import ModelConfig
@@ -45,8 +45,8 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
 def step_bytes(load: Load, device: Device) -> int:
     """Peak bytes of recorded steps of at most `load.rows` sequences, inputs of all recordings included.
 
-    A step has the rows of its bucket. Lists of draws are counted for one recording, in which every row has a mask.
-    Further recordings with as many masks take memory that is not counted.
+    A step has the rows of its bucket. Lists of sampler inputs are counted for one recording, in which every
+    row has a mask. Further recordings with as many masks take memory that is not counted.
     """
     load = replace(load, rows=bucket(load.rows))
     model, rows = load.model, load.rows

@@ -15,13 +15,13 @@ from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
 from polarlm.engine.backends.cuda.cache import HostTable
 from polarlm.engine.backends.cuda.device import Array, Carried, Device
-from polarlm.engine.backends.cuda.draws import pack_draws
 from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
+from polarlm.engine.backends.cuda.sampler_inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import FirstRow, WarmUpDevice
 from polarlm.engine.backends.ops import Load, Result, WarmUp
 from polarlm.engine.errors import EngineError
@@ -74,7 +74,7 @@ class CudaOps:
 
         self.attention = AttentionOps(device, launch, heads).attention
 
-        self.pack_draws = pack_draws
+        self.pack_sampler_inputs = pack_sampler_inputs
         self.sample = partial(sampling.sample, device, launch)
         self.fetch_tokens = partial(sampling.fetch_tokens, device, launch)
         self.fetch_later = partial(sampling.fetch_later, device)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Carried, Device, row_stride
-from polarlm.engine.backends.cuda.draws import Draws
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
+from polarlm.engine.backends.cuda.sampler_inputs import SamplerInputs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import TokenLogprob
-from polarlm.engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled, nothing_left
+from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left
 
 _THREADS = 512
 # Of `cuda/sampling/sample.cu`.
@@ -22,12 +22,14 @@ SCRATCH_WORDS = 3 + 768 + 2048  # of 8 bytes, for a row
 _SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
 
 
-def sample(device: Device, launch: Launcher, logits: Array, draws: Draws, newest: Array | None = None) -> Array:
+def sample(
+    device: Device, launch: Launcher, logits: Array, sampler_inputs: SamplerInputs, newest: Array | None = None
+) -> Array:
     """logits (B, V) → token ids (B,) int32 on the device; below 0 where no token can be drawn."""
     rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
-    table, vocabulary, stride = draws.on(device), draws.vocabulary, np.int64(rows.shape[1])
+    table, vocabulary, stride = sampler_inputs.on(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
     scratch = device.empty((len(logits), SCRATCH_WORDS), np.uint64)
-    saved = device.empty(draws.table.shape, np.float32) if draws.has_lists else None
+    saved = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
     parts = -(-vocabulary // _PART), len(logits)
     if saved is not None:
         launch("sample_adjust", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
@@ -39,7 +41,9 @@ def sample(device: Device, launch: Launcher, logits: Array, draws: Draws, newest
     return ids
 
 
-def fetch_tokens(device: Device, launch: Launcher, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
+def fetch_tokens(
+    device: Device, launch: Launcher, ids: Array, logits: Array, sampler_inputs: Sequence[SamplerInput]
+) -> list[Sampled]:
     """The tokens that `sample` chose, on the host. Copies 4·B bytes.
 
     Rows that ask for log-probabilities share one more launch, and copy 16 + 8·n bytes each; n is the largest count of
@@ -47,27 +51,30 @@ def fetch_tokens(device: Device, launch: Launcher, ids: Array, logits: Array, dr
     """
     chosen = device.to_host(ids).tolist()
     asked = [
-        (row, token, draw.logprobs)
-        for row, (token, draw) in enumerate(zip(chosen, draws, strict=True))
-        if token >= 0 and draw.logprobs is not None
+        (row, token, sampler_input.logprobs)
+        for row, (token, sampler_input) in enumerate(zip(chosen, sampler_inputs, strict=True))
+        if token >= 0 and sampler_input.logprobs is not None
     ]
-    logprobs = _logprobs(device, launch, logits, asked, draws[0].vocabulary) if asked else {}
-    return [logprobs.get(row) or _token_or_error(token, draws[row]) for row, token in enumerate(chosen)]
+    logprobs = _logprobs(device, launch, logits, asked, sampler_inputs[0].vocabulary) if asked else {}
+    return [logprobs.get(row) or _token_or_error(token, sampler_inputs[row]) for row, token in enumerate(chosen)]
 
 
-def fetch_later(device: Device, ids: Array, draws: Sequence[Draw]) -> Fetch:
+def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
     """See `Ops.fetch_later`. An id below 0 goes on as it is: `embed` reads row 0 for it, and that request ends."""
     copy, wait = device.to_host_later(ids)
 
     def tokens() -> list[Sampled]:
-        return [_token_or_error(token, draw) for token, draw in zip(wait().tolist(), draws, strict=True)]
+        return [
+            _token_or_error(token, sampler_input)
+            for token, sampler_input in zip(wait().tolist(), sampler_inputs, strict=True)
+        ]
 
     return Fetch(Carried(np.zeros(len(ids), np.int32), copy), tokens)
 
 
-def _token_or_error(token: int, draw: Draw) -> int | EngineError:
+def _token_or_error(token: int, sampler_input: SamplerInput) -> int | EngineError:
     if token == _NOTHING_LEFT:
-        return nothing_left(draw)
+        return nothing_left(sampler_input)
     return token if token >= 0 else EngineError(NOT_FINITE, "model_damaged")
 
 

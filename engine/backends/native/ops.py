@@ -24,7 +24,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Result, WarmUp
 from polarlm.engine.jit.run.workers import workers
 from polarlm.engine.outputs import Threads
-from polarlm.engine.sampling.sample import Draw, Sampled, sample_all
+from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import WeightFormat
 
 _PART_ROWS = 256  # of a prompt: as fast as 512, whose arrays take 5 MiB more
@@ -88,7 +88,7 @@ class NativeOps:
 
         self.run_graph = Graphs(launch).run
 
-        self.pack_draws = plain.pack_draws
+        self.pack_sampler_inputs = plain.pack_sampler_inputs
         self.parallel_map = plain.parallel_map
         self.to_device = plain.to_device
         self.to_host = plain.to_host
@@ -130,13 +130,17 @@ class NativeOps:
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         return format
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> np.ndarray:
+    def sample(
+        self, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], newest: np.ndarray | None = None
+    ) -> np.ndarray:
         """The ids of the largest logits (B,) int32, −1 where some are not finite: `fetch_tokens` samples, on the logits
         of a step that has run."""
         best = self._launch.empty((len(logits),), np.int32)
-        arguments = BestArguments(x=logits, best=best, columns=draws[0].vocabulary, stride=logits.strides[0])
+        arguments = BestArguments(x=logits, best=best, columns=sampler_inputs[0].vocabulary, stride=logits.strides[0])
         self._launch(best_of_rows(), len(logits), arguments, grain=1)
         return best
 
-    def fetch_tokens(self, chosen: np.ndarray, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
-        return sample_all(logits, draws, chosen.tolist())
+    def fetch_tokens(
+        self, chosen: np.ndarray, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]
+    ) -> list[Sampled]:
+        return sample_all(logits, sampler_inputs, chosen.tolist())

@@ -24,7 +24,7 @@ from polarlm.engine.backends.ops import Load, Result
 from polarlm.engine.jit.run.zeros import zeros
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
-from polarlm.engine.sampling.sample import Draw, Sampled, sample_all
+from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
 # Products of fewer rows are memory-bound on the weights, which BLAS reads once for all cores; split rows would read
@@ -173,13 +173,17 @@ class NumpyOps:
         qk = rotate(qk, transform.key_rotation, scale_qk)
         return qk[:, :queries], qk[:, queries:], rotate(v, transform.value_rotation, scale_v)
 
-    def pack_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
-        return draws
+    def pack_sampler_inputs(self, sampler_inputs: Sequence[SamplerInput]) -> Sequence[SamplerInput]:
+        return sampler_inputs
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> list[Sampled]:
-        return sample_all(logits, draws)
+    def sample(
+        self, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], newest: np.ndarray | None = None
+    ) -> list[Sampled]:
+        return sample_all(logits, sampler_inputs)
 
-    def fetch_tokens(self, chosen: list[Sampled], logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    def fetch_tokens(
+        self, chosen: list[Sampled], logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]
+    ) -> list[Sampled]:
         return chosen
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from polarlm.engine.config import SamplingParams
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
 from polarlm.engine.sampling.dry import Dry
-from polarlm.engine.sampling.sample import Draw, Sampling
+from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -25,8 +25,8 @@ def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
     return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
 
-class Draws:
-    """The draws of one sequence. Each of its tokens has a random number of its own, whether it needs one or not."""
+class Sampler:
+    """Samples the tokens of one sequence. Each token has a random number of its own, whether it needs one or not."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Draws:
 
     @property
     def reach_ahead(self) -> bool:
-        """Whether there are draws after tokens that are not in the sequence: not with a constraint or DRY."""
+        """Whether tokens can be sampled after others that are not in the sequence: not with a constraint or DRY."""
         return self._constraint is None and self._dry is None
 
-    def next(self, after: Sequence[int] = ()) -> Draw:
+    def next(self, after: Sequence[int] = ()) -> SamplerInput:
         """How to draw the next token. Raises whatever the constraint raises.
 
         after: how to draw the one after these, which are drafted, or NEWEST for one that is not known yet.
@@ -69,12 +69,14 @@ class Draws:
         while len(self._numbers) <= beyond:
             self._numbers.append(self._rng.random())
         sampling, allowed = self._sampling_after(beyond), self._allowed()
-        return Draw(sampling, recent, self._numbers[beyond], self._vocabulary, self._params.logprobs, dry, allowed)
+        return SamplerInput(
+            sampling, recent, self._numbers[beyond], self._vocabulary, self._params.logprobs, dry, allowed
+        )
 
     @property
-    def none(self) -> Draw:
+    def none(self) -> SamplerInput:
         """The draw of a row whose next token is known: its result says only whether the row's logits are finite."""
-        return Draw(_GREEDY, (), 0.0, self._vocabulary)
+        return SamplerInput(_GREEDY, (), 0.0, self._vocabulary)
 
     def only_token(self) -> int | None:
         """The next token where the constraint allows one only; None where a draw chooses it, or finds that none may."""

@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from polarlm.engine import Engine
-from polarlm.engine.backends.cuda.draws import pack_draws
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.sampler_inputs import pack_sampler_inputs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import SamplingParams
@@ -25,7 +25,7 @@ from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from polarlm.engine.loading import assembly
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob, fold
-from polarlm.engine.sampling.sample import Draw, Penalties, Sampled, resolve
+from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
@@ -55,11 +55,11 @@ class Row:
     dry: Mapping[int, float]
 
     @property
-    def draw(self) -> Draw:
+    def sampler_input(self) -> SamplerInput:
         chain = resolve(SamplingParams(**{**OFF, **self.values}), GenerationDefaults())
         dry = Penalties(np.array(list(self.dry), np.int32), np.array(list(self.dry.values()))) if self.dry else None
         mask = None if self.allowed is None else mask_of(self.allowed, V)
-        return Draw(chain, self.recent, self.uniform, V, dry=dry, allowed=mask)
+        return SamplerInput(chain, self.recent, self.uniform, V, dry=dry, allowed=mask)
 
     def distribution(self, slack: float = 0.0) -> dict[int, float]:
         """Token → probability, most likely first, by the plain chain; nothing where no token is left.
@@ -121,9 +121,9 @@ def some(rng: np.random.Generator, of_these: np.ndarray) -> list[int]:
 rows = st.builds(row_of, st.integers(0, 2**32 - 1), st.sets(st.sampled_from(ASKED)))
 
 
-def sampled(ops: Ops, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+def sampled(ops: Ops, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
     on_device = ops.to_device(logits)
-    chosen = ops.fetch_tokens(ops.sample(on_device, ops.pack_draws(draws)), on_device, draws)
+    chosen = ops.fetch_tokens(ops.sample(on_device, ops.pack_sampler_inputs(sampler_inputs)), on_device, sampler_inputs)
     np.testing.assert_array_equal(ops.to_host(on_device), logits)  # as they were, for log-probabilities
     return chosen
 
@@ -162,13 +162,13 @@ def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[R
 @pytest.mark.parametrize("asked", ["logit_bias", "penalties", "dry", "all"])
 def test_changes_of_logits_are_exact_to_the_last_bit(ops: Ops, rng: np.random.Generator, asked: str) -> None:
     """By amounts that are inexact in binary: of two tokens, one changed to the logit of the other, the first wins."""
-    logits, draws, wanted = [], [], []
+    logits, sampler_inputs, wanted = [], [], []
     for _ in range(100):
         x = np.float32(rng.normal(0, 4))
         bias, frequency, presence, dry = (round(value, 3) for value in rng.uniform(0, 2, 4).tolist())
         repeat, times = round(rng.uniform(0.6, 2), 3), int(rng.integers(1, PENALTY_WINDOW + 1))
         y, chain, recent, penalties = x, resolve(SamplingParams(temperature=0), GenerationDefaults()), [], None
-        token, beside = (40, 3) if len(draws) % 2 else (3, 40)
+        token, beside = (40, 3) if len(sampler_inputs) % 2 else (3, 40)
         if asked in ("logit_bias", "all"):
             chain, y = replace(chain, logit_bias={token: bias}), y + np.float32(bias)
         if asked in ("penalties", "all"):
@@ -181,9 +181,9 @@ def test_changes_of_logits_are_exact_to_the_last_bit(ops: Ops, rng: np.random.Ge
         row = np.full(V, -1e6, np.float32)
         row[token], row[beside] = x, y
         logits.append(row)
-        draws.append(Draw(chain, recent, 0.5, V, dry=penalties))
+        sampler_inputs.append(SamplerInput(chain, recent, 0.5, V, dry=penalties))
         wanted.append(min(token, beside))
-    assert sampled(ops, np.stack(logits), draws) == wanted
+    assert sampled(ops, np.stack(logits), sampler_inputs) == wanted
 
 
 @pytest.mark.parametrize(("value", "place"), each([math.nan, math.inf], [0, 33, V - 1]))
@@ -193,13 +193,13 @@ def test_logits_that_are_not_finite_are_an_error_even_behind_a_mask(ops: Ops, va
     chain = resolve(SamplingParams(logit_bias={place: -math.inf}, presence_penalty=1.0), GenerationDefaults())
     plain = resolve(SamplingParams(), GenerationDefaults())
     hidden = mask_of([1, 2], V)
-    draws = [
-        Draw(chain, [place], 0.5, V),
-        Draw(plain, [], 0.5, V, allowed=hidden),
-        Draw(plain, [], 0.5, V, allowed=mask_of([], V)),
-        Draw(plain, [], 0.5, V, allowed=hidden),
+    sampler_inputs = [
+        SamplerInput(chain, [place], 0.5, V),
+        SamplerInput(plain, [], 0.5, V, allowed=hidden),
+        SamplerInput(plain, [], 0.5, V, allowed=mask_of([], V)),
+        SamplerInput(plain, [], 0.5, V, allowed=hidden),
     ]
-    *damaged, sound = sampled(ops, logits, draws)
+    *damaged, sound = sampled(ops, logits, sampler_inputs)
     assert ["not finite" in str(error) for error in damaged] == [True] * 3
     assert sound in (1, 2)
 
@@ -209,12 +209,12 @@ def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> Non
     logits = np.full((3, V), -np.inf, np.float32)
     logits[:, 40] = 1.0
     plain = resolve(SamplingParams(), GenerationDefaults())
-    draws = [
-        Draw(resolve(SamplingParams(logit_bias={40: -math.inf}), GenerationDefaults()), [], 0.5, V),
-        Draw(plain, [], 0.5, V, dry=Penalties(np.array([40]), np.array([1e37]))),
-        Draw(plain, [], 0.5, V, allowed=mask_of(set(range(V)) - {40}, V)),
+    sampler_inputs = [
+        SamplerInput(resolve(SamplingParams(logit_bias={40: -math.inf}), GenerationDefaults()), [], 0.5, V),
+        SamplerInput(plain, [], 0.5, V, dry=Penalties(np.array([40]), np.array([1e37]))),
+        SamplerInput(plain, [], 0.5, V, allowed=mask_of(set(range(V)) - {40}, V)),
     ]
-    biased, penalised, masked = sampled(ops, logits, draws)
+    biased, penalised, masked = sampled(ops, logits, sampler_inputs)
     assert "logit_bias bans every token" in str(biased)
     assert penalised == 40
     assert "constraint bans every token" in str(masked)
@@ -232,8 +232,10 @@ def test_log_probabilities_are_normalised_over_the_whole_row(
     logits[1, rng.integers(0, vocabulary, vocabulary // 2)] = -np.inf
     logits[1, 0] = offset
     counts = rng.integers(0, MOST_LOGPROBS + 1, 3).tolist()
-    draws = [replace(asking(temperature=0), vocabulary=vocabulary, recent=[], logprobs=count) for count in counts]
-    for row, count, told in zip(logits, counts, sampled(ops_of(backend), logits, draws), strict=True):
+    sampler_inputs = [
+        replace(asking(temperature=0), vocabulary=vocabulary, recent=[], logprobs=count) for count in counts
+    ]
+    for row, count, told in zip(logits, counts, sampled(ops_of(backend), logits, sampler_inputs), strict=True):
         assert isinstance(told, TokenLogprob)
         x = row.astype(np.float64)
         order = np.argsort(-x, kind="stable")[:count]
@@ -246,23 +248,27 @@ def test_log_probabilities_are_normalised_over_the_whole_row(
 # -- what is brought to the device, and back -------------------------------------------------------------------------
 
 
-def asking(**values: Any) -> Draw:
-    return Draw(resolve(SamplingParams(**values), GenerationDefaults()), [4, 5, 4], 0.5, V)
+def asking(**values: Any) -> SamplerInput:
+    return SamplerInput(resolve(SamplingParams(**values), GenerationDefaults()), [4, 5, 4], 0.5, V)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rows_without_lists_take_64_bytes(rows: int) -> None:
-    assert pack_draws([asking(temperature=0.5)] * rows).table.shape == (rows, 16)
+    assert pack_sampler_inputs([asking(temperature=0.5)] * rows).table.shape == (rows, 16)
 
 
 def test_tables_with_lists_have_few_sizes() -> None:
     bias = dict.fromkeys(range(30), 1.0)
-    sizes = [len(pack_draws([asking(logit_bias=dict(list(bias.items())[:count]))]).table) for count in range(1, 31)]
+    sizes = [
+        len(pack_sampler_inputs([asking(logit_bias=dict(list(bias.items())[:count]))]).table) for count in range(1, 31)
+    ]
     assert set(sizes) == {16 + 256}
-    masked = Draw(asking().sampling, [], 0.5, 128_256, allowed=np.zeros(4008, np.uint32))
-    assert [len(pack_draws([masked] * rows).table) - 16 * rows for rows in (1, 2, 3)] == [4096, 8192, 16384]
+    masked = SamplerInput(asking().sampling, [], 0.5, 128_256, allowed=np.zeros(4008, np.uint32))
+    assert [len(pack_sampler_inputs([masked] * rows).table) - 16 * rows for rows in (1, 2, 3)] == [4096, 8192, 16384]
     plain = replace(masked, allowed=None)
-    assert len(pack_draws([plain, masked, plain]).table) == 48 + 4096  # a row without a mask has no room for one
+    assert (
+        len(pack_sampler_inputs([plain, masked, plain]).table) == 48 + 4096
+    )  # a row without a mask has no room for one
 
 
 class Counting(EmulatedDevice):
@@ -275,19 +281,19 @@ class Counting(EmulatedDevice):
         return super().to_host(x)
 
 
-def everything(vocabulary: int, number: int) -> Draw:
+def everything(vocabulary: int, number: int) -> SamplerInput:
     """A draw with every setting but log-probabilities."""
     bias = {7: 3.0, 9: -2.5, 2: -math.inf, 3: -math.inf}  # as min_tokens bans the ends
     values = {"temperature": 0.0, "logit_bias": bias, "repeat_penalty": 1.3, "frequency_penalty": 0.1}
     dry = Penalties(np.array([11, 12]), np.array([0.8, 1.4]))
     allowed = mask_of(range(number, vocabulary, 2), vocabulary)
     chain = resolve(SamplingParams(**values), GenerationDefaults())
-    return Draw(chain, [7, 20, 7], 0.5, vocabulary, dry=dry, allowed=allowed)
+    return SamplerInput(chain, [7, 20, 7], 0.5, vocabulary, dry=dry, allowed=allowed)
 
 
-def stepped(model: Transformer, draws: Sequence[Draw]) -> list[Sampled]:
-    spans = [model.store.open_step(model.store.new_sequence()) for _ in draws]
-    tokens = model.step(spans, [5 + i for i in range(len(draws))], draws)
+def stepped(model: Transformer, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
+    spans = [model.store.open_step(model.store.new_sequence()) for _ in sampler_inputs]
+    tokens = model.step(spans, [5 + i for i in range(len(sampler_inputs))], sampler_inputs)
     for span in spans:
         model.store.commit(span)
         model.store.release(span.sequence)
@@ -299,15 +305,18 @@ def test_a_step_copies_no_logits_to_the_host() -> None:
     ops = CudaOps(device)
     model = model_of(ops, "llama_gqa_linear", ("f16", "f16"))
     vocabulary = model.config.vocab_size
-    draws = [everything(vocabulary, number) for number in range(3)]
+    sampler_inputs = [everything(vocabulary, number) for number in range(3)]
     device.back = 0
     device.launches.clear()
-    tokens = stepped(model, draws)
+    tokens = stepped(model, sampler_inputs)
     assert device.back == 3 * 4  # the ids
     launches = [*device.launches]
     host = model_of(NumpyOps(), "llama_gqa_linear", ("f16", "f16"))
-    assert tokens == stepped(host, draws)
-    free = [replace(draw, sampling=asking(temperature=0).sampling, dry=None, allowed=None) for draw in draws]
+    assert tokens == stepped(host, sampler_inputs)
+    free = [
+        replace(sampler_input, sampling=asking(temperature=0).sampling, dry=None, allowed=None)
+        for sampler_input in sampler_inputs
+    ]
     assert tokens != stepped(model, free)
     device.launches.clear()
     stepped(model, free)
@@ -315,7 +324,10 @@ def test_a_step_copies_no_logits_to_the_host() -> None:
     assert device.launches == [name for name in launches if name not in around] != launches
     device.back = 0
     device.launches.clear()
-    stepped(model, [replace(draws[0], logprobs=1), replace(draws[1], logprobs=MOST_LOGPROBS), draws[2]])
+    stepped(
+        model,
+        [replace(sampler_inputs[0], logprobs=1), replace(sampler_inputs[1], logprobs=MOST_LOGPROBS), sampler_inputs[2]],
+    )
     assert device.back == 3 * 4 + 2 * (16 + 20 * 8)  # two rows of the largest number of log-probabilities
     assert device.launches == [*launches, "logprobs_kernel"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.cache import HostTable, with_rows
 from polarlm.engine.sampling.constraints import mask_words
-from polarlm.engine.sampling.sample import Draw
+from polarlm.engine.sampling.sample import SamplerInput
 
 ROW_WORDS = 16  # of `Params` in `cuda/sampling/adjust.cuh`
 _LISTS = 6  # the word of a row that says where its lists begin
@@ -17,7 +17,7 @@ _LEAST_LISTS = 256  # words
 
 
 @dataclass
-class Draws(HostTable):
+class SamplerInputs(HostTable):
     """The sampling parameters of B rows.
 
     table: int32 (B, 16) where no row has a list, else (16·B + room for lists,): 16 words of parameters for each row,
@@ -37,7 +37,7 @@ class Draws(HostTable):
     def has_lists(self) -> bool:
         return self.table.ndim == 1
 
-    def filled_up(self, rows: int) -> Draws:
+    def filled_up(self, rows: int) -> SamplerInputs:
         if not self.has_lists:
             return replace(self, table=with_rows(self.table, rows), rows=rows)
         words, lists = self.table[: self.rows * ROW_WORDS], self.table[self.rows * ROW_WORDS :]
@@ -46,27 +46,30 @@ class Draws(HostTable):
         return replace(self, table=np.concatenate([params.reshape(-1), lists]), rows=rows)
 
 
-def pack_draws(draws: Sequence[Draw]) -> Draws:
-    """The table of `draws`. All rows have the same vocabulary."""
-    (vocabulary,) = {draw.vocabulary for draw in draws}
-    rows = np.zeros((len(draws), ROW_WORDS), np.int32)
-    rows[:, :6] = np.array([_params(draw) for draw in draws], np.float32).view(np.int32)
-    penalties = [(draw.sampling.presence_penalty, draw.sampling.frequency_penalty) for draw in draws]
+def pack_sampler_inputs(sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs:
+    """The table of `sampler_inputs`. All rows have the same vocabulary."""
+    (vocabulary,) = {sampler_input.vocabulary for sampler_input in sampler_inputs}
+    rows = np.zeros((len(sampler_inputs), ROW_WORDS), np.int32)
+    rows[:, :6] = np.array([_params(sampler_input) for sampler_input in sampler_inputs], np.float32).view(np.int32)
+    penalties = [
+        (sampler_input.sampling.presence_penalty, sampler_input.sampling.frequency_penalty)
+        for sampler_input in sampler_inputs
+    ]
     rows[:, 12:] = np.array(penalties, np.float64).view(np.int32)
     pieces: list[np.ndarray] = []
     end = rows.size
-    for row, draw in zip(rows, draws, strict=True):
-        lists, lengths = _lists(draw)
+    for row, sampler_input in zip(rows, sampler_inputs, strict=True):
+        lists, lengths = _lists(sampler_input)
         if lists:
             row[_LISTS : _LISTS + 5] = end, *lengths
             words = sum(map(len, lists))
             pieces += [*lists, np.zeros(-words % 4, np.int32)]
             end += words + -words % 4
     if not pieces:
-        return Draws(rows, len(draws), vocabulary)
+        return SamplerInputs(rows, len(sampler_inputs), vocabulary)
     table = np.zeros(rows.size + list_room(end - rows.size), np.int32)
     np.concatenate([rows.reshape(-1), *pieces], out=table[:end])
-    return Draws(table, len(draws), vocabulary)
+    return SamplerInputs(table, len(sampler_inputs), vocabulary)
 
 
 def list_room(words: int) -> int:
@@ -79,25 +82,25 @@ def mask_room(rows: int, vocabulary: int) -> int:
     return list_room(rows * -(-mask_words(vocabulary) // 4) * 4)
 
 
-def _params(draw: Draw) -> tuple[float, ...]:
-    chain = draw.sampling
-    below_one = min(np.float32(draw.uniform), np.nextafter(np.float32(1), np.float32(0)))
-    top_k = float(min(chain.top_k, draw.vocabulary))
+def _params(sampler_input: SamplerInput) -> tuple[float, ...]:
+    chain = sampler_input.sampling
+    below_one = min(np.float32(sampler_input.uniform), np.nextafter(np.float32(1), np.float32(0)))
+    top_k = float(min(chain.top_k, sampler_input.vocabulary))
     return chain.temperature, top_k, chain.top_p, chain.min_p, float(below_one), chain.repeat_penalty
 
 
-def _lists(draw: Draw) -> tuple[list[np.ndarray], tuple[int, int, int, int]]:
+def _lists(sampler_input: SamplerInput) -> tuple[list[np.ndarray], tuple[int, int, int, int]]:
     """The lists of a row as int32, in order, and the number of biases, recent tokens, DRY tokens and masks (0 or 1)."""
-    chain, lists = draw.sampling, []
-    biases, dry = len(chain.logit_bias), 0 if draw.dry is None else len(draw.dry.ids)
-    recent = 0 if chain.is_plain else len(draw.recent)
-    if draw.dry is not None:
-        lists += [draw.dry.amounts.astype(np.float64).view(np.int32), draw.dry.ids.astype(np.int32)]
+    chain, lists = sampler_input.sampling, []
+    biases, dry = len(chain.logit_bias), 0 if sampler_input.dry is None else len(sampler_input.dry.ids)
+    recent = 0 if chain.is_plain else len(sampler_input.recent)
+    if sampler_input.dry is not None:
+        lists += [sampler_input.dry.amounts.astype(np.float64).view(np.int32), sampler_input.dry.ids.astype(np.int32)]
     if biases:
         lists.append(np.fromiter(chain.logit_bias, np.int32, biases))
         lists.append(np.fromiter(chain.logit_bias.values(), np.float32, biases).view(np.int32))
     if recent:
-        lists.append(np.asarray(draw.recent, np.int32))
-    if draw.allowed is not None:
-        lists.append(np.ascontiguousarray(draw.allowed, np.uint32).view(np.int32))
-    return lists, (biases, recent, dry, int(draw.allowed is not None))
+        lists.append(np.asarray(sampler_input.recent, np.int32))
+    if sampler_input.allowed is not None:
+        lists.append(np.ascontiguousarray(sampler_input.allowed, np.uint32).view(np.int32))
+    return lists, (biases, recent, dry, int(sampler_input.allowed is not None))
