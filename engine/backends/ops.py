@@ -206,8 +206,8 @@ class Ops(Protocol):
     def fetch_later(self) -> Callable[[Array, Sequence[SamplerInput]], Fetch] | None:
         """fetch_later(chosen, sampler_inputs) begins to fetch the tokens that `sample` chose.
 
-        Another `run_graph` may begin before they are waited for, and take their ids as its own. No input asks for log-probabilities. None where the
-        host would only wait for a step.
+        Another `run_graph` may begin before they are waited for, and take their ids as its own. No input asks
+        for log-probabilities. None where the host would only wait for a step.
         """
 
     # -- the KV store --------------------------------------------------------------------------------------------
