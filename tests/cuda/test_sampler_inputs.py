@@ -147,7 +147,9 @@ def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[R
     # Where rounding may decide what top-p and min-p keep, both are right.
     for row, expected in zip(batch, wanted, strict=True):
         assume(all(row.distribution(slack).keys() == expected.keys() for slack in (-NEAR, NEAR)))
-    chosen = sampled(ops_of(backend), np.array([row.logits for row in batch], np.float32), [row.sampler_input for row in batch])
+    chosen = sampled(
+        ops_of(backend), np.array([row.logits for row in batch], np.float32), [row.sampler_input for row in batch]
+    )
     for row, expected, token in zip(batch, wanted, chosen, strict=True):
         if not expected:
             assert isinstance(token, EngineError)

@@ -68,15 +68,15 @@ class PromptOps:
         back = NO_ROTATION if transform is None else transform.back
         scale_back = None if transform is None else transform.scale_back
         kernel = attend(Prompt(dim, scale_back is not None, back.order))
-        tops, totals = np.empty((2, rows, heads), np.float32)
+        row_max, row_sum = np.empty((2, rows, heads), np.float32)
 
         def launch(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> None:
             arguments = PromptArguments(
                 q=q,
                 out=out,
                 segments=np.array([words(segment) for segment in segments]),
-                top=tops,
-                total=totals,
+                row_max=row_max,
+                row_sum=row_sum,
                 scale_back=scale_back,
                 before=back.before,
                 rotation=back.memory,

@@ -75,7 +75,9 @@ class PlainValues:
         values = np.ascontiguousarray(tiles).view(np.float32)
         return {"values": values.reshape(*tiles.shape[:-1], self.block_size, self.head_dim).astype(np.float16)}
 
-    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_values(
+        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
+    ) -> None:
         for weight, mix in zip(weights, sums, strict=True):
             for first, lanes in pieces(self.head_dim):
                 total = e.variable(e.load(mix, vector(F32, lanes), 4 * first))

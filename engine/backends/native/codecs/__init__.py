@@ -78,7 +78,9 @@ class KeyTiles(Tiles, Protocol):
 class ValueTiles(Tiles, Protocol):
     """Tiles of values."""
 
-    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_values(
+        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
+    ) -> None:
         """Add Σ weightₜ · valueₜ to the D float32 at each of sums, for 1 to MOST_QUERIES rows of weights.
 
         after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. What lies beyond

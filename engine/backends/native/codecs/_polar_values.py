@@ -76,7 +76,9 @@ class PolarValues(PolarTiles):
                 both = e.part(code, 0, 8) | e.part(code, 8, 8) << 4
                 e.store(both.trunc(I8), out, 16 * pair + 8 * half)
 
-    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_values(
+        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
+    ) -> None:
         groups, size = self.tokens // 16, e.level.byte_register or 64
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
         with e.loop(0, self.units) as unit:  # of all units at first: each waits for several operations in turn

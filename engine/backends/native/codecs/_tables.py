@@ -207,7 +207,9 @@ class TableValues(_TableTiles):
         tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
         return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
-    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_values(
+        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
+    ) -> None:
         chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
         width = self._table.width
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)

@@ -106,7 +106,9 @@ class HalfValues(SectionTiles):
         encoding = without_metric(format, side)
         return None if encoding is None else encode_halves(encoding, False, self.name)
 
-    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_values(
+        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
+    ) -> None:
         parts = self._row // 16
         together = sum_tile(e, len(weights), parts)
         for first in range(0, parts, together):

@@ -186,7 +186,9 @@ class GroupedValues(_GroupedTiles):
         at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
         return side_by_side([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
-    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_values(
+        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
+    ) -> None:
         fours, run = self._tokens // 4, self._packing.run
         rounded = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)

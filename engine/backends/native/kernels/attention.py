@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels import full_blocks
-from polarlm.engine.backends.native.kernels.partials import LOWEST, MIX, padded, partial_bytes
+from polarlm.engine.backends.native.kernels.partials import LOWEST, WEIGHTED, padded, partial_bytes
 from polarlm.engine.backends.native.kernels.rotation import pieces
-from polarlm.engine.backends.native.kernels.softmax import Query, hide, soften
+from polarlm.engine.backends.native.kernels.softmax import Query, mask, softmax
 from polarlm.engine.backends.native.spans import FULL, FullBlock, SpanHeader, Unit
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
@@ -141,17 +141,17 @@ class _Body:
             at = self.scratch + number * self._stride
             query = Query(
                 vector=at,
-                mix=at + size,
+                weighted=at + size,
                 prepared=at + 2 * size,
                 scores=at + (2 * size + spec.keys.query_bytes),
                 position=self.header.position + row,
-                top=e.variable(e.constant(F32, LOWEST)),
-                total=e.variable(e.zero(_F16)),
+                row_max=e.variable(e.constant(F32, LOWEST)),
+                row_sum=e.variable(e.zero(_F16)),
             )
             queries.append(query)
             source = self.args.q + index * (4 * spec.head_dim)
             for offset in range(0, size, 64):
-                e.store(e.zero(_F16), query.mix, offset)
+                e.store(e.zero(_F16), query.weighted, offset)
             if spec.head_dim % 16:
                 e.store(e.zero(_F16), query.vector, size - 64)
             for channel, lanes in pieces(spec.head_dim):
@@ -179,10 +179,10 @@ class _Body:
             with e.when(first + number < self.header.rows * self.spec.group):
                 _, index = self._place(first, number)
                 target = args.parts + (index * args.most_chunks + chunk) * size
-                e.store(query.top.get(), target)
-                e.store(e.sum_lanes(query.total.get()), target, 4)
-                for offset in range(0, size - MIX, 64):
-                    e.store(e.load(query.mix, _F16, offset), target, MIX + offset)
+                e.store(query.row_max.get(), target)
+                e.store(e.sum_lanes(query.row_sum.get()), target, 4)
+                for offset in range(0, size - WEIGHTED, 64):
+                    e.store(e.load(query.weighted, _F16, offset), target, WEIGHTED + offset)
 
     # -- quantized blocks --------------------------------------------------------------------------------------
 
@@ -207,14 +207,14 @@ class _Body:
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
             with e.when(lows[-1] > 0):  # rows are in order of position
-                hide(e, queries, lows, [tokens] * len(queries), tokens)
-            soften(e, queries, tokens, spec.block_size, spec.head_dim)
+                mask(e, queries, lows, [tokens] * len(queries), tokens)
+            softmax(e, queries, tokens, spec.block_size, spec.head_dim)
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
                 after = e.load(table + e.least(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
                 own, ahead = values + block * spec.values.nbytes, values + after * spec.values.nbytes
-                spec.values.emit_mix(e, own, ahead, weights, [query.mix for query in queries])
+                spec.values.emit_values(e, own, ahead, weights, [query.weighted for query in queries])
 
     def _block_scores(
         self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Sequence[Value]
@@ -271,13 +271,13 @@ class _Body:
                 widened = self.scratch + spec.query_tile * self._stride
                 places = first.vector, first.scores, len(queries), self._stride, widened
                 full_blocks.scores(e, keys, values, dim, count, *places)
-                hide(e, queries, lows, highs, e.i64(n))
-                soften(e, queries, e.i64(n), n, dim)
+                mask(e, queries, lows, highs, e.i64(n))
+                softmax(e, queries, e.i64(n), n, dim)
                 after = read(e, FullBlock, full, e.least(number + 1, self.header.full - 1)).slot
                 own_keys = args.full_k + self._offset(after, self.head)
                 after_keys = e.select(number + 1 < self.header.full, own_keys, following)
-                scores, mixes = [query.scores for query in queries], [query.mix for query in queries]
-                full_blocks.mix(e, values, after_keys, dim, count, scores, mixes)
+                scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
+                full_blocks.add_values(e, values, after_keys, dim, count, scores, weighted)
 
     def _full(self, sequence: Value) -> Value:
         """The address of the sequence's blocks in full precision."""

@@ -62,7 +62,7 @@ def scores(
             e.store(parts[0], out + own + token * 4)
 
 
-def mix(
+def add_values(
     e: Emitter, values: Value, after: Value, dim: int, count: Value, weights: Sequence[Value], sums: Sequence[Value]
 ) -> None:
     """Add the values of the first `count` tokens, by each of the weights, to each of the sums (D,). after: as above."""

@@ -2,9 +2,9 @@
 
 A partial result is for a row, a query head and the tokens of a chunk:
 
-    top     the largest score                                  float32, then
-    total   the sum of the weights e^(score − top)             float32, then nothing up to 64 bytes, then
-    mix     the sum of the weighted values                     float32, D rounded up to a multiple of 16
+    row_max  the largest score                                  float32, then
+    row_sum  the sum of the weights e^(score − row_max)         float32, then nothing up to 64 bytes, then
+    weighted the sum of the weighted values                     float32, D rounded up to a multiple of 16
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polarlm.engine.jit.lang.records import Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I64, Value, vector
 
 LOWEST = -1e30  # the score of a token that is not seen: finite, so that differences of two are no NaN
-MIX = 64  # bytes of a partial result before its mix
+WEIGHTED = 64  # bytes of a partial result before its sum of weighted values
 
 _F16 = vector(F32, 16)
 
@@ -32,7 +32,7 @@ def padded(head_dim: int) -> int:
 
 def partial_bytes(head_dim: int) -> int:
     """Bytes of a partial result."""
-    return MIX + padded(head_dim)
+    return WEIGHTED + padded(head_dim)
 
 
 class MergeArguments(NamedTuple):
@@ -62,22 +62,22 @@ def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArgument
             sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
             chunks = read(e, SpanHeader, args.headers, sequence).chunks
             own = args.parts + unit * args.most_chunks * size
-            top = e.variable(e.constant(F32, LOWEST))
+            row_max = e.variable(e.constant(F32, LOWEST))
             with e.loop(0, chunks) as chunk:
-                top.set(e.maximum(top.get(), e.load(own + chunk * size, F32)))
-            total = e.variable(e.zero(F32))
+                row_max.set(e.maximum(row_max.get(), e.load(own + chunk * size, F32)))
+            row_sum = e.variable(e.zero(F32))
             sums = [e.variable(e.zero(_F16)) for _ in offsets]
             with e.loop(0, chunks) as chunk:
                 part = own + chunk * size
-                fade = e.exp(e.load(part, F32) - top.get())
-                total.set(e.fma(fade, e.load(part, F32, 4), total.get()))
-                for offset, mix in zip(offsets, sums, strict=True):
-                    mix.set(e.fma(e.load(part, _F16, MIX + offset), fade, mix.get()))
-            factor = e.like(1.0, total.get()) / total.get()
+                rescale = e.exp(e.load(part, F32) - row_max.get())
+                row_sum.set(e.fma(rescale, e.load(part, F32, 4), row_sum.get()))
+                for offset, weighted in zip(offsets, sums, strict=True):
+                    weighted.set(e.fma(e.load(part, _F16, WEIGHTED + offset), rescale, weighted.get()))
+            factor = e.like(1.0, row_sum.get()) / row_sum.get()
             if is_scaled:
                 factor = factor * e.load(args.scale_back + (unit % args.heads) * 4, F32)
-            for offset, mix in zip(offsets, sums, strict=True):
-                e.store(mix.get() * factor, scratch, offset)
+            for offset, weighted in zip(offsets, sums, strict=True):
+                e.store(weighted.get() * factor, scratch, offset)
             if order > 1:
                 for channel, lanes in pieces(head_dim):
                     signs = e.load(args.before, vector(F32, lanes), 4 * channel)

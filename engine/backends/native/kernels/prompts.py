@@ -41,21 +41,21 @@ class Prompt:
 class _Scratch:
     """Where things lie in the scratch of a unit, in bytes.
 
-    keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. fade (16,): the
+    keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. rescale (16,): the
     factors of older sums, then (16,) the sums of the weights. Of each query: position () int64, query (D,), scaled,
-    mix (D,): weighted values; top (), total (): maximum of its scores, and sum of its weights.
+    weighted (D,): weighted values; row_max (), row_sum (): maximum of its scores, and sum of its weights.
     """
 
     def __init__(self, dim: int) -> None:
         self.end = 0
         self.keys = self._room(KEYS * dim)
         self.weights = self._room(_QUERY_TILE * KEYS)
-        self.fade = self._room(32)
+        self.rescale = self._room(32)
         self.position = self._room(2 * MOST_QUERIES)
         self.query = self._room(MOST_QUERIES * dim)
-        self.mix = self._room(MOST_QUERIES * dim)
-        self.top = self._room(MOST_QUERIES)
-        self.total = self._room(MOST_QUERIES)
+        self.weighted = self._room(MOST_QUERIES * dim)
+        self.row_max = self._room(MOST_QUERIES)
+        self.row_sum = self._room(MOST_QUERIES)
 
     def _room(self, numbers: int) -> int:
         start = self.end
@@ -85,8 +85,8 @@ class PromptArguments(NamedTuple):
     q: Pointer
     out: Pointer
     segments: Pointer
-    top: Pointer
-    total: Pointer
+    row_max: Pointer
+    row_sum: Pointer
     scale_back: Pointer
     before: Pointer
     rotation: Pointer
@@ -109,8 +109,8 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
     Row t has `position` + t and sees keys at positions up to its own, and after that minus `window`. group: H / K.
     tile · group is at most MOST_QUERIES. scale: multiplies the scores. segments: `count` of `Segment`.
     Several launches may attend to the segments of a sequence, one after another: is_first, is_last. Until the last one,
-    top and total (T, H) and out have the maximum, the sum of weights and the weighted sum. The last multiplies the
-    result by scale_back (H,), and rotates it: before (D,) and rotation are those of a `Rotation`.
+    row_max and row_sum (T, H) and out have the maximum, the sum of weights and the weighted sum. The last multiplies
+    the result by scale_back (H,), and rotates it: before (D,) and rotation are those of a `Rotation`.
     """
     layout, row_bytes = _Scratch(spec.dim), 4 * spec.dim
 
@@ -127,7 +127,9 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 unit_state.open(row * group + member, first_position + row, args.q + number * row_bytes, args.scale)
                 with e.when(args.is_first < 1):
-                    unit_state.resume(row * group + member, out + number * row_bytes, args.top, args.total, number)
+                    unit_state.resume(
+                        row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number
+                    )
             unit_state.fill_up(queries, last_position)
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
@@ -141,7 +143,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 target = out + number * row_bytes
                 with e.when(args.is_last < 1):
-                    unit_state.suspend(row * group + member, target, args.top, args.total, number)
+                    unit_state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
                 with e.when(args.is_last > 0):
                     own_scale = args.scale_back + (head * group + member) * 4
                     unit_state.finish(row * group + member, target, own_scale, args.before, args.rotation)
@@ -154,26 +156,30 @@ class _Unit:
 
     def __init__(self, e: Emitter, spec: Prompt, layout: _Scratch, scratch: Value) -> None:
         self._e, self._spec, self._dim = e, spec, spec.dim
-        self._keys, self._weights, self._fade = (scratch + at for at in (layout.keys, layout.weights, layout.fade))
-        self._position, self._query, self._mix = (scratch + at for at in (layout.position, layout.query, layout.mix))
-        self._top, self._total = scratch + layout.top, scratch + layout.total
+        self._keys, self._weights, self._rescale = (
+            scratch + at for at in (layout.keys, layout.weights, layout.rescale)
+        )
+        self._position, self._query, self._weighted = (
+            scratch + at for at in (layout.position, layout.query, layout.weighted)
+        )
+        self._row_max, self._row_sum = scratch + layout.row_max, scratch + layout.row_sum
         rows, vectors = e.level.float_tile
         self._rows = max(n for n in (1, 2, 3, 4, _QUERY_TILE) if n <= rows)  # divisors of MOST_QUERIES
         self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of those of KEYS
 
     def _row(self, i: Value) -> tuple[Value, Value]:
         """Where query i and its weighted sum lie."""
-        return self._query + i * (4 * self._dim), self._mix + i * (4 * self._dim)
+        return self._query + i * (4 * self._dim), self._weighted + i * (4 * self._dim)
 
     def open(self, i: Value, position: Value, q: Value, scale: Value) -> None:
         """Query i has no scores yet."""
         e = self._e
-        query, mix = self._row(i)
+        query, weighted = self._row(i)
         for first, lanes in pieces(self._dim):
             e.store(e.load(q, vector(F32, lanes), 4 * first) * scale, query, 4 * first)
-            e.store(e.zero(vector(F32, lanes)), mix, 4 * first)
-        e.store(e.constant(F32, LOWEST), self._top + i * 4)
-        e.store(e.constant(F32, 0.0), self._total + i * 4)
+            e.store(e.zero(vector(F32, lanes)), weighted, 4 * first)
+        e.store(e.constant(F32, LOWEST), self._row_max + i * 4)
+        e.store(e.constant(F32, 0.0), self._row_sum + i * 4)
         e.store(position, self._position + i * 8)
 
     def fill_up(self, queries: Value, position: Value) -> None:
@@ -182,31 +188,31 @@ class _Unit:
         with e.loop(queries, (queries + (self._rows - 1)) // self._rows * self._rows) as i:
             self.open(i, position, self._query, e.constant(F32, 0.0))
 
-    def resume(self, i: Value, out: Value, top: Value, total: Value, number: Value) -> None:
+    def resume(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
         """Take the state of query i from where an earlier launch has left it."""
         e = self._e
         _copy(e, out, self._row(i)[1], self._dim)
-        e.store(e.load(top + number * 4, F32), self._top + i * 4)
-        e.store(e.load(total + number * 4, F32), self._total + i * 4)
+        e.store(e.load(row_max + number * 4, F32), self._row_max + i * 4)
+        e.store(e.load(row_sum + number * 4, F32), self._row_sum + i * 4)
 
-    def suspend(self, i: Value, out: Value, top: Value, total: Value, number: Value) -> None:
+    def suspend(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
         """Leave the state of query i for a later launch."""
         e = self._e
         _copy(e, self._row(i)[1], out, self._dim)
-        e.store(e.load(self._top + i * 4, F32), top + number * 4)
-        e.store(e.load(self._total + i * 4, F32), total + number * 4)
+        e.store(e.load(self._row_max + i * 4, F32), row_max + number * 4)
+        e.store(e.load(self._row_sum + i * 4, F32), row_sum + number * 4)
 
     def finish(self, i: Value, out: Value, scale_back: Value, before: Value, rotation: Value) -> None:
         """The result of query i."""
-        e, mix, order = self._e, self._row(i)[1], self._spec.order
-        total = e.load(self._total + i * 4, F32)
-        factor = e.like(1.0, total) / total
+        e, weighted, order = self._e, self._row(i)[1], self._spec.order
+        row_sum = e.load(self._row_sum + i * 4, F32)
+        factor = e.like(1.0, row_sum) / row_sum
         if self._spec.is_scaled:
             factor = factor * e.load(scale_back, F32)
         for first, lanes in pieces(self._dim):
-            x = e.load(mix, vector(F32, lanes), 4 * first) * factor
-            e.store(x * e.load(before, x.type, 4 * first) if order > 1 else x, mix, 4 * first)
-        rotate(e, mix, out, rotation, self._dim, order)
+            x = e.load(weighted, vector(F32, lanes), 4 * first) * factor
+            e.store(x * e.load(before, x.type, 4 * first) if order > 1 else x, weighted, 4 * first)
+        rotate(e, weighted, out, rotation, self._dim, order)
 
     def attend(self, k: Value, v: Value, start: Value, tokens: Value, queries: Value, window: Value) -> None:
         """Attention of all queries to a tile of keys and values, the first of which has position `start`."""
@@ -216,7 +222,7 @@ class _Unit:
             at = self._position + i * 8
             lowest, highest = e.load(at, I64), e.load(at, I64, 8 * (rows - 1))
             with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
-                query, mix = self._row(i)
+                query, weighted = self._row(i)
                 seen = e.least(highest - start + 1, tokens)
                 step = 16 * self._vectors
                 with e.loop(0, seen, step) as first:
@@ -232,9 +238,9 @@ class _Unit:
                     for row, sums in enumerate(panel):
                         for number, value in enumerate(sums):
                             e.store(value, self._weights + first * 4, 4 * (KEYS * row + 16 * number))
-                self._soften(i, start, tokens, window)
+                self._softmax(i, start, tokens, window)
                 for part in _groups(list(pieces(self._dim)), self._vectors):
-                    self._mix_values(mix, v, seen, part)
+                    self._add_values(weighted, v, seen, part)
 
     def _transpose(self, k: Value, tokens: Value) -> None:
         """k (tokens, D) → keys (D, KEYS); the last token fills up the tile."""
@@ -250,8 +256,8 @@ class _Unit:
             for rest in range(whole, self._dim):
                 e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
 
-    def _soften(self, i: Value, start: Value, tokens: Value, window: Value) -> None:
-        """Scores → weights, and the top, total and fade of these queries."""
+    def _softmax(self, i: Value, start: Value, tokens: Value, window: Value) -> None:
+        """Scores → weights, and the row_max, row_sum and rescale of these queries."""
         e = self._e
         integers = vector(I32, 16)
         keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, KEYS, 16)]
@@ -264,36 +270,41 @@ class _Unit:
                 seen.append((key <= last) & (key >= first))
                 score = e.load(at, _F16, 64 * number)
                 scores.append(e.select(seen[-1], score, e.like(LOWEST, score)))
-            own_top, fade = self._top + (i + row) * 4, self._fade + row * 4
-            before = e.load(own_top, F32)
-            top = e.maximum(e.maximum_lanes(_reduced(scores, e.maximum)), before)
-            weights = [e.select(own, e.exp(score - top), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)]
+            own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
+            before = e.load(own_row_max, F32)
+            row_max = e.maximum(e.maximum_lanes(_reduced(scores, e.maximum)), before)
+            weights = [
+                e.select(own, e.exp(score - row_max), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)
+            ]
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
             # A score of −infinity has the weight 0: the sum takes what is not finite from the scores.
             marked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
-            e.store(top, own_top)
-            e.store(before - top, fade)
-            e.store(e.sum_lanes(_reduced(marked, lambda a, b: a + b)), fade, 64)
-        e.store(e.exp(e.load(self._fade, _F16)), self._fade)
+            e.store(row_max, own_row_max)
+            e.store(before - row_max, rescale)
+            e.store(e.sum_lanes(_reduced(marked, lambda a, b: a + b)), rescale, 64)
+        e.store(e.exp(e.load(self._rescale, _F16)), self._rescale)
         for number in range(self._rows):
-            total, fade = self._total + i * 4, e.load(self._fade, F32, 4 * number)
-            added = e.load(self._fade, F32, 64 + 4 * number)
-            e.store(e.fma(e.load(total, F32, 4 * number), fade, added), total, 4 * number)
+            row_sum, rescale = self._row_sum + i * 4, e.load(self._rescale, F32, 4 * number)
+            added = e.load(self._rescale, F32, 64 + 4 * number)
+            e.store(e.fma(e.load(row_sum, F32, 4 * number), rescale, added), row_sum, 4 * number)
 
-    def _mix_values(self, mix: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
+    def _add_values(self, weighted: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
         """Add weights · values of some channels to the faded sums."""
         e, row_bytes, first = self._e, 4 * self._dim, part[0][0]
         start = []
         for row in range(self._rows):
-            fade = e.load(self._fade, F32, 4 * row)
+            rescale = e.load(self._rescale, F32, 4 * row)
             start.append(
-                [e.load(mix, vector(F32, lanes), row_bytes * row + 4 * channel) * fade for channel, lanes in part]
+                [
+                    e.load(weighted, vector(F32, lanes), row_bytes * row + 4 * channel) * rescale
+                    for channel, lanes in part
+                ]
             )
         sums = multiply(e, self._weights, 4 * KEYS, v + 4 * first, row_bytes, seen, start)
         for row, own in enumerate(sums):
             for (channel, _), value in zip(part, own, strict=True):
-                e.store(value, mix, row_bytes * row + 4 * channel)
+                e.store(value, weighted, row_bytes * row + 4 * channel)
 
 
 def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:

@@ -19,10 +19,10 @@ class Query:
     vector: Value  # times the scale of scores
     prepared: Value
     scores: Value  # of some blocks; then their weights
-    mix: Value
+    weighted: Value  # sum of weighted values
     position: Value
-    top: Variable
-    total: Variable  # lanes, to be added up
+    row_max: Variable
+    row_sum: Variable  # lanes, to be added up
 
 
 def _over_tokens(e: Emitter, tokens: Value, block_size: int, body: Callable[[Sequence[int], Value], None]) -> None:
@@ -32,7 +32,7 @@ def _over_tokens(e: Emitter, tokens: Value, block_size: int, body: Callable[[Seq
         body(range(0, 4 * step, 64), before)
 
 
-def hide(e: Emitter, queries: Sequence[Query], lows: Sequence[Value], highs: Sequence[Value], tokens: Value) -> None:
+def mask(e: Emitter, queries: Sequence[Query], lows: Sequence[Value], highs: Sequence[Value], tokens: Value) -> None:
     """Hide the tokens below those of `lows`, and from those of `highs` on."""
     lanes = e.constant(vector(I32, 16), tuple(range(16)))
     for query, first, last in zip(queries, lows, highs, strict=True):
@@ -44,39 +44,39 @@ def hide(e: Emitter, queries: Sequence[Query], lows: Sequence[Value], highs: Seq
             e.store(e.select(seen, e.load(at, _F16), e.constant(_F16, LOWEST)), at)
 
 
-def soften(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int, head_dim: int) -> None:
-    """Scores → weights, in place; tops, totals and mixes as they need.
+def softmax(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int, head_dim: int) -> None:
+    """Scores → weights, in place, added to the sums of weights.
 
-    Where a score is above the top so far, what was found before fades.
+    Where a score is above the maximum so far, the sums are rescaled to the new one.
     """
     highest = [e.variable(e.constant(_F16, LOWEST)) for _ in queries]
 
     def find(offsets: Sequence[int], before: Value) -> None:
-        for query, top in zip(queries, highest, strict=True):
+        for query, row_max in zip(queries, highest, strict=True):
             for offset in offsets:
                 score = e.load(query.scores + before, _F16, offset)
-                top.set(e.select(score > top.get(), score, top.get()))
+                row_max.set(e.select(score > row_max.get(), score, row_max.get()))
 
     _over_tokens(e, tokens, block_size, find)
-    tops = [e.maximum_lanes(top.get()) for top in highest]
-    grown = [top > query.top.get() for query, top in zip(queries, tops, strict=True)]
+    maxima = [e.maximum_lanes(row_max.get()) for row_max in highest]
+    grown = [row_max > query.row_max.get() for query, row_max in zip(queries, maxima, strict=True)]
     some = grown[0]
     for other in grown[1:]:
         some = some | other
     with e.when(some):
-        for query, top in zip(queries, tops, strict=True):
-            new = e.maximum(top, query.top.get())
-            fade = e.exp(query.top.get() - new)
-            query.top.set(new)
-            query.total.set(query.total.get() * fade)
+        for query, row_max in zip(queries, maxima, strict=True):
+            new = e.maximum(row_max, query.row_max.get())
+            rescale = e.exp(query.row_max.get() - new)
+            query.row_max.set(new)
+            query.row_sum.set(query.row_sum.get() * rescale)
             for offset in range(0, padded(head_dim), 64):
-                e.store(e.load(query.mix, _F16, offset) * fade, query.mix, offset)
+                e.store(e.load(query.weighted, _F16, offset) * rescale, query.weighted, offset)
 
     def weigh(offsets: Sequence[int], before: Value) -> None:
         for query in queries:
             for offset in offsets:
-                weight = e.exp(e.load(query.scores + before, _F16, offset) - query.top.get())
+                weight = e.exp(e.load(query.scores + before, _F16, offset) - query.row_max.get())
                 e.store(weight, query.scores + before, offset)
-                query.total.add(weight)
+                query.row_sum.add(weight)
 
     _over_tokens(e, tokens, block_size, weigh)

@@ -124,7 +124,7 @@ def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
                     e.store(weight, target, first)
             targets = [args.sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
             at = args.blocks + block * tiles.nbytes
-            tiles.emit_mix(e, at, at, own, targets)
+            tiles.emit_values(e, at, at, own, targets)
 
     return Kernel(f"mix_{tiles.name}_{heads}", emit, declared("blocks weights sums"))
 
