@@ -34,7 +34,7 @@ from polarlm.engine.loading.sizes import (
 )
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import Variances, variances
-from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_drafts, warm_up_rows
+from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, neutral
@@ -267,9 +267,10 @@ def _warm_up(
     weights = load_weights(ops, model, source.weights, None, weight_format(config))
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
     warmed = Transformer(ops, model, weights, store)
-    warm_up(warmed)
+    sequence = warm_up(warmed)
     drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
     return [
+        partial(warm_up_codes, warmed, sequence),
         *(partial(warm_up_drafts, warmed, rows) for rows in drafts),
         *(
             partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)

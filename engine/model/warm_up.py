@@ -25,16 +25,18 @@ def _many_rows(shape: CacheShape) -> int:
     return max(2 * shape.block_size, _MANY_ROWS)
 
 
-def warm_up(model: Transformer) -> None:
-    """Run a first prompt and a step, then a prompt that completes blocks and one that reads them.
-
-    This is the order in which most conversations need the kernels. model: of the ops of a `WarmUp`.
-    """
+def warm_up(model: Transformer) -> SequenceKV:
+    """Run a first prompt and a step → their sequence. model: of the ops of a `WarmUp`."""
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
     span = model.store.open_step(sequence)
     model.step([span], [0], [_sampler_input(model)])
     model.store.commit(span)
+    return sequence
+
+
+def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
+    """Run a prompt that completes blocks and one that reads them, after `warm_up`."""
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
 

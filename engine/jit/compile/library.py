@@ -11,6 +11,7 @@ from pathlib import Path
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
 from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
+from polarlm.engine.jit.isa import VARIABLE
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.model_loaders.forks import renew_in_children
 
@@ -116,7 +117,9 @@ class Library:
             raise
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise KernelError(f"The kernel {kernel.name} cannot be compiled for this CPU: {reason}") from error
+            raise KernelError(
+                f"The kernel {kernel.name} cannot be compiled for this CPU: {reason}; set {VARIABLE} to a lower level"
+            ) from error
 
     @property
     def failed(self) -> list[str]:
