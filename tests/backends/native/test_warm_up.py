@@ -197,7 +197,7 @@ def test_a_kernel_of_later_turns_that_cannot_be_compiled_is_an_error_of_these(
     with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "cache_type": "ring4"}) as engine:
         for _ in range(2):
             assert engine.generate(PROMPT[:40], SOME, PromptOptions(cache_prompt=False)).finish_reason == "length"
-            with pytest.raises(EngineError, match="decode_.* cannot be compiled .*POLARLM_CPU_LEVEL"):
+            with pytest.raises(EngineError, match=r"decode_.* cannot be compiled .*POLARLM_CPU_LEVEL"):
                 engine.generate([*PROMPT[:40], *PROMPT], SOME)
 
 
