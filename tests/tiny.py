@@ -17,6 +17,7 @@ from polarlm.engine import Engine
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.settings import settle
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.requests.request import Request
 from tests.conftest import FIXTURES
@@ -62,7 +63,7 @@ def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
 
 def load_tiny(path: Path, encoding: Encoding = WHOLE, ops: Ops | None = None, **settings: Any) -> Engine:
     """`Engine.load`, with parts of the encoder turned off, or with a backend of the caller's choice."""
-    return Engine(assembly.assemble(assembly.settle(path, None, settings), None, encoding, ops))
+    return Engine(assembly.assemble(settle(path, None, settings), None, encoding, ops))
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:

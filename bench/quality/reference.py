@@ -17,6 +17,7 @@ from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.settings import settle
 from polarlm.engine.model.forward import Transformer
 
 Change = Callable[[Transformer], None]
@@ -33,7 +34,7 @@ def open_engine(
 ) -> Engine:
     """`Engine.load` with NumPy's float32 arithmetic, with the parts of the encoding that `encoding` has on, and with
     `changes` applied to the model."""
-    parts = assembly.assemble(assembly.settle(weights, None, settings), verbose, encoding, NumpyOps())
+    parts = assembly.assemble(settle(weights, None, settings), verbose, encoding, NumpyOps())
     for change in changes:
         change(parts.model)
     return Engine(parts)
@@ -106,7 +107,7 @@ class Reference:
 
     def assemble(self, ops: Ops, **settings: Any) -> assembly.Parts:
         """The same model with a cache of its own, computed by `ops`. The caller closes it."""
-        parts = assembly.assemble(assembly.settle(str(self.model.path), None, settings), None, ops=ops)
+        parts = assembly.assemble(settle(str(self.model.path), None, settings), None, ops=ops)
         if self._bias:
             self._bias(parts.model)
         return parts

@@ -13,7 +13,8 @@ from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, s
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
-from polarlm.engine.loading.assembly import assemble, settle, with_cache
+from polarlm.engine.loading.assembly import assemble, with_cache
+from polarlm.engine.loading.settings import settle
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.files.weights import WeightSource
 

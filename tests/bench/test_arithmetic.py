@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from polarlm.engine.loading.settings import settle
+
 pytest.importorskip("llvmlite")
 
 from polarlm.bench.quality import __main__ as quality
@@ -28,7 +30,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_of_a_block_at_once_are_the_same_as_steps(model_path: Path, prompt: int) -> None:
     """But for their last bits, which give a few numbers another half, and then a few another code, in a full block."""
     settings = {"cache_type": "balanced", "calibration": False, "ctx_size": 256}
-    parts = assembly.assemble(assembly.settle(model_path, None, settings), None, ops=NumpyOps(1))
+    parts = assembly.assemble(settle(model_path, None, settings), None, ops=NumpyOps(1))
     by_steps, by_chunks = (score(parts.model, IDS, prompt) for score in (step_logits, chunk_logits))
     parts.close()
     assert by_steps.shape == (len(IDS) - prompt, 262)

@@ -27,7 +27,8 @@ MIB = 1 << 20
 PROGRAM = """
 import json, re, sys, threading
 from pathlib import Path
-from polarlm.engine.loading.assembly import assemble, settle
+from polarlm.engine.loading.assembly import assemble
+from polarlm.engine.loading.settings import settle
 import polarlm.engine.backends.native.ops
 
 def memory():

@@ -1,0 +1,80 @@
+"""The settings of an engine, checked as far as that needs no model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
+from polarlm.engine.loading.sizes import weight_format
+from polarlm.engine.state import cache_types
+from polarlm.engine.state.plan import parse_size
+from polarlm.engine.storage.tiers.opening import check_settings
+from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
+
+
+def settle(
+    path: str | os.PathLike[str] | None, config: EngineConfig | None, settings: Mapping[str, Any]
+) -> EngineConfig:
+    """The checked EngineConfig from the arguments of `Engine.load`. Raises EngineError for an invalid setting."""
+    known = {f.name for f in fields(EngineConfig)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise EngineError(f"There is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    config = replace(config or EngineConfig(), **settings)
+    if path is not None:
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            raise EngineError(f"A model is the path of a folder or a file, or None for the demonstration, not {path!r}")
+        config = replace(config, weights=os.fspath(path))
+    for name, kind in get_type_hints(EngineConfig).items():
+        value = getattr(config, name)
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            wanted = getattr(kind, "__name__", kind)
+            raise EngineError(f"{name} is {value!r}, but must be of type {wanted}")
+    _check_values(config)
+    if config.hf_repo is not None:
+        if config.weights is not None:
+            raise _wrong("hf_repo", config, "a path is given as well; leave one of the two out")
+        config = replace(config, weights=HUB_PREFIX + config.hf_repo.removeprefix(HUB_PREFIX), hf_repo=None)
+    return config
+
+
+def _check_values(config: EngineConfig) -> None:
+    """Check everything that needs no model. Raises EngineError."""
+    if config.ctx_size < 0:
+        raise _wrong("ctx_size", config, "give a number of tokens, or 0 for the model's own")
+    if config.ctx_size == 1:
+        raise _wrong("ctx_size", config, "a prompt and its answer take two tokens at least; give more, or 0")
+    if config.threads < 0:
+        raise _wrong("threads", config, "give a number of threads, or 0 to follow OMP_NUM_THREADS")
+    if config.block_size < 4 or config.block_size % 4:
+        raise EngineError(f"block_size is {config.block_size}, but must be a multiple of 4")
+    if config.parallel < 1:
+        raise _wrong("parallel", config, "give the number of requests to compute at a time, 1 or more")
+    if not 0 < config.prefill_share < 1:
+        raise _wrong("prefill_share", config, "give a number between 0 and 1, such as 0.5")
+    if config.spec_type not in DRAFTS:
+        raise _wrong("spec_type", config, f"choose from {', '.join(DRAFTS)}")
+    if not 0 <= config.draft_max <= MOST_DRAFTED:
+        raise _wrong("draft_max", config, f"give the most tokens of a draft, 0 to {MOST_DRAFTED}")
+    if not 0 <= config.draft_min <= config.draft_max:
+        raise _wrong("draft_min", config, f"give the fewest tokens of a draft, 0 to draft_max ({config.draft_max})")
+    if config.spec_ngram_size_n < 1:
+        raise _wrong("spec_ngram_size_n", config, "give the number of newest tokens to look for, 1 or more")
+    if config.kept_sequences < 0:
+        raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
+    for setting in ("kv_memory", "cache_disk", "cache_ram"):
+        if (size := getattr(config, setting)) is not None:
+            parse_size(size, setting)
+    check_settings(config)
+    weight_format(config)
+    cache_types.check_names(config)
+
+
+def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:
+    return EngineError(f"{setting}={getattr(config, setting)}: {advice}", settings=(setting,))
