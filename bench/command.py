@@ -8,8 +8,8 @@ from typing import Any
 
 from polarlm.engine import EngineConfig, EngineError, codecs
 from polarlm.engine.cli.flags import Check, FlagError
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.settings import settle
 from polarlm.engine.state.cache_types import PRESETS
 
 _PLAIN = ":plain"

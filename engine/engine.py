@@ -12,8 +12,7 @@ from typing import Any
 
 from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading import assembly
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading import assembly, checks
 from polarlm.engine.model import score
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
 from polarlm.engine.requests.answers import Answers, Known
@@ -75,7 +74,7 @@ class Engine:
         Raises EngineError with a sentence for the user: "model_unavailable" for a model that is missing or cannot be
         used, "device_unavailable", "out_of_memory", "invalid_request" for a setting.
         """
-        return cls(assembly.assemble(settle(path, config, settings), verbose))
+        return cls(assembly.assemble(checks.settle(path, config, settings), verbose))
 
     # -- generating --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from polarlm.engine import weight_formats
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse, that, use_utf8
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import (
     Advice,
     DeviceFit,
@@ -26,7 +27,6 @@ from polarlm.engine.loading.fit import (
     fit_weights,
     steps_to,
 )
-from polarlm.engine.loading.settings import settle
 from polarlm.engine.loading.sizes import loaded_bytes
 from polarlm.engine.model.weights import in_words
 from polarlm.engine.state.plan import format_bytes

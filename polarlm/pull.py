@@ -14,8 +14,8 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse, use_utf8
 from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.settings import settle
 from polarlm.engine.loading.sizes import fits_beside
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import hub

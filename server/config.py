@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.state.plan import parse_size
 
 KEY_VARIABLE = "POLARLM_API_KEY"

@@ -10,8 +10,8 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.chat import terminal
 from polarlm.engine.chat.config import read_command_line as chat_flags
 from polarlm.engine.cli.flags import in_flags
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.settings import settle
 from polarlm.engine.loading.sizes import fits_beside
 from polarlm.model_loaders import load_weights
 from polarlm.server.config import read_command_line as server_flags

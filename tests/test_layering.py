@@ -67,6 +67,7 @@ ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
+ROOMS["loading.checks"] = {"loading.sizes", "state", "storage.tiers"} | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
@@ -77,6 +78,7 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
 }
 ROOMS["engine"] = {
     "loading.assembly",
+    "loading.checks",
     "state",
     "model",
     "requests",
@@ -87,7 +89,7 @@ ROOMS["engine"] = {
 } | TOLD
 ROOMS["async_engine"] = {"engine", "requests", "sampling"} | TOLD
 ROOMS["chat"] = {
-    "loading.assembly",
+    "loading.checks",
     "backends.select",
     "cli.commands",
     "engine",

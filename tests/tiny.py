@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from polarlm.engine import Engine
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.settings import settle
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.requests.request import Request
 from tests.conftest import FIXTURES

@@ -33,8 +33,8 @@ from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.assembly import assemble
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.settings import settle
 from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.encode import decode_centred, encode_centred

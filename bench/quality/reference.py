@@ -16,8 +16,8 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.settings import settle
 from polarlm.engine.model.forward import Transformer
 
 Change = Callable[[Transformer], None]

@@ -14,7 +14,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.loading.assembly import assemble, with_cache
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.files.weights import WeightSource
 

@@ -17,7 +17,7 @@ from polarlm.bench.quality.scores import kept_scores, small
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import AS_STORED
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.file_matrix import nearest
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.files.weights import WeightSource

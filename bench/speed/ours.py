@@ -11,7 +11,7 @@ from typing import Any
 from polarlm.bench.speed.child import serve
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.loading.assembly import Parts, assemble, with_cache
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.prefix import PrefixCache

@@ -12,7 +12,7 @@ from typing import Any
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
 from polarlm.engine.config import EngineConfig, SamplingParams, setting
 from polarlm.engine.limits import SAMPLING, complaint
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 
 pytest.importorskip("llvmlite")
 

@@ -16,7 +16,7 @@ from polarlm.bench.quality.causes import ALL, SERVED, Depth, measure, whole_stor
 from polarlm.bench.quality.divergence import compare
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import Parts, assemble
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from tests.bare import bare_model, prefill_logits, read_model
 

@@ -17,7 +17,7 @@ from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import assemble
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from tests.bare import bare_model, prefill_logits, read_model
 from tests.model_loaders.hub_server import Hub, Repository
 

@@ -15,7 +15,7 @@ from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.assembly import Parts, assemble, with_cache
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from tests.bare import bare_model, prefill_logits, read_model
 

@@ -17,7 +17,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.flags import describe
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.loading.assembly import assemble
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.file_matrix import FileMatrix, format_for
 from polarlm.engine.model.weights import fingerprint, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.state.plan import format_bytes

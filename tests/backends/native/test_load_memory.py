@@ -28,7 +28,7 @@ PROGRAM = """
 import json, re, sys, threading
 from pathlib import Path
 from polarlm.engine.loading.assembly import assemble
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 import polarlm.engine.backends.native.ops
 
 def memory():

@@ -19,7 +19,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.jit.compile.target import VARIABLE, levels
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.loading.assembly import assemble
-from polarlm.engine.loading.settings import settle
+from polarlm.engine.loading.checks import settle
 from scripts.make_golden import answer
 from scripts.make_random_model import write
 from tests.bare import kl
