@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -50,16 +51,21 @@ def encoded(of: Layout, x: np.ndarray, seed: int = 0) -> np.ndarray:
     return record
 
 
+def assert_unpacked(of: Layout, fields: Mapping[str, np.ndarray], case: object) -> None:
+    """Records of 2 × 3 blocks give back the fields that they were packed from."""
+    records = of.pack(fields)
+    assert records.shape == (2, 3, of.nbytes), case
+    back, _ = of.unpack(records)
+    assert list(back) == list(fields), case
+    assert all(np.array_equal(back[name], field) for name, field in fields.items()), case
+
+
 @both_sides
 def test_a_record_of_polarquant_unpacks_to_its_fields(values: bool) -> None:
     for block_size, head_dim in itertools.product([16, 32, 64, 128], [8, 16, 24, 48, 64, 72, 80, 96, 128, 256]):
         codec, of = codecs.get("polarquant"), side("polarquant", values, block_size, head_dim)
         fields = codec.encode(gaussian(2, 3, block_size, head_dim))
-        records = of.pack(fields)
-        assert records.shape == (2, 3, of.nbytes), (block_size, head_dim)
-        back, _ = of.unpack(records)
-        assert list(back) == list(fields), (block_size, head_dim)
-        assert all(np.array_equal(back[name], field) for name, field in fields.items()), (block_size, head_dim)
+        assert_unpacked(of, fields, (block_size, head_dim))
         if head_dim % 16 == 0 and of.record.geometry.tiles % 4 == 0:
             assert 8 * of.nbytes / (block_size * head_dim) == 4.0, (block_size, head_dim)
 
@@ -133,11 +139,7 @@ def test_a_record_of_polarpair_unpacks_to_its_fields(name: str) -> None:
         for block_size in (32, 64, 128):
             codec, of = codecs.get(name + group), side(name + group, False, block_size, head_dim)
             fields = codec.encode(gaussian(2, 3, block_size, head_dim))
-            records = of.pack(fields)
-            assert records.shape == (2, 3, of.nbytes), (group, head_dim)
-            back, _ = of.unpack(records)
-            assert list(back) == list(fields), (group, head_dim)
-            assert all(np.array_equal(back[key], field) for key, field in fields.items()), (group, head_dim)
+            assert_unpacked(of, fields, (group, block_size, head_dim))
             if head_dim % 64 == 0:
                 stored = sum(field.nbytes for field in fields.values()) // (2 * 3)
                 assert of.nbytes == -(-stored // 128) * 128, (group, head_dim)
