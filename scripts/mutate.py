@@ -208,10 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a file for the results, as JSON")
     options = parser.parse_args(argv)
     picked = chosen(list(mutations(ROOT, options.rooms.split(","))), options.number, options.seed)
-    for room in dict.fromkeys(mutation.room for mutation in picked):
-        if not passes(room, ROOT, options.suite, _MARKS[KILLED]):
-            print(f"error: The tests of {room} do not pass as they are, so they tell nothing", file=sys.stderr)
-            return 1
+    rooms = list(dict.fromkeys(mutation.room for mutation in picked))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for room, does in zip(
+            rooms, pool.map(lambda r: passes(r, ROOT, options.suite, _MARKS[KILLED]), rooms), strict=True
+        ):
+            if not does:
+                print(f"error: The tests of {room} do not pass as they are, so they tell nothing", file=sys.stderr)
+                return 1
     outcomes = dict.fromkeys(picked, SURVIVED)
     for kind, marks in _MARKS.items():
         left = [mutation for mutation, what in outcomes.items() if what == SURVIVED]
