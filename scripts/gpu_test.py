@@ -32,12 +32,12 @@ NEVER = (
     *("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_modules", "test_overlap"),
     *("test_warm_up", "test_shapes", "test_source"),
 )
-# Whole models and engines: they run once more with overlapped launches, where the GPU has them.
+# Whole models and engines: where the GPU has overlapped launches, they run with these and with launches in turn.
 AGAIN = (*_MODELS, "test_gpu", "test_schedules")
 _MOST_WORKERS = 12
 _WORKER_BYTES = 3 << 30  # of the GPU's memory, for each process
 _BUDGET = 340  # seconds
-_OVERLAPPED = 60  # seconds of them that are left to tests with overlapped launches
+_AGAIN_SECONDS = 60  # seconds of them that are left to tests with the other kind of launches
 _SANITIZED = 60  # seconds of each tool of compute-sanitizer
 _NEEDED = ("pytest", "hypothesis")
 
@@ -61,18 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = options.results or _results(ops.name)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
     print(f"{ops.name}: results go to {results} as they come; no test begins after {options.budget} s")
-    end, again = time.time() + options.budget, _can_overlap()
-    first_end = end - min(_OVERLAPPED, options.budget / 2) if again else end
+    end, other = time.time() + options.budget, _other_launches()
+    first_end = end - min(_AGAIN_SECONDS, options.budget / 2) if other else end
     given = ["-p", "tests.written_results", *_workers(options.workers or workers_for(ops.free_memory())), *for_pytest]
     limits = ["--results", str(results), "--until", str(first_end)]
     if options.resume is not None:
         limits += ["--but-not", str(options.resume)]
     code = int(pytest.main([*map(str, files()), *limits, *given]))
-    if again:
-        os.environ[overlap.VARIABLE] = "1"
-        path = results.with_suffix(".overlapped.jsonl")
-        write(path, {"gpu": ops.name, "launches": "overlapped", "pytest": for_pytest})
-        print(f"Again with {overlap.VARIABLE}=1: results go to {path}")
+    if other:
+        os.environ[overlap.VARIABLE], launches = other
+        path = results.with_suffix(f".{launches.replace(' ', '-')}.jsonl")
+        write(path, {"gpu": ops.name, "launches": launches, "pytest": for_pytest})
+        print(f"Again with {overlap.VARIABLE}={other[0]}: results go to {path}")
         some = [str(file) for file in files() if file.stem in AGAIN]
         code = int(pytest.main([*some, "--results", str(path), "--until", str(end), *given])) or code
         del os.environ[overlap.VARIABLE]
@@ -95,11 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _can_overlap() -> bool:
-    """Whether the GPU has overlapped launches, and the environment does not turn them on for all tests."""
-    from polarlm.engine.backends.cuda.device.cupy_device import can_overlap  # it needs CuPy
+def _other_launches() -> tuple[str, str] | None:
+    """The value of `overlap.VARIABLE` for the launches that are not the GPU's default, and their name.
 
-    return can_overlap() and not overlap.is_wanted()
+    None where the GPU has no overlapped launches, or the environment says which ones all tests are to use.
+    """
+    from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap  # it needs CuPy
+
+    if overlap.VARIABLE in os.environ or not can_overlap():
+        return None
+    return ("0", "in turn") if CupyDevice().overlaps else ("1", "overlapped")
 
 
 def files() -> list[Path]:

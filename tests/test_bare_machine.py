@@ -113,8 +113,8 @@ def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     assert memcheck == {"sanitizer": "memcheck", "result": "passed", "why": ""}, done.stdout
     assert racecheck == {"sanitizer": "racecheck", "result": "failed", "why": "a race in a kernel"}
     assert done.returncode != 0
-    about, *again = [json.loads(line) for line in results.with_suffix(".overlapped.jsonl").read_text().splitlines()]
-    assert about["launches"] == "overlapped"
+    about, *again = [json.loads(line) for line in results.with_suffix(".in-turn.jsonl").read_text().splitlines()]
+    assert about["launches"] == "in turn"
     assert {line["test"] for line in again if line["result"] == "passed"} < {line["test"] for line in lines}
     assert {line["test"].split("::")[1].split("[")[0] for line in again if line["result"] == "passed"} >= {
         "test_replayed_steps_equal_launched_steps",

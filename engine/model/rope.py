@@ -15,6 +15,8 @@ from polarlm.model_loaders.rope import rope_frequencies
 
 Rope = tuple[np.ndarray, np.ndarray]  # cos and sin (T, D/2) float32
 
+_STRETCH = 256  # positions
+
 
 def pair_frequencies(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
     """Radians per position, and the factor on cos and sin, for every pair of channels: (D/2,) float64 each."""
@@ -25,6 +27,28 @@ def pair_frequencies(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
     return frequencies, factors
 
 
+class _Turns:
+    """exp(i · position · frequency) · factor for one kind of RoPE: products of two tables' entries.
+
+    A table of all positions would be large, and cosines and sines of a prompt's cost more than ten times a product.
+    Angles are float64, because positions may be large. A position's result is the same whatever others it comes with.
+    """
+
+    def __init__(self, frequencies: np.ndarray, factors: np.ndarray):
+        self._frequencies, self._factors = frequencies, factors
+        self._within = np.exp(1j * np.arange(_STRETCH)[:, None] * frequencies)
+        self._starts = np.empty((0, len(frequencies)), np.complex128)  # of stretches, as many as were needed yet
+
+    def __call__(self, positions: np.ndarray) -> Rope:
+        stretches, within = np.divmod(positions, _STRETCH)
+        if (needed := int(stretches.max(initial=0)) + 1) > len(self._starts):
+            starts = _STRETCH * np.arange(max(needed, 2 * len(self._starts)))
+            self._starts = np.exp(1j * starts[:, None] * self._frequencies) * self._factors
+        turned = self._starts[stretches]
+        turned *= self._within[within]
+        return turned.real.astype(np.float32), turned.imag.astype(np.float32)
+
+
 class RopeTables:
     """cos and sin of positions, one table for all layers with the same RoPE and head dim."""
 
@@ -32,19 +56,14 @@ class RopeTables:
         kinds = {attention.rope_kind: attention for attention in config.attentions.values()}
         self.kind = {layer: [*kinds].index(one.rope_kind) for layer, one in config.attentions.items()}
         """Layer with attention → index of its table."""
-        self._frequencies = [pair_frequencies(attention) for attention in kinds.values()]
+        self._turns = [_Turns(*pair_frequencies(attention)) for attention in kinds.values()]
 
     def __len__(self) -> int:
-        return len(self._frequencies)
+        return len(self._turns)
 
     def tables(self, positions: np.ndarray) -> list[Rope]:
-        """cos and sin of positions (T,), for each kind. Angles are float64, because positions may be large."""
-        tables = []
-        for frequencies, factors in self._frequencies:
-            angles = positions[:, None] * frequencies
-            cos, sin = np.cos(angles) * factors, np.sin(angles) * factors
-            tables.append((cos.astype(np.float32), sin.astype(np.float32)))
-        return tables
+        """cos and sin of positions (T,), for each kind."""
+        return [turns(positions) for turns in self._turns]
 
     def of_layer(self, layer: int, tables: Sequence[Any]) -> Any:
         """A layer's table, out of those of all kinds; None without attention."""

@@ -145,7 +145,7 @@ BUDGETS = [
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4, **STAYING}, "q4_k"), 70, 2.004),
     Budget("gemm_packed", product("gemm_packed", 8, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 78, 2.793),
     Budget("gemm_packed", product("gemm_packed", 16, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 107, 2.969),
-    Budget("gemm_packed", product("gemm_packed", 8, {"TILES": 4, "SLOTS": 5, **ROUNDED}, "q4_k"), 92, 2.744),
+    Budget("gemm_packed", product("gemm_packed", 8, {"TILES": 1, "SLOTS": 4, **ROUNDED}, "q4_k"), 62, 3.016),
     Budget("gemm_packed", product("gemm_packed", 16, {"TILES": 4, "SLOTS": 5, **ROUNDED}, "q4_k"), 128, 2.902),
     Budget(
         "gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4, **STAYING, "RESIDENT": 2}, "q6_k"), 103, 3.000

@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.device import Addresses, Carried
+from polarlm.engine.backends.cuda.device import Addresses, Carried, overlap
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -38,7 +38,8 @@ NAME, RECORDING = (
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
-    """The machine, and the module under test, imported anew."""
+    """The machine, and the module under test, imported anew. Its launches are CuPy's: they do not overlap."""
+    monkeypatch.setenv(overlap.VARIABLE, "0")
     machine, modules = fake_cupy.make()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -184,6 +184,7 @@ def logits_of(device: Any) -> Sequence[np.ndarray]:
 def test_a_model_answers_the_same(fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded or not; kernels that do not wait are launched as always."""
     machine, module = fake
+    monkeypatch.setenv(overlap.VARIABLE, "0")
     plain = logits_of(module.CupyDevice())
     assert not machine.overlapped
     names = set(machine.launches)
@@ -203,7 +204,9 @@ def test_a_model_answers_the_same(fake: tuple[Machine, ModuleType], monkeypatch:
         ("1", (9, 0), 12020, False),
         ("", (9, 0), 13000, False),
         ("0", (9, 0), 13000, False),
-        (None, (9, 0), 13000, False),
+        (None, (9, 0), 13000, True),
+        (None, (9, 0), 12020, False),
+        (None, (12, 0), 13000, False),
     ],
 )
 def test_it_takes_the_variable_the_gpu_and_cuda(

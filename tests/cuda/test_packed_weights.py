@@ -181,7 +181,7 @@ def test_blocks_that_stay_multiply_several_sets_of_tiles(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "name"), [(8, "q3_k"), (13, "q4_k"), (8, "q8_0"), (13, "q8_0")])
+@pytest.mark.parametrize(("rows", "name"), [(9, "q3_k"), (13, "q4_k"), (9, "q8_0"), (16, "q8_0")])
 def test_products_of_large_matrices_share_x_among_four_tiles(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:

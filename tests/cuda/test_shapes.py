@@ -87,7 +87,7 @@ def test_packed_products_of_few_rows_fit_shared_memory(format: WeightFormat) -> 
         assert most in (4, 8, 16), case
         assert rows <= most < 2 * rows, case
         assert tiles in ((2, 4) if gated else (1, 2, 4)), case
-        assert tiles < 4 or (most >= 8 and blocks >= 2 * 0.875 * machine[0] - 2), case
+        assert tiles < 4 or (most > 8 and blocks >= 2 * 0.875 * machine[0] - 2), case
         assert (blocks - 1) * 16 * tiles < out <= blocks * 16 * tiles, case
         assert tiles == 1 or gated or blocks >= 0.875 * machine[0] - 1, case
         assert slots > tiles, case

@@ -192,14 +192,14 @@ def _packed() -> dict[str, list[Variant]]:
     for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8, 16), (256, 16384)):
         format = weight_formats.get(weight)
         kernel, act = ("gemv_packed", "float") if rows <= launch_configs.GEMV_ROWS else ("gemm_packed", "__half")
-        for memory in (100 << 10, 228 << 10):
+        for memory, gated in itertools.product((100 << 10, 228 << 10), (False, True)):
             configured = getattr(launch_configs, kernel)
-            config, _ = configured(rows, out, 128, memory, format.values, packed.block_bytes(format))
+            config, _ = configured(rows, out, 128, memory, format.values, packed.block_bytes(format), gated)
             constants = {name: (value,) for name, value in config.defines.items()}
             variants[kernel] += [
                 replace(variant, dynamic_shared=config.shared)
                 for variant in _linear(kernel, ACT=(act,), WEIGHT=(weight,), **constants)
-                if config.defines["TILES"] != 1 or "ACTIVATION" not in variant.defines
+                if ("ACTIVATION" in variant.defines) == gated
                 if not (act == "__half" and variant.defines["NORMED"])
             ]
     return {kernel: [*some, *_rounded_results(some)] for kernel, some in variants.items()}

@@ -104,14 +104,14 @@ class CupyDevice:
     """The current GPU of the process; CUDA_VISIBLE_DEVICES chooses among several."""
 
     def __init__(self, *, overlaps: bool | None = None) -> None:
-        """overlaps: whether launches overlap, if they can; None for what the environment says."""
+        """overlaps: whether launches overlap, if they can; None for `overlap.is_wanted`."""
         self._number = number = _runtime.getDevice()
         properties = _runtime.getDeviceProperties(number)
         self.name = properties["name"].decode()
         self.processors = int(properties["multiProcessorCount"])
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self.overlaps = (overlap.is_wanted() if overlaps is None else overlaps) and can_overlap()
+        self.overlaps = (overlap.is_wanted(_capability()) if overlaps is None else overlaps) and can_overlap()
         self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], _Kernel] = {}

@@ -11,17 +11,19 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-VARIABLE = "POLARLM_OVERLAP_LAUNCHES"  # 1 turns these launches on, where the GPU and CUDA have them
+VARIABLE = "POLARLM_OVERLAP_LAUNCHES"  # 1 turns these launches on, where the GPU and CUDA have them; 0 off
 
 _LEAST_CAPABILITY = 9, 0
+_PROVED = ((9, 0),)  # compute capabilities of GPUs on which all tests have passed with these launches
 _LEAST_CUDA = 12030  # from it on, graphs keep these launches
 
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-def is_wanted() -> bool:
-    """Whether the environment turns these launches on."""
-    return os.environ.get(VARIABLE) == "1"
+def is_wanted(capability: tuple[int, int]) -> bool:
+    """Whether the environment turns these launches on; if it says nothing, whether they are proved on such a GPU."""
+    asked = os.environ.get(VARIABLE)
+    return capability in _PROVED if asked is None else asked == "1"
 
 
 def is_there(capability: tuple[int, int], *cuda_versions: int) -> bool:
