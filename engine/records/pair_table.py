@@ -38,7 +38,7 @@ class PairRecord(Record):
         """A row for each byte, and rows for the 256 norms of one-byte norms."""
         return 256 + (8 if self.store.norms.dtype.itemsize == 1 else 0)
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, int]:
         offsets, nbytes = {"NORM_TABLE": 0, "NORM_THRESHOLDS": 0}, 0
         for name, table in self._tables.items():
@@ -71,7 +71,7 @@ class PairRecord(Record):
         codes = self.store.schema(self.geometry.block_size, self.geometry.head_dim)["codes"]
         return Words((self.geometry.pair_codes(codes, self.store.bits),))
 
-    @property
+    @cached_property
     def _tables(self) -> dict[str, np.ndarray]:
         """Name of its offset → table, each a multiple of 16 bytes."""
         tables: dict[str, np.ndarray] = {

@@ -197,7 +197,8 @@ class CupyDevice:
             compiled = self._kernels[kernel, text] = _Kernel(function, waits(text, kernel))
         compiled.allow(shared)
         given = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
-        if self._overlapped is None or not compiled.waits:
+        # Outside of a recording the host is slower than short kernels, and these launches cost it more than CuPy's.
+        if self._overlapped is None or not compiled.waits or not self._recordings.under_way:
             compiled.function(tuple(grid), tuple(block), tuple(given), shared_mem=shared)
             return
         values = [_c_value(arg) for arg in given]

@@ -23,6 +23,8 @@ class Recordings:
     """The recordings of a device: see `Device.run_graph`. The caller has selected the stream."""
 
     def __init__(self, stream: cupy.cuda.Stream):
+        self.under_way = False
+        """Whether work is being recorded."""
         self._stream = stream
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
         # A graph holds the addresses that it was recorded with, so recordings allocate from a pool of their own. They
@@ -51,7 +53,11 @@ class Recordings:
             self._kept[whole] = recording
             recording.take(on_host, inputs)
             if recording.graph is None:
-                recording.record(work)
+                self.under_way = True
+                try:
+                    recording.record(work)
+                finally:
+                    self.under_way = False
             return recording.launch()
 
 
