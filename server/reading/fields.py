@@ -22,7 +22,7 @@ class Field:
     """A field, the APIs that define it, and its effect here, or why it has none."""
 
     name: str
-    apis: str  # O: OpenAI, L: llama-server, V: vLLM, P: this server alone
+    apis: str  # as "OpenAI, vLLM"; "here alone" for this server's own
     standing: Literal["honoured", "harmless", "refused"]
     says: str
     neutral: tuple[Any, ...] = ()  # values of a refused field that have no effect, unless it is one of RULES

@@ -125,7 +125,7 @@ def test_every_field_of_openais_client_is_known() -> None:
             f"openai {openai.__version__} has fields that nobody has looked at yet: {', '.join(sorted(unknown))}"
         )
     assert unknown == set()
-    assert all("O" in FIELDS[name].apis for name in {*chat, *text})
+    assert all("OpenAI" in FIELDS[name].apis for name in {*chat, *text})
 
 
 def test_every_field_has_its_example_here() -> None:
