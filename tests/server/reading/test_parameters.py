@@ -413,19 +413,7 @@ def test_input_that_is_not_a_json_object_is_refused(data: bytes) -> None:
     assert len(caught.value.message) < 200
 
 
-NAMES = [
-    *FIELDS,
-    "role",
-    "content",
-    *SamplingParams.__dataclass_fields__,
-    "messages",
-    "prompt",
-    "stream",
-    "n",
-    "tools",
-    "stream_options",
-    "role",
-]
+NAMES = [*FIELDS, "role", "content", *SamplingParams.__dataclass_fields__]
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=4),
