@@ -38,13 +38,18 @@ BY_RULE: dict[str, tuple[list[Any], list[Any]]] = {
     "add_special_tokens": ([False], [True]),
 }
 REFUSED = [field for field in FIELDS.values() if field.standing == "refused"]
-SAME_NAME: dict[str, Any] = {  # as the parameter of sampling
-    **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "dry_multiplier"), 0.5),
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "repeat_last_n", "dry_allowed_length", "seed"), 5),
-    **{"dry_base": 1.5, "repeat_penalty": 1.5, "dry_penalty_last_n": 5, "ignore_eos": True},
+SAME_NAME: dict[str, tuple[Any, ...]] = {  # as the parameter of sampling
+    "temperature": (0, 1.5),
+    **dict.fromkeys(("top_p", "min_p", "repeat_penalty", "dry_multiplier"), (0.5,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0.5, -2)),
+    **dict.fromkeys(("min_tokens", "repeat_last_n", "dry_allowed_length"), (5,)),
+    **dict.fromkeys(("max_tokens", "top_k"), (0, 5)),
+    "seed": (0, 2**63 - 1),
+    "dry_base": (2,),
+    "dry_penalty_last_n": (5, -2),
+    "ignore_eos": (True,),
 }
-HONOURED: dict[str, tuple[Any, Any]] = {  # a value, and what it becomes
-    **{name: (value, SamplingParams(**{name: value})) for name, value in SAME_NAME.items()},
+HONOURED: dict[str, tuple[Any, Any]] = {  # of the others: a value, and what it becomes
     "parse_special": (False, PromptOptions(parse_special=False)),
     "chat_template_kwargs": ({"a": 1}, PromptOptions(parse_special=True, template_variables={"a": 1})),
     "reasoning_effort": (
@@ -70,19 +75,11 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # a value, and what it becomes
     "structured_outputs": ({"regex": "a"}, SamplingParams(regex="a")),
     **dict.fromkeys(("logprobs", "n_probs"), (5, SamplingParams(logprobs=5))),
 }
-ELSEWHERE = {
-    "messages",
-    "prompt",
-    "continue_final_message",
-    "add_generation_prompt",
-    "top_logprobs",
-    "n",
-    "n_cmpl",
-    "stream",
-    "stream_options",
-    "return_progress",
-}  # in test_parameters
-ELSEWHERE |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_format"}  # test_http_tools
+ELSEWHERE = {  # that have tests of their own
+    *("messages", "prompt", "continue_final_message", "add_generation_prompt", "top_logprobs", "n", "n_cmpl"),
+    *("stream", "stream_options", "return_progress", "include_reasoning", "reasoning_format"),
+    *("tools", "tool_choice", "parallel_tool_calls"),
+}
 
 
 def read(**body: Any) -> parameters.ParsedRequest:
@@ -130,7 +127,9 @@ def test_every_field_of_openais_client_is_known() -> None:
 
 def test_every_field_has_its_example_here() -> None:
     assert set(BY_RULE) == set(RULES) <= {field.name for field in REFUSED}
-    assert set(HONOURED) | ELSEWHERE == {name for name, field in FIELDS.items() if field.standing == "honoured"}
+    assert {*SAME_NAME, *HONOURED, *ELSEWHERE} == {
+        name for name, field in FIELDS.items() if field.standing == "honoured"
+    }
 
 
 def test_the_order_of_samplers_is_told() -> None:
@@ -177,7 +176,8 @@ def test_harmless_fields_are_ignored() -> None:
 
 
 def test_honoured_fields_reach_the_engine() -> None:
-    for name, (value, meant) in HONOURED.items():
+    same = [(name, value, SamplingParams(**{name: value})) for name, values in SAME_NAME.items() for value in values]
+    for name, value, meant in [*same, *((name, *row) for name, row in HONOURED.items())]:
         asked = read(**{name: value})
-        assert meant in (asked.params, asked.options), name
-        assert asked != read(), name
+        assert meant in (asked.params, asked.options), (name, value)
+        assert asked != read(), (name, value)
