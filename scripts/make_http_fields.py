@@ -1,11 +1,11 @@
 """Writes docs/http-fields.md, the table of a request's fields, from `server.reading.fields`."""
 
+import json
 from pathlib import Path
 
-from polarlm.server.reading.fields import FIELDS, Field
+from polarlm.server.reading.fields import FIELDS, RULES, Field
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "http-fields.md"
-_APIS = {"O": "OpenAI", "L": "llama-server", "V": "vLLM", "P": "here alone"}
 _BEGINNING = """\
 # Fields of a request
 
@@ -28,14 +28,11 @@ def document() -> str:
         [
             _BEGINNING,
             "## Honoured\n\n| Field | Known to | What it does, and its default |\n|---|---|---|",
-            *(f"| {_name(field)} | {field.says} |" for field in _of("honoured")),
+            *(f"| `{field.name}` | {field.apis} | {field.says} |" for field in _of("honoured")),
             "\n## Harmless\n\n| Field | Known to | Why it changes nothing |\n|---|---|---|",
-            *(f"| {_name(field)} | {field.says} |" for field in _of("harmless")),
+            *(f"| `{field.name}` | {field.apis} | {field.says} |" for field in _of("harmless")),
             "\n## Refused\n\n| Field | Known to | Values without effect | Why it is refused |\n|---|---|---|---|",
-            *(
-                f"| {_name(field)} | {field.neutral.text if field.neutral else ''} | {field.says} |"
-                for field in _of("refused")
-            ),
+            *(f"| `{field.name}` | {field.apis} | {_neutral(field)} | {field.says} |" for field in _of("refused")),
             "",
         ]
     )
@@ -45,8 +42,9 @@ def _of(standing: str) -> list[Field]:
     return [field for field in FIELDS.values() if field.standing == standing]
 
 
-def _name(field: Field) -> str:
-    return f"`{field.name}` | {', '.join(_APIS[api] for api in field.apis)}"
+def _neutral(field: Field) -> str:
+    rule = RULES.get(field.name)
+    return rule.text if rule else " or ".join(f"`{json.dumps(value)}`" for value in field.neutral)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def test_there_is_nothing_but_code(members: list[str]) -> None:
         ".html",
         ".css",
         ".js",
+        ".json",
         ".txt",
         ".md",
     }

@@ -18,39 +18,6 @@ MAX_BIAS_TEXT = 4096  # characters, of all strings together
 
 Tokenize = Callable[[str], list[int]]
 
-# Where one parameter has several fields, the last one that is given counts.
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "repeat_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-)
-_WHOLE = (
-    "top_k",
-    "n_predict",
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "seed",
-    "repeat_last_n",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "speculative.n_max",
-    "speculative.n_min",
-)
-_PARAMETERS = {
-    "repetition_penalty": "repeat_penalty",
-    "n_predict": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "speculative.n_max": "draft_max",
-    "speculative.n_min": "draft_min",
-}  # of fields that are called otherwise
-_TEXTS = ("stop", "dry_sequence_breakers")
 _MEANT: dict[tuple[str, float], float] = {
     ("top_k", -1): 0,
     ("top_p", 0): 1e-9,
@@ -60,24 +27,13 @@ _MEANT: dict[tuple[str, float], float] = {
 def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logprobs: bool) -> SamplingParams:
     """Raises BadRequest. See `server.reading.parameters.read`."""
     chosen: dict[str, Any] = {}
-    for field in (*_NUMBERS, *_WHOLE):
+    for field, (name, read) in _FIELDS.items():
         if field in body:
-            name, given = _PARAMETERS.get(field, field), body[field]
-            value = number(field, given) if field in _NUMBERS else count(field, given, -LARGEST, LARGEST)
+            value = read(field, body[field])
             chosen[name] = _within_limits(field, name, _MEANT.get((field, value), value))
-    for field in _TEXTS:
-        if field in body:
-            chosen[field] = texts(field, body[field], MAX_STOPS, MAX_STOP_LENGTH)
     if "logit_bias" in body:
         biases = _biases(body["logit_bias"], tokenize)
         chosen["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
-    if "stop_token_ids" in body:
-        chosen["stop_token_ids"] = _ids("stop_token_ids", body["stop_token_ids"])
-    if "speculative.type" in body:
-        kind = text("speculative.type", body["speculative.type"])
-        chosen["spec_type"] = _within_limits("speculative.type", "spec_type", kind)
-    if "ignore_eos" in body:
-        chosen["ignore_eos"] = flag("ignore_eos", body["ignore_eos"])
     return SamplingParams(**chosen, **read_constraint(body), logprobs=_logprobs(body, switched_logprobs))
 
 
@@ -110,6 +66,44 @@ def _ids(field: str, value: Any) -> tuple[int, ...]:
     if len(value) > MAX_BIASES:
         raise BadRequest(field, f"{field} has {len(value)} tokens, but at most {MAX_BIASES} are taken")
     return tuple(count(f"{field}[{index}]", token, 0, LARGEST) for index, token in enumerate(value))
+
+
+def _whole(field: str, value: Any) -> int:
+    return count(field, value, -LARGEST, LARGEST)
+
+
+def _texts(field: str, value: Any) -> tuple[str, ...]:
+    return texts(field, value, MAX_STOPS, MAX_STOP_LENGTH)
+
+
+# Field → (parameter, how a value is read). Of several fields of one parameter, the last one that is given counts.
+_FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "temperature": ("temperature", number),
+    "top_p": ("top_p", number),
+    "min_p": ("min_p", number),
+    "repetition_penalty": ("repeat_penalty", number),
+    "repeat_penalty": ("repeat_penalty", number),
+    "presence_penalty": ("presence_penalty", number),
+    "frequency_penalty": ("frequency_penalty", number),
+    "dry_multiplier": ("dry_multiplier", number),
+    "dry_base": ("dry_base", number),
+    "top_k": ("top_k", _whole),
+    "n_predict": ("max_tokens", _whole),
+    "max_tokens": ("max_tokens", _whole),
+    "max_completion_tokens": ("max_tokens", _whole),
+    "min_tokens": ("min_tokens", _whole),
+    "seed": ("seed", _whole),
+    "repeat_last_n": ("repeat_last_n", _whole),
+    "dry_allowed_length": ("dry_allowed_length", _whole),
+    "dry_penalty_last_n": ("dry_penalty_last_n", _whole),
+    "speculative.n_max": ("draft_max", _whole),
+    "speculative.n_min": ("draft_min", _whole),
+    "stop": ("stop", _texts),
+    "dry_sequence_breakers": ("dry_sequence_breakers", _texts),
+    "stop_token_ids": ("stop_token_ids", _ids),
+    "speculative.type": ("spec_type", text),
+    "ignore_eos": ("ignore_eos", flag),
+}
 
 
 # -- logit_bias ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from polarlm.server.http.generation import About
 from polarlm.server.http.openai.completions import PromptText, read_raw
 from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.fields import FIELDS, SAMPLERS
 from polarlm.server.reading.infill import infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.values import flag, text, wrong
@@ -28,7 +28,6 @@ _ERROR_TYPES = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
-_SAMPLERS = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
 _MOST_FILES = 256
 _INFILLED = ("input_prefix", "input_suffix", "prompt")
 
@@ -253,5 +252,5 @@ def generation_settings(model: Model, params: SamplingParams, context: int) -> d
         "ignore_eos": params.ignore_eos,
         "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
         "n_probs": params.logprobs or 0,
-        "samplers": list(_SAMPLERS),
+        "samplers": list(SAMPLERS),
     }

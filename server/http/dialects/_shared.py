@@ -62,6 +62,13 @@ def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     return error
 
 
+def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raises BadRequest for the first field of `reasons` (field → why it is refused) that `body` asks something by."""
+    for name, reason in reasons.items():
+        if body.get(name):
+            raise BadRequest(name, f"{name}: {reason}")
+
+
 def members(field: str, value: Any) -> dict[str, Any]:
     """The members of a JSON object that are not null. Raises BadRequest."""
     if not isinstance(value, dict):

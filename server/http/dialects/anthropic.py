@@ -9,7 +9,7 @@ from typing import Any
 from starlette.routing import Route
 
 from polarlm.server.http.dialects._anthropic_events import Writer, error_body
-from polarlm.server.http.dialects._shared import Places, items, members, read_own
+from polarlm.server.http.dialects._shared import Places, items, members, read_own, refuse
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
@@ -75,9 +75,7 @@ class Messages:
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body in our own names. Raises BadRequest."""
     body = {name: value for name, value in body.items() if value is not None}
-    for name, reason in _REFUSED.items():
-        if body.get(name):
-            raise BadRequest(name, f"{name}: {reason}")
+    refuse(body, _REFUSED)
     own = {name: body[name] for name in _SAME_NAMES if name in body}
     own["messages"] = [*_system(body.get("system", "")), *_messages(body.get("messages"))]
     if "stop_sequences" in body:

@@ -17,7 +17,7 @@ from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.dialects._ollama_answers import Writer, error_body, head, nanoseconds
 from polarlm.server.http.dialects._ollama_model import ModelFacts
-from polarlm.server.http.dialects._shared import Places, items, members, read_own
+from polarlm.server.http.dialects._shared import Places, items, members, read_own, refuse
 from polarlm.server.http.generation import About, Generation
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -46,13 +46,17 @@ _NAMES = {
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
 }
+_REFUSED = {  # of /api/generate
+    "template": "this server uses the model's own chat template; send a raw prompt",
+    "context": "this server keeps no conversations: send messages to /api/chat",
+}
 _OF_THE_MACHINE = (  # options without an effect here
     *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "mirostat_tau", "mirostat_eta"),
     *("num_gqa", "rope_frequency_base", "rope_frequency_scale", "draft_num_predict"),
 )
 _KNOWN = {
-    *("model", "messages", "prompt", "system", "suffix", "raw", "template", "context", "images", "tools"),
+    *(*_REFUSED, "model", "messages", "prompt", "system", "suffix", "raw", "images", "tools"),
     *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
@@ -243,10 +247,7 @@ def _answered(calls: list[tuple[str, str]], name: str) -> str:
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of /api/generate: a question to the model, or a raw text."""
     _refuse_images("images", body)
-    if body.get("template"):
-        raise BadRequest("template", "template: this server uses the model's own chat template; send a raw prompt")
-    if body.get("context"):
-        raise BadRequest("context", "context: this server keeps no conversations: send messages to /api/chat")
+    refuse(body, _REFUSED)
     prompt, system = text("prompt", body.get("prompt", "")), text("system", body.get("system", ""))
     if "suffix" in body:
         return {"prompt": prompt, "suffix": body["suffix"]}

@@ -16,7 +16,7 @@ from polarlm.server.http.dialects._response_tools import (
     read_choice,
     read_response_tools,
 )
-from polarlm.server.http.dialects._shared import Places, items, members, read_own
+from polarlm.server.http.dialects._shared import Places, items, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -113,9 +113,7 @@ class Responses:
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body in our own names. Raises BadRequest."""
-    for name, reason in _REFUSED.items():
-        if body.get(name):
-            raise BadRequest(name, f"{name}: {reason}")
+    refuse(body, _REFUSED)
     if body.get("truncation", "disabled") != "disabled":
         raise BadRequest("truncation", "truncation must be disabled: this server cuts no prompt")
     own = {name: body[name] for name in _SAME_NAMES if name in body}

@@ -9,8 +9,6 @@ from typing import Any, get_type_hints
 import anthropic.types.beta.message_create_params
 import anthropic.types.message_create_params
 import ollama
-import openai.types.chat.completion_create_params
-import openai.types.completion_create_params
 import openai.types.responses.response_create_params
 import pytest
 from starlette.responses import Response
@@ -103,11 +101,8 @@ def models(*given: Any) -> set[str]:
     return {name for one in given for name in one.model_fields}
 
 
-CHAT, TEXT = openai.types.chat.completion_create_params, openai.types.completion_create_params
 BETA = anthropic.types.beta.message_create_params
-CLIENTS: dict[str, set[str]] = {
-    "/v1/chat/completions": fields(CHAT.CompletionCreateParamsBase),
-    "/v1/completions": fields(TEXT.CompletionCreateParamsBase),
+CLIENTS: dict[str, set[str]] = {  # those of OpenAI's older endpoints are in tests/server/reading/test_fields.py
     "/v1/responses": fields(openai.types.responses.response_create_params.ResponseCreateParamsBase)
     | {"client_metadata"},  # Codex sends it
     "/v1/messages": fields(BETA.MessageCreateParamsBase, anthropic.types.message_create_params.MessageCreateParamsBase),

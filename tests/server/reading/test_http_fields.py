@@ -11,7 +11,7 @@ import pytest
 from polarlm.engine import Engine
 from tests.server.http_server import Serving, serving
 from tests.server.lines import Client
-from tests.server.reading.test_fields import ASKING
+from tests.server.reading.test_fields import REFUSED, asking
 from tests.tiny import CONTEXT, EOS
 
 PROMPT = "then he ran on and on and on"
@@ -51,12 +51,13 @@ def cached(answer: dict[str, Any]) -> int:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_refused_field_is_a_bad_request_that_names_it(server: Serving, path: str) -> None:
     prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
-    for name, values in ASKING.items():
+    for field in REFUSED:
+        name = field.name
         if name == "add_special_tokens" and "messages" in prompt:
             continue  # false is what a conversation has
         if name in ("echo", "suffix") and "prompt" in prompt:
             continue  # honoured there alone
-        response = server.post(path, {**prompt, name: values[0], "max_tokens": 1})
+        response = server.post(path, {**prompt, name: asking(field)[0], "max_tokens": 1})
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, name, "invalid_request")
         assert name in error["message"]

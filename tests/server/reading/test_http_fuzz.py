@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from polarlm.engine import Engine
 from polarlm.server.http.app import create_app
+from polarlm.server.reading import constraints
 from tests.server.http_server import Serving, serving
 from tests.tiny import assert_idle
 
@@ -128,10 +129,7 @@ MESSAGES = int(os.environ.get("POLARLM_FUZZ_MESSAGES", "2000"))
 SEED = int(os.environ.get("POLARLM_FUZZ_SEED", "0"))
 EVERYTHING: dict[str, Any] = {name: value for body in VALID.values() for name, value in body.items()}  # for other paths
 # Fields that constrain answers, in any of the dialects, and what could stand in them.
-CONSTRAINING = (
-    *("response_format", "json_schema", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("structured_outputs", "text", "output_config", "format", "tools", "tool_choice"),
-)
+CONSTRAINING = (*constraints._FIELDS, "text", "output_config", "format", "tools", "tool_choice")
 WORDS: dict[str, list[Any]] = {
     "type": ["object", "array", "string", "integer", "number", "null", ["integer", "null"], "date", 3],
     "properties": [{}, {"a": {"type": "integer"}}, {"": True}, []],

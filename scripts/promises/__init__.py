@@ -1,1 +1,0 @@
-"""What llama-server's documentation promises, and how this server keeps it."""
