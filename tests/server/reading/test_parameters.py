@@ -296,6 +296,16 @@ def test_a_wrong_field_is_named(name: str, value: Any) -> None:
     assert len(error.message) < 200
 
 
+def test_as_many_values_as_are_allowed_are_taken() -> None:
+    taken = params(
+        logit_bias={str(token): 1 for token in range(MAX_BIASES)},
+        stop_token_ids=[5] * MAX_BIASES,
+        stop=["x" * MAX_STOP_LENGTH] * MAX_STOPS,
+    )
+    assert len(taken.logit_bias) == MAX_BIASES
+    assert len(taken.stop) == MAX_STOPS
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
