@@ -1,6 +1,6 @@
-"""Attention of the rows of a step over codes as they lie, by online softmax over blocks.
+"""Attention of a step's rows directly over codes, by online softmax over blocks.
 
-The blocks of a sequence are cut into chunks (`engine.backends.native.spans`). Each gives a partial result
+The blocks of a sequence are cut into chunks (`engine.backends.native.spans`). Each chunk gives a partial result
 (`engine.backends.native.kernels.partials`).
 """
 
@@ -23,16 +23,16 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 _F16 = vector(F32, 16)
-_TILE_TOKENS = 256  # of a step of the softmax, at least a block
-_BLOCKS_AHEAD = 4  # from the block that is read to the one that is prefetched
+_TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
+_BLOCKS_AHEAD = 4  # prefetch distance in blocks
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
     """The properties that a kernel is specialized for.
 
-    mean_bits: of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries of a pass
-    over the blocks.
+    mean_bits: bits of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries that
+    share a pass over the blocks.
     """
 
     keys: KeyTiles
@@ -45,7 +45,7 @@ class Attention:
 
     @property
     def block_tile(self) -> int:
-        """Quantized blocks of a step of the softmax."""
+        """Quantized blocks per step of the softmax."""
         return max(1, _TILE_TOKENS // self.block_size)
 
     @property
@@ -61,13 +61,13 @@ class Attention:
 
 
 def query_tile_of(group: int, rows: int) -> int:
-    """The size of passes for `rows` rows: that for one row, which is then compiled already, unless it is small."""
+    """The query tile for `rows` rows: that of one row, which is compiled already, unless it is small."""
     size = -(-group // -(-group // MOST_QUERIES))
     return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
 
 
 class AttendArguments(NamedTuple):
-    """Of `attend`."""
+    """Arguments of `attend`."""
 
     q: Pointer
     parts: Pointer
@@ -94,12 +94,12 @@ class AttendArguments(NamedTuple):
 
 @cache
 def attend(spec: Attention) -> Kernel[AttendArguments]:
-    """Partial results of the chunks of sequences, unit by chunk and KV head.
+    """Partial results of the chunks of sequences, one unit per chunk and KV head.
 
     q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
     value_stride bytes from head to head. mean, mean_scale (K, blocks, …): the block means. full_k, full_v
-    (slots, K, N, D) float16. headers, table, full, units: of a `StepTable`, with rows of `width` and `most_full`. A
-    row sees the positions above its own minus `window`. scale: multiplies the scores.
+    (slots, K, N, D) float16. headers, table, full, units: `Arrays` of a `StepTable`; width and most_full: its W and F.
+    A row at position p sees positions > p − window. scale: multiplies the scores.
     """
 
     def emit(e: Emitter, args: AttendArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -132,7 +132,7 @@ class _Body:
     # -- queries and results -----------------------------------------------------------------------------------
 
     def _queries(self, first: Value) -> list[Query]:
-        """The queries of a pass; the last one again for those beyond the rows of the sequence."""
+        """The queries of a pass, scaled; the sequence's last query is repeated to fill it up."""
         e, spec = self.e, self.spec
         size = padded(spec.head_dim)
         queries = []
@@ -161,12 +161,12 @@ class _Body:
 
     @property
     def _stride(self) -> int:
-        """Bytes of scratch for a query."""
+        """Bytes of scratch per query."""
         spec = self.spec
         return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
 
     def _place(self, first: Value, number: int) -> tuple[Value, Value]:
-        """The row in its sequence of the query with a number in a pass, and its index among all queries (T, H)."""
+        """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H)."""
         e, spec = self.e, self.spec
         own = e.least(first + number, self.header.rows * spec.group - 1) if number else first
         row = own // spec.group
@@ -187,7 +187,7 @@ class _Body:
     # -- quantized blocks --------------------------------------------------------------------------------------
 
     def _quantized_blocks(self, queries: Sequence[Query], table: Value, chunk: Value) -> None:
-        """Some blocks at a time: the steps of a softmax wait for each other, those of other blocks fill the time."""
+        """Attend to a chunk, several blocks per softmax step: its dependency chain is hidden by independent blocks."""
         e, spec, args, header = self.e, self.spec, self.args, self.header
         for query in queries:
             spec.keys.emit_query(e, query.vector, query.prepared)
@@ -219,7 +219,7 @@ class _Body:
     def _block_scores(
         self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Sequence[Value]
     ) -> None:
-        """q·k + q·μ of each query and the keys of a block, whose mean is μ."""
+        """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`."""
         e, spec = self.e, self.spec
         own, ahead = keys + block * spec.keys.nbytes, keys + after * spec.keys.nbytes
         spec.keys.emit_scores(e, own, ahead, [query.prepared for query in queries], scores)
@@ -280,9 +280,9 @@ class _Body:
                 full_blocks.add_values(e, values, after_keys, dim, count, scores, weighted)
 
     def _full(self, sequence: Value) -> Value:
-        """The address of the sequence's blocks in full precision."""
+        """The address of the list of the sequence's full-precision blocks."""
         return self.args.full + sequence * self.args.most_full * (8 * FULL)
 
     def _offset(self, slot: Value, head: Value) -> Value:
-        """The distance in bytes from the first key, or value, to those of a head in a slot."""
+        """The offset in bytes of a head's keys, or values, in a slot."""
         return (slot * self.args.kv_heads + head) * (2 * self.spec.block_size * self.spec.head_dim)
