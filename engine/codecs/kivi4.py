@@ -1,4 +1,4 @@
-"""KIVI at four bits: 32 values share a scale and a zero point. Keys by channel, values by token. Not rotated.
+"""KIVI at four bits: 32 values share a scale and a zero point. Keys by channel, values by token. No rotation.
 
     code = round((x − zero) / scale),  zero = min x,  scale = (max x − min x) / 15;  x ≈ scale·code + zero
 
