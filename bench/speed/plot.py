@@ -1,4 +1,4 @@
-"""The picture of a speed measurement: generated tokens a second against the context."""
+"""The picture of a speed measurement: generated tokens per second against the context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PEER = ("#111827", "#6b7280", "#8d929c")
 
 
 def draw(measured: Mapping[str, Any], output: Path) -> str:
-    """Draws next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
+    """Draw next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
     lines = _lines(measured)
     if not any(len(points) > 1 for points in lines.values()):
         return "No picture: generation was measured after fewer than two contexts"
@@ -54,7 +54,7 @@ def draw(measured: Mapping[str, Any], output: Path) -> str:
 
 
 def _lines(measured: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """(engine, cache) → (tokens of context, tokens/s) of each row."""
+    """(engine, cache) → (tokens of context, tokens/s) for each row."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in measured["rows"]:
         if row["section"] == GENERATION:
