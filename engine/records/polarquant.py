@@ -30,11 +30,11 @@ _POINT_BYTES = 4 * 256 * 4  # bytes of the points: two float16 for each pair of 
 
 
 class _Sharing(NamedTuple):
-    """32 lanes as an array (before, members, behind), all members of which need the same words: each stores a share."""
+    """32 lanes as an array (before, members, after), all members of which need the same words: each stores a share."""
 
     before: int
     members: int
-    behind: int
+    after: int
 
     def share(self, words: np.ndarray) -> np.ndarray:
         """The words (PARTS, words, 32, n) that every lane needs → the words that it stores, fewer of them.
@@ -42,9 +42,9 @@ class _Sharing(NamedTuple):
         Member i stores words i, i + members, …
         """
         parts, count, _, size = words.shape
-        kept = np.zeros((parts, -(-count // self.members) * self.members, self.before, self.behind, size), words.dtype)
+        kept = np.zeros((parts, -(-count // self.members) * self.members, self.before, self.after, size), words.dtype)
         kept[:, :count] = words.reshape(parts, count, *self, size)[..., 0, :, :]
-        apart = kept.reshape(parts, -1, self.members, self.before, self.behind, size)
+        apart = kept.reshape(parts, -1, self.members, self.before, self.after, size)
         return apart.swapaxes(2, 3).reshape(parts, -1, LANES, size)
 
 

@@ -168,11 +168,11 @@ class Emitter(MemoryEmitter):
         a, b, c = (self.like(value, wide) for value in (a, b, c))
         return self.same("fma" if self.level.fuses else "fmuladd", a, b, c)
 
-    def maximum(self, a: Value, b: Number) -> Value:
+    def fmax(self, a: Value, b: Number) -> Value:
         """The maximum of floats; if one is NaN, the other."""
         return self.same("maxnum", a, b)
 
-    def minimum(self, a: Value, b: Number) -> Value:
+    def fmin(self, a: Value, b: Number) -> Value:
         return self.same("minnum", a, b)
 
     def absolute(self, a: Value) -> Value:
@@ -182,11 +182,11 @@ class Emitter(MemoryEmitter):
     def sqrt(self, a: Value) -> Value:
         return self.same("sqrt", a)
 
-    def least(self, a: Value, b: Number) -> Value:
+    def imin(self, a: Value, b: Number) -> Value:
         """The minimum of signed integers."""
         return self.same("smin", a, b)
 
-    def most(self, a: Value, b: Number) -> Value:
+    def imax(self, a: Value, b: Number) -> Value:
         """The maximum of signed integers."""
         return self.same("smax", a, b)
 
@@ -218,12 +218,12 @@ class Emitter(MemoryEmitter):
         """The sum of all lanes, added as a tree."""
         return self._reduce(a, lambda x, y: x + y)
 
-    def maximum_lanes(self, a: Value) -> Value:
-        return self._reduce(a, self.maximum)
+    def fmax_lanes(self, a: Value) -> Value:
+        return self._reduce(a, self.fmax)
 
-    def most_lanes(self, a: Value) -> Value:
+    def imax_lanes(self, a: Value) -> Value:
         """The maximum of all lanes, signed integers."""
-        return self._reduce(a, self.most)
+        return self._reduce(a, self.imax)
 
     def _reduce(self, a: Value, combine: Any) -> Value:
         while a.lanes > 1:
@@ -242,7 +242,7 @@ class Emitter(MemoryEmitter):
         It is 2^n · e^r with |r| ≤ ln 2 / 2. x is clamped to where the exponent bits of 2^n are those of 0 and infinity.
         """
         expect(x.element == F32, "float32", x)
-        x = self.select(x < -87.3, self.like(-88.0, x), x)  # unlike `maximum`, keeps NaN
+        x = self.select(x < -87.3, self.like(-88.0, x), x)  # unlike `fmax`, keeps NaN
         x = self.select(x > 89.0, self.like(89.0, x), x)
         whole = self.round(x * 1.4426950408889634)
         n = whole.to_float()

@@ -40,6 +40,6 @@ def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Val
     bits = vector(I32, parts[0].lanes)
     # Magnitudes compare like their bits, with NaN above infinity. A maximum of floats would ignore NaN.
     magnitudes = [e.absolute(part).bits(bits) for part in parts]
-    top = e.most_lanes(reduce(e.most, magnitudes)).bits(F32)
+    top = e.imax_lanes(reduce(e.imax, magnitudes)).bits(F32)
     inverse = e.select(top > _LEAST, e.like(limit, top) / top, e.zero(F32))
     return [e.round(part * inverse) for part in parts], top

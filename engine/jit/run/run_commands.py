@@ -158,7 +158,7 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
     state.unlock()
 
     run = (state.load(_RUN) + 1) & _NUMBERS
-    ranges = e.least(args.threads, _MOST_RANGES)
+    ranges = e.imin(args.threads, _MOST_RANGES)
     with e.loop(0, args.count) as entry:
         slot, launch = state.slot(entry), records.read(e, Launch, args.table, entry)
         units = launch.units
@@ -167,13 +167,13 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
             e.store(value, slot, field)
         e.store_atomic(e.i64(0), slot + _COMPLETED, "release")
         with e.loop(0, ranges) as number:
-            left = e.most(e.least(units - number * each, each), 0)
+            left = e.imax(e.imin(units - number * each, each), 0)
             e.store_atomic((run << 32) + left, slot + number * 8 + _LEFT, "release")
     for field, value in ((_TABLE, args.table), (_COUNT, args.count), (_THREADS, args.threads), (_RANGES, ranges)):
         state.store(value, field)
     state.store_shared(run, _RUN)
     asleep = e.variable(e.i64(0))
-    with e.loop(1, e.least(args.threads, MOST_THREADS)) as number:
+    with e.loop(1, e.imin(args.threads, MOST_THREADS)) as number:
         asleep.add(e.load_atomic(state.asleep(number)))
     with e.when(asleep.get() > 0):
         state.lock()
@@ -266,10 +266,10 @@ def _emit_empty_range(
         mine = (left > 0) & (left < 1 << 32)
         again.append(mine)
         with e.when(mine):
-            size = e.least(left, e.load(slot, I64, _GRAIN))
+            size = e.imin(left, e.load(slot, I64, _GRAIN))
             with e.when(e.exchange_if(counter, word, word - size)):
                 launch = records.read(e, Launch, e.load(state.pointer, POINTER, _TABLE), entry)
-                first = e.least((number + 1) * e.load(slot, I64, _RANGE_UNITS), e.load(slot, I64, _UNITS)) - left
+                first = e.imin((number + 1) * e.load(slot, I64, _RANGE_UNITS), e.load(slot, I64, _UNITS)) - left
                 e.call(launch.kernel, launch.arguments, first, first + size, scratch)
                 done.add(size)
 

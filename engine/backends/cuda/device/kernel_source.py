@@ -89,8 +89,8 @@ def waits(text: str, kernel: str) -> bool:
     """Whether `kernel` of a text waits for its predecessor by itself, so that it may be launched before that ends."""
     if not re.search(rf"^#define {OVERLAPS}\b", text, re.MULTILINE):
         return False
-    _, _, behind = text.partition(f" {kernel}(" if f" {kernel}(" in text else f"\n{kernel}(")
-    return "wait_for_previous();" in behind.split("__global__", 1)[0]
+    _, _, rest = text.partition(f" {kernel}(" if f" {kernel}(" in text else f"\n{kernel}(")
+    return "wait_for_previous();" in rest.split("__global__", 1)[0]
 
 
 def prelude() -> str:

@@ -42,7 +42,7 @@ def _from_byte(e: Emitter, code: Value) -> Value:
     """code (16,) int32 → norm (16,) float32. Computed, since a gather of 16 numbers takes longer on most CPUs."""
     steps = (code - _ZERO).to_float()
     size = e.absolute(steps)
-    beyond = e.maximum(size - float(_KNEE), 0.0)
+    beyond = e.fmax(size - float(_KNEE), 0.0)
     octaves = e.fma(beyond * beyond, e.like(_CURVE, size), size * _STEP)
     norm = e.exp(e.select(steps < 0.0, -octaves, octaves) * math.log(2))
     return e.select(code > 0, norm, e.zero(norm.type))

@@ -79,8 +79,8 @@ class PolarKeys(PolarTiles):
         with e.loop(0, 64 * self.units, 64) as offset:
             square = e.load(q + offset, _F16)
             square = square * square
-            top.set(e.maximum(top.get(), square + e.shuffle(square, square, [lane ^ 1 for lane in range(16)])))
-        norm = e.sqrt(e.maximum_lanes(top.get()))
+            top.set(e.fmax(top.get(), square + e.shuffle(square, square, [lane ^ 1 for lane in range(16)])))
+        norm = e.sqrt(e.fmax_lanes(top.get()))
         inverse = e.select(norm > 0.0, e.constant(F32, 127.0) / norm, e.zero(F32))
         cosines, sines = (e.constant(_F16, tuple(x.tolist())) * inverse for x in (COSINES[1], SINES))
         with e.loop(0, self.units) as unit:

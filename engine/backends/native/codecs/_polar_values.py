@@ -131,7 +131,7 @@ class PolarValues(PolarTiles):
         """The largest radius of a unit, and its inverse or 0. Radii are ≥ 0, so their bits compare as integers."""
         size = 32 if self.tokens % 32 == 0 else 16
         halves = [e.load(radii, vector(I16, size), first) for first in range(0, 2 * self.tokens * self.radii, 2 * size)]
-        top = e.half_to_float(e.most_lanes(functools.reduce(e.most, halves)))
+        top = e.half_to_float(e.imax_lanes(functools.reduce(e.imax, halves)))
         return top, e.select(top > 0.0, e.constant(F32, 1.0) / top, e.zero(F32))
 
     def _measure_tokens(self, e: Emitter, radii: Value, inverses: Value, out: Value) -> None:
@@ -156,7 +156,7 @@ class PolarValues(PolarTiles):
         Products are ≥ 0, so their bits compare as integers.
         """
         parts = [e.load(weights, _F16, 64 * i) * e.load(sizes, _F16, 64 * i) for i in range(self.tokens // 16)]
-        top = e.most_lanes(functools.reduce(e.most, (part.bits(_I16) for part in parts))).bits(F32)
+        top = e.imax_lanes(functools.reduce(e.imax, (part.bits(_I16) for part in parts))).bits(F32)
         inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
         for number, part in enumerate(parts):
             e.store(e.round(part * inverse).trunc(I16), weights, 32 * number)

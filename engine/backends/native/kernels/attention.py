@@ -119,7 +119,7 @@ class _Body:
         with e.loop(begin, end) as unit:
             sequence, chunk = read(e, Unit, args.units, unit // args.kv_heads)
             self.head = unit % args.kv_heads
-            self.unit_after = e.least(unit + 1, end - 1)
+            self.unit_after = e.imin(unit + 1, end - 1)
             self.header = read(e, SpanHeader, args.headers, sequence)
             with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
                 queries = self._queries(first)
@@ -168,7 +168,7 @@ class _Body:
     def _place(self, first: Value, number: int) -> tuple[Value, Value]:
         """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H)."""
         e, spec = self.e, self.spec
-        own = e.least(first + number, self.header.rows * spec.group - 1) if number else first
+        own = e.imin(first + number, self.header.rows * spec.group - 1) if number else first
         row = own // spec.group
         heads = self.args.kv_heads * spec.group
         return row, (self.header.first_row + row) * heads + self.head * spec.group + own % spec.group
@@ -192,16 +192,16 @@ class _Body:
         for query in queries:
             spec.keys.emit_query(e, query.vector, query.prepared)
         begin = chunk * header.chunk_blocks
-        end = e.least(begin + header.chunk_blocks, header.quantized)
+        end = e.imin(begin + header.chunk_blocks, header.quantized)
         oldest = queries[0].position - args.window + 1 - header.table_start
-        begin = e.most(begin, e.most(oldest, 0) // spec.block_size)
+        begin = e.imax(begin, e.imax(oldest, 0) // spec.block_size)
         keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
         with e.loop(begin, end, spec.block_tile) as number:
-            ids, count = table + number * 8, e.least(end - number, spec.block_tile)
+            ids, count = table + number * 8, e.imin(end - number, spec.block_tile)
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 scores = [query.scores + offset for query in queries]
-                after = e.load(table + e.least(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
                 self._block_scores(queries, keys, block, after, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
@@ -212,7 +212,7 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
-                after = e.load(table + e.least(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
                 own, ahead = values + block * spec.values.nbytes, values + after * spec.values.nbytes
                 spec.values.emit_values(e, own, ahead, weights, [query.weighted for query in queries])
 
@@ -264,8 +264,8 @@ class _Body:
             slot, start = read(e, FullBlock, full, number)
             lows = [query.position - args.window + 1 - start for query in queries]
             highs = [query.position + 1 - start for query in queries]
-            count = e.least(highs[-1], n)  # rows are in order of position
-            with e.when(count > e.most(lows[0], 0)):
+            count = e.imin(highs[-1], n)  # rows are in order of position
+            with e.when(count > e.imax(lows[0], 0)):
                 offset = self._offset(slot, self.head)
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
                 widened = self.scratch + spec.query_tile * self._stride
@@ -273,7 +273,7 @@ class _Body:
                 full_blocks.scores(e, keys, values, dim, count, *places)
                 mask(e, queries, lows, highs, e.i64(n))
                 softmax(e, queries, e.i64(n), n, dim)
-                after = read(e, FullBlock, full, e.least(number + 1, self.header.full - 1)).slot
+                after = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
                 own_keys = args.full_k + self._offset(after, self.head)
                 after_keys = e.select(number + 1 < self.header.full, own_keys, following)
                 scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]

@@ -67,7 +67,7 @@ def _best(e: Emitter, x: Value, columns: Value) -> Value:
     def over_lanes(values: list[Value]) -> Value:
         highest = values[-1]
         for value in values[:-1]:
-            highest = e.maximum(highest, e.maximum_lanes(value))
+            highest = e.fmax(highest, e.fmax_lanes(value))
         return highest
 
     top = over_lanes([own.get() for own in tops])

@@ -69,7 +69,7 @@ def add_values(
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
     size = lanes * max(1, e.level.registers // 2 // len(weights))
-    distance = e.least(count, _TOKENS_AHEAD)
+    distance = e.imin(count, _TOKENS_AHEAD)
     for first in range(0, dim, size):
         channels = range(first, min(first + size, dim), lanes)
         totals = [[e.variable(e.load(at, kind, 4 * channel)) for channel in channels] for at in sums]

@@ -65,7 +65,7 @@ class NearestOfRings:
     def __call__(self, x: Sequence[Value]) -> Found:
         e = self._e
         # NaN and infinity must not become an index, and scores must be finite.
-        a, b = x = [e.minimum(e.maximum(value, -1e37), 1e37) for value in x]
+        a, b = x = [e.fmin(e.fmax(value, -1e37), 1e37) for value in x]
         square = e.fma(a, a, b * b)
         word = e.constant(_I16, self._words[0])
         for limit, outside in zip(self._limits, self._words[1:], strict=True):

@@ -64,7 +64,7 @@ def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArgument
             own = args.parts + unit * args.most_chunks * size
             row_max = e.variable(e.constant(F32, LOWEST))
             with e.loop(0, chunks) as chunk:
-                row_max.set(e.maximum(row_max.get(), e.load(own + chunk * size, F32)))
+                row_max.set(e.fmax(row_max.get(), e.load(own + chunk * size, F32)))
             row_sum = e.variable(e.zero(F32))
             sums = [e.variable(e.zero(_F16)) for _ in offsets]
             with e.loop(0, chunks) as chunk:

@@ -95,7 +95,7 @@ def list_pieces() -> Kernel[PieceArguments]:
                 is_seen = start * token_bytes + block_bytes > (header.position - args.window + 1) * token_bytes
                 with e.when(is_seen), e.loop(0, args.kv_heads) as head:
                     first = (slot * args.kv_heads + head) * block_bytes
-                    with e.loop(0, e.least(tokens_end, block_bytes), PIECE) as offset:
+                    with e.loop(0, e.imin(tokens_end, block_bytes), PIECE) as offset:
                         e.store(first + offset, args.pieces + count.get() * 8, 8)
                         count.add(e.i64(1))
         e.store(count.get(), args.pieces)

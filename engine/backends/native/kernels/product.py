@@ -101,7 +101,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
         wide = _tiles_of_unit(spec, e.level)
         with e.loop(begin, end) as unit, e.loop(0, rows, spec.row_tile) as first:
             tile = unit * wide
-            others = [tile + tiles] if spec.activation else [e.least(tile + i, tiles - 1) for i in range(1, wide)]
+            others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
             starts = [args.weights + number * args.tile_bytes for number in (tile, *others)]
             passed = unit * ((rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
 

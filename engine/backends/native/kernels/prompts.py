@@ -121,7 +121,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
         unit_state = _Unit(e, spec, layout, scratch)
         with e.loop(begin, end) as unit:
             head, first_row = unit % kv_heads, unit // kv_heads * args.tile
-            own_rows = e.least(args.rows - first_row, args.tile)
+            own_rows = e.imin(args.rows - first_row, args.tile)
             queries = own_rows * group
             first_position = args.position + first_row
             last_position = first_position + own_rows - 1
@@ -135,11 +135,11 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
             unit_state.fill_up(queries, last_position)
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
-                from_key = e.most(first_position - args.window + 1 - start, 0) // KEYS * KEYS
-                to_key = e.least(tokens, last_position + 1 - start)
+                from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
+                to_key = e.imin(tokens, last_position + 1 - start)
                 with e.loop(from_key, to_key, KEYS) as first:
                     at = head * head_stride + first * row_bytes
-                    left = e.least(tokens - first, KEYS)
+                    left = e.imin(tokens - first, KEYS)
                     unit_state.attend(k + at, v + at, start + first, left, queries, args.window)
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
@@ -225,7 +225,7 @@ class _Unit:
             lowest, highest = e.load(at, I64), e.load(at, I64, 8 * (rows - 1))
             with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
                 query, weighted = self._row(i)
-                seen = e.least(highest - start + 1, tokens)
+                seen = e.imin(highest - start + 1, tokens)
                 step = 16 * self._vectors
                 with e.loop(0, seen, step) as first:
                     panel = multiply(
@@ -248,7 +248,7 @@ class _Unit:
         """k (tokens, D) → keys (D, KEYS), where copies of the last token are padding."""
         e, row_bytes = self._e, 4 * self._dim
         with e.loop(0, KEYS, 16) as first:
-            rows = [k + e.least(first + i, tokens - 1) * row_bytes for i in range(16)]
+            rows = [k + e.imin(first + i, tokens - 1) * row_bytes for i in range(16)]
             target = self._keys + first * 4
             whole = self._dim // 16 * 16
             with e.loop(0, whole, 16) as channel:
@@ -265,8 +265,8 @@ class _Unit:
         keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, KEYS, 16)]
         with e.loop(0, self._rows) as row:
             position = e.load(self._position + (i + row) * 8, I64)
-            last = e.most(e.least(position - start, tokens - 1), -1).trunc(I32)
-            first = e.least(e.most(position - start - window + 1, 0), KEYS).trunc(I32)
+            last = e.imax(e.imin(position - start, tokens - 1), -1).trunc(I32)
+            first = e.imin(e.imax(position - start - window + 1, 0), KEYS).trunc(I32)
             at, seen, scores = self._weights + row * (4 * KEYS), [], []
             for number, key in enumerate(keys):
                 seen.append((key <= last) & (key >= first))
@@ -274,7 +274,7 @@ class _Unit:
                 scores.append(e.select(seen[-1], score, e.like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             before = e.load(own_row_max, F32)
-            row_max = e.maximum(e.maximum_lanes(_reduced(scores, e.maximum)), before)
+            row_max = e.fmax(e.fmax_lanes(_reduced(scores, e.fmax)), before)
             weights = [
                 e.select(own, e.exp(score - row_max), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)
             ]

@@ -36,7 +36,7 @@ def mask(e: Emitter, queries: Sequence[Query], lows: Sequence[Value], highs: Seq
     """Set scores to LOWEST outside low ≤ token < high, for the low and high of each query."""
     lanes = e.constant(vector(I32, 16), tuple(range(16)))
     for query, first, last in zip(queries, lows, highs, strict=True):
-        low, high = e.most(first, 0).trunc(I32), e.most(last, 0).trunc(I32)
+        low, high = e.imax(first, 0).trunc(I32), e.imax(last, 0).trunc(I32)
         with e.loop(0, tokens, 16) as token:
             numbers = lanes + token.trunc(I32)
             at = query.scores + token * 4
@@ -58,14 +58,14 @@ def softmax(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int
                 row_max.set(e.select(score > row_max.get(), score, row_max.get()))
 
     _over_tokens(e, tokens, block_size, find)
-    maxima = [e.maximum_lanes(row_max.get()) for row_max in highest]
+    maxima = [e.fmax_lanes(row_max.get()) for row_max in highest]
     grown = [row_max > query.row_max.get() for query, row_max in zip(queries, maxima, strict=True)]
     some = grown[0]
     for other in grown[1:]:
         some = some | other
     with e.when(some):
         for query, row_max in zip(queries, maxima, strict=True):
-            new = e.maximum(row_max, query.row_max.get())
+            new = e.fmax(row_max, query.row_max.get())
             rescale = e.exp(query.row_max.get() - new)
             query.row_max.set(new)
             query.row_sum.set(query.row_sum.get() * rescale)

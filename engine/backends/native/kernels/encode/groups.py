@@ -47,7 +47,7 @@ def _round_to_bytes(unit: Unit, x: Value, codes: Value) -> Value:
     """32 rows at x → codes + 128 at `codes`, int32 rows; returns the scales (16,)."""
     e, top = unit.e, unit.e.variable(unit.e.zero(_F16))
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
-        top.set(e.maximum(top.get(), e.absolute(e.load(x + row, _F16))))
+        top.set(e.fmax(top.get(), e.absolute(e.load(x + row, _F16))))
     scale = top.get() / 127.0
     inverse = _inverse(e, scale)
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
@@ -73,7 +73,7 @@ def _round_to_nibbles(unit: Unit, x: Value, codes: Value) -> Value:
     scale = farthest.get() / -8.0
     inverse = _inverse(e, scale)
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
-        code = e.minimum(e.load(x + row, _F16) * inverse + 8.5, 15.0)
+        code = e.fmin(e.load(x + row, _F16) * inverse + 8.5, 15.0)
         e.store(code.to_int(), codes + row)
     return scale
 

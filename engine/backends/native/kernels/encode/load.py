@@ -65,7 +65,7 @@ def _clipped(e: Emitter, value: Value, limit: float, bad: Variable) -> Value:
     integers = vector(I32, value.lanes)
     is_bad = (value.bits(integers) & 0x7FFFFFFF) >= 0x7F800000
     bad.set(e.select(is_bad, e.constant(integers, 1), bad.get()))
-    return e.select(is_bad, e.zero(value.type), e.minimum(e.maximum(value, -limit), limit))
+    return e.select(is_bad, e.zero(value.type), e.fmin(e.fmax(value, -limit), limit))
 
 
 def _any_byte(e: Emitter, lanes: Variable) -> Value:
@@ -97,18 +97,18 @@ def _centre(unit: Unit, source: Value) -> None:
         total = e.variable(e.load(source + channel * 4, _F8))
         with e.loop(1, unit.tokens) as token:
             total.set(total.get() + e.load(source + token * stride + channel * 4, _F8))
-        mean = e.minimum(e.maximum(total.get() / float(unit.tokens), -HALF_MAX), HALF_MAX)
+        mean = e.fmin(e.fmax(total.get() / float(unit.tokens), -HALF_MAX), HALF_MAX)
         e.store(mean, unit.mean + channel * 4)
-        top.set(e.maximum(top.get(), e.absolute(mean)))
+        top.set(e.fmax(top.get(), e.absolute(mean)))
     if unit.encoding.mean_bits == 8:
-        half = float_to_half(e, e.maximum_lanes(top.get()) / 127.0)
+        half = float_to_half(e, e.fmax_lanes(top.get()) / 127.0)
         e.store(half, unit.block.mean_scale)
         scale = e.half_to_float(half)
         step = e.splat(e.select(scale > 0.0, scale, e.constant(F32, 1.0)), 8)
     with e.loop(0, unit.dim, 8) as channel:
         mean = e.load(unit.mean + channel * 4, _F8)
         if unit.encoding.mean_bits == 8:
-            code = e.least(e.most(e.round(mean / step), -127), 127)
+            code = e.imin(e.imax(e.round(mean / step), -127), 127)
             e.store(code.trunc(I8), unit.block.mean + channel)
             back = code.to_float() * scale
         else:

@@ -47,7 +47,7 @@ def write_norms(unit: Unit) -> None:
             place = offset + 64 * number
             ratio = own.tilted(unit.dim) if tilted else own.fitted()
             norm = ratio * e.load(unit.norms + place, _F16)
-            e.store(e.maximum(norm, 0.0), unit.norms + place)
+            e.store(e.fmax(norm, 0.0), unit.norms + place)
 
 
 def _decode(unit: Unit, sources: Sequence[Value]) -> None:
@@ -98,7 +98,7 @@ class _Sums:
         tilted = self._ratio(e.fma(lean_x, lean_y, got["xy"]), e.fma(lean_y, lean_y, got["yy"]))
         plain = self._ratio(got["plain_xy"], got["plain_yy"])
         low, high = TILT_RANGE
-        return e.minimum(e.maximum(tilted, plain * low), plain * high)
+        return e.fmin(e.fmax(tilted, plain * low), plain * high)
 
     def _ratio(self, numerator: Value, denominator: Value) -> Value:
         """numerator / denominator, or 1 where the denominator is 0."""

@@ -81,7 +81,7 @@ def _quantize(e: Emitter, x: Sequence[Value], levels: int) -> tuple[list[Value],
         if levels == 4:
             row = row | (codes[4][0] ^ 3 * half) << 6
         rows.append(row)
-    return directions, rows, [float_to_half(e, e.minimum(e.sqrt(total), float(HALF_MAX))) for total in squares]
+    return directions, rows, [float_to_half(e, e.fmin(e.sqrt(total), float(HALF_MAX))) for total in squares]
 
 
 def _quarter(e: Emitter, a: Value, b: Value, level: int) -> tuple[Value, Value]:

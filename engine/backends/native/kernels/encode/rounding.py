@@ -45,7 +45,7 @@ def round_alone(unit: Unit) -> None:
     with unit.vectors() as offset:
         norm = e.load(unit.norms + offset, _F16)
         if unit.encoding.largest < math.inf:
-            norm = e.minimum(norm, unit.encoding.largest)
+            norm = e.fmin(norm, unit.encoding.largest)
             e.store(norm, unit.norms + offset)
         divisor = e.select(norm > 0.0, norm, e.constant(_F16, 1.0))
         with e.loop(0, unit.pairs) as pair:

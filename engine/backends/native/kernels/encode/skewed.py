@@ -25,8 +25,8 @@ def round_skewed(unit: Unit) -> None:
     norms, inverses = _reversed(unit, unit.norms), _reversed(unit, unit.inverses)
     axes = [unit.row_of_lanes * axis for axis in range(width)]
     with e.loop(0, unit.encoding.rows(unit.pairs)) as row:
-        first = e.most(row - (unit.tokens - 1), 0) // LANES * LANES
-        with e.loop(first, e.least(row + 1, unit.pairs), LANES) as pair:
+        first = e.imax(row - (unit.tokens - 1), 0) // LANES * LANES
+        with e.loop(first, e.imin(row + 1, unit.pairs), LANES) as pair:
             token = row - pair  # the first lane's token; each next lane has the one before it
             at = row_bytes * row + pair * 4
             places = [at + axis for axis in axes]
@@ -63,7 +63,7 @@ def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
     e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
     sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
     coefficients = unit.block.along + (-token + (ROW_PAD + unit.tokens - 1)) * 4
-    with e.loop(1, e.least(token + 1, e.i64(unit.tokens)), 2) as lag:
+    with e.loop(1, e.imin(token + 1, e.i64(unit.tokens)), 2) as lag:
         factors = coefficients + lag * diagonal
         for step in (0, 1):
             factor = e.load(factors, _F16, step * diagonal)
@@ -79,7 +79,7 @@ def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Valu
     e, width, diagonal = unit.e, unit.width, unit.row_of_lanes
     sums = [[e.variable(e.zero(_F16)) for _ in range(2 * width)] for _ in range(width)]
     coefficients = unit.block.feedback + pair * 4
-    lags = e.least(e.least(pair + (LANES - 1), unit.pairs - 1), row)
+    lags = e.imin(e.imin(pair + (LANES - 1), unit.pairs - 1), row)
     with e.loop(1, lags + 1, 2) as lag:
         for step in (0, 1):
             back = -(lag + step)
