@@ -1,4 +1,4 @@
-"""The style of all pictures: fonts, colours, axes."""
+"""The common style of pictures: fonts, colours, axes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print a line for each way to the first token."""
+    """Measures, and prints a line for each way to the first token; returns the exit code."""
     return run(_measure, argv)
 
 

@@ -36,7 +36,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class PeerTime:
-    """Seconds of one call, or why there are none."""
+    """Seconds of one call; None if it failed. note: the reason, or how the call was measured."""
 
     name: str
     context: int
@@ -47,7 +47,7 @@ class PeerTime:
 
 @dataclass(frozen=True)
 class PromptPeerTime:
-    """Seconds of causal attention over one prompt in half precision, or why there are none."""
+    """Seconds of causal attention over one prompt in half precision; None if it failed. note: as in `PeerTime`."""
 
     name: str
     tokens: int

@@ -37,7 +37,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of one cache type on one prompt, scored in one way."""
+    """The result of one cache type on one prompt, with one scoring."""
 
     type: str
     scored_as: str

@@ -136,7 +136,7 @@ def _partial(result: Result) -> str:
 
 
 def _missing(result: Result) -> list[str]:
-    """A sentence for each figure that the table lacks."""
+    """A sentence for each figure that is missing from the table."""
     found = []
     if any(row["kl_999th_percentile"] is None for row in result["rows"]):
         found.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")

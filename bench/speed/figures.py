@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """All contestants at one task."""
+    """The results of all contestants in one task."""
 
     section: str
     name: str

@@ -83,7 +83,7 @@ def memory_table(measured: Measured) -> str:
 
 
 def source(measured: Measured) -> str:
-    """What was measured, where, how and when, in Markdown."""
+    """A description of the measurement in Markdown: what was measured, where, how and when."""
     machine, threads = measured["machine"], measured["threads"]
     runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
     chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())

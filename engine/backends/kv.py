@@ -22,7 +22,7 @@ Buffer = Any  # a prompt's full-precision K/V of one layer
 class CacheFormat:
     """How one layer stores its K/V, and the error metrics that its encoder minimises.
 
-    metric_k, metric_v: None rounds every value to the nearest code.
+    metric_k, metric_v: with None, every value is rounded to the nearest code.
     mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
     """
 
@@ -69,7 +69,7 @@ class HeadTransform:
 
 @dataclass(frozen=True)
 class SpanView:
-    """One sequence's new rows as the layers of one window see them: where their K/V go, and what they attend to.
+    """One sequence's new rows, for the layers with the same window: where their K/V go, and what they attend to.
 
     Positions count tokens. The sequence is [sink | quantized blocks | current]: `current` holds the earlier tokens of
     the current block and all new ones in full precision, in consecutive blocks of a prompt's buffer, or in

@@ -182,7 +182,7 @@ class Ops(Protocol):
 
         norms: weights (D,) of an RMS norm of each query and of each key, and eps. rope: cos, sin (T, D/2); channel j
         pairs with channel j + D/2. transform: scale and rotation.
-        CUDA: transform_heads, and rotate_dense for rotations that are no signed Hadamard matrices.
+        CUDA: transform_heads, and rotate_dense for rotations that are not signed Hadamard matrices.
         """
 
     def pack_sampler_inputs(self, sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs:
@@ -221,7 +221,7 @@ class Ops(Protocol):
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
         """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
 
-        Slots hold halves: numbers beyond ±65504 become these, and NaN stays NaN; on the CPU infinity becomes NaN.
+        Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity becomes NaN.
         """
 
     def in_numpy(self, cache: Cache) -> Mapping[str, str]:
@@ -231,8 +231,8 @@ class Ops(Protocol):
         """
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
-        """Memory for `rows` tokens' K/V of one layer in full precision: halves on a GPU; on the CPU float32, or halves
-        with `as_slots`."""
+        """Memory for `rows` tokens' K/V of one layer in full precision: float16 on a GPU; on the CPU float32, or
+        float16 with `as_slots`."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, or those of a step, in order of their rows.

@@ -51,7 +51,7 @@ class Rounding(Table, Protocol):
 
 @runtime_checkable
 class PathRounding(Table, Protocol):
-    """A table in which a code's point depends on the codes before it, so that a vector is rounded as a whole."""
+    """A table in which a code's point depends on earlier codes, so that a vector is rounded as a whole."""
 
     def best_path(
         self,
@@ -108,7 +108,7 @@ class Codec(ABC):
         return
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
-        """Orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None: not rotated."""
+        """An orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None without rotation."""
         return None
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:

@@ -108,6 +108,6 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> Q8 | Q4:
-    """Raises ValueError on any option."""
+    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Q8(name) if name == "q8_0" else Q4(name)

@@ -82,7 +82,7 @@ class Kivi4(Codec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Kivi4:
-    """Raises ValueError on any option but "token"."""
+    """The codec of this name. Raises ValueError on any option but "token"."""
     if options not in ((), ("token",)):
         raise ValueError(f"Cache type {name} has one option, token: write {name} for keys, {name}+token for values.")
     return Kivi4("+".join((name, *options)), bool(options))

@@ -45,7 +45,7 @@ NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 _ANGLES = 16  # m = 4
 _DIRECTIONS = np.pi / 8 * np.arange(_ANGLES) - np.pi
 COSINES, SINES = np.cos(_DIRECTIONS).astype(np.float32), np.sin(_DIRECTIONS).astype(np.float32)
-# The ends of the first two directions of a quadrant.
+# Tangents of the upper bounds of the first two directions of a quadrant.
 TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
 
 
@@ -176,7 +176,7 @@ def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarPair:
-    """Raises ValueError on an unknown option, or on two of a kind."""
+    """The codec of this name. Raises ValueError on an unknown option, or on two of a kind."""
     known = {"minmax-radius": "radius", "minmax": "both"}
     minmax = [option for option in options if option in known]
     groups = [option for option in options if option[:1] == "g" and option[1:].isdecimal() and int(option[1:]) > 0]

@@ -1,6 +1,6 @@
 """PolarQuant: every 16 values as one radius and 15 quantized angles.
 
-    (x₂ⱼ, x₂ⱼ₊₁) = r·(cos θ, sin θ), then the same with neighbouring radii r, on four levels: 16 values → 1 radius
+    (x₂ⱼ, x₂ⱼ₊₁) = r·(cos θ, sin θ), then the same with adjacent radii r, on four levels: 16 values → 1 radius
 
 Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025: Definition 1 and Algorithm 1
 (the transform and its inverse), Lemma 2 (the densities of the angles), §4.1 (four levels, bits 4/2/2/2, fp16 radius).
@@ -205,7 +205,7 @@ def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:
-    """Raises ValueError on any option but one preconditioning."""
+    """The codec of this name. Raises ValueError on any option but one preconditioning."""
     return PolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))
 
 

@@ -136,5 +136,5 @@ def _seeds(values: np.ndarray, count: int) -> Iterator[np.ndarray]:
 
 
 def create(name: str, options: tuple[str, ...]) -> OnlinePolarQuant:
-    """Raises ValueError on any option but one preconditioning."""
+    """The codec of this name. Raises ValueError on any option but one preconditioning."""
     return OnlinePolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))

@@ -129,7 +129,7 @@ class Ring(RotatedPairs):
 
 
 def create(name: str, options: tuple[str, ...]) -> Ring:
-    """Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order."""
+    """The codec of this name. Raises ValueError for options other than one preconditioning and `norm16`."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("ring")))
     return Ring("+".join((name, *options)), RingTable(bits, half_norms, RINGS[bits][-1][1]), preconditioning)

@@ -111,7 +111,7 @@ class Trellis(RotatedPairs):
 
 
 def create(name: str, options: tuple[str, ...]) -> Trellis:
-    """Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order."""
+    """The codec of this name. Raises ValueError for options other than one preconditioning and `norm16`."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("trellis")))
     reach = float(np.hypot(*points_of(bits).T).max())

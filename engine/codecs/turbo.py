@@ -124,6 +124,6 @@ class Turbo(PairCodec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:
-    """Raises ValueError on any option."""
+    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Turbo(name, TurboTable(int(name.removeprefix("turbo"))).store)

@@ -86,7 +86,7 @@ class Layout:
         return self._sections.pack({**self.record.from_streams(unpack(self.schema, fields)), **(mean_fields or {})})
 
     def unpack(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The inverse of `pack`: fields, and mean fields (empty if there is no mean)."""
+        """The inverse of `pack`: fields, and the fields of the mean (empty if there is no mean)."""
         stored = self._sections.unpack(records)
         means = {section.name: stored.pop(section.name) for section in self._means}
         return pack(self.schema, self.record.to_streams(stored)), means

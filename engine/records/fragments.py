@@ -46,7 +46,7 @@ class Record(ABC):
     @property
     @abstractmethod
     def sections(self) -> tuple[Stored, ...]:
-        """The bytes of a record."""
+        """The sections of a record, in order."""
 
     @property
     @abstractmethod
@@ -82,7 +82,7 @@ class Geometry:
 
     @property
     def padded(self) -> int:
-        """DP."""
+        """DP, which is D rounded up to a multiple of 16."""
         return -(-self.head_dim // 16) * 16
 
     @property
@@ -96,7 +96,7 @@ class Geometry:
 
     @property
     def tiles(self) -> int:
-        """Tiles of a part."""
+        """Tiles per part."""
         return self.part // 16 * self.padded // 16
 
     @property

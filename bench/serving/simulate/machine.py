@@ -114,8 +114,8 @@ class Machine:
         return True
 
     def end_what_is_due(self) -> tuple[Job | None, list[Job]]:
-        """End the prefill and the answers that are due at the time of the last `advance`: (the job that has its first
-        token, the jobs that have their last)."""
+        """End the prefill and the answers that are due at the time of the last `advance`. Returns the job that got its
+        first token, if any, and the jobs that got their last."""
         first, ended = None, []
         tiny = 1e-9 * (1 + abs(self._now))  # seconds: the rounding error of sums of times
         if self._prefilling is not None and self._left <= tiny:

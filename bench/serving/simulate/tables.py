@@ -1,4 +1,4 @@
-"""The results of a simulation as tables."""
+"""Tables of the results of a simulation."""
 
 from __future__ import annotations
 

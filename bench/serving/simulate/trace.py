@@ -149,7 +149,8 @@ def _within(
     begins: np.ndarray, system: np.ndarray, turns: np.ndarray, prompt: np.ndarray, answer: np.ndarray,
     pause: np.ndarray,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """(begins, system, history, turns, prompt, answer, pause) of the turns from `begin` to `end`."""
+    """(begins, system, history, turns, prompt, answer, pause) of conversations, with their turns from `begin` to `end`
+    only."""
     owner, _ = _owners(turns)
     times = begins[owner] + _sums(pause, turns)
     kept = (times >= begin) & (times < end)

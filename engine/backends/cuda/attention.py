@@ -1,4 +1,4 @@
-"""Attention on a GPU: launches of the kernels in `cuda/attention/`."""
+"""The attention op on a GPU, which launches the kernels in `cuda/attention/`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ HEADER = len(SpanHeader._fields)  # in int32
 
 
 class Buffer(NamedTuple):
-    """Full-precision K/V of one layer: pools of full-precision records."""
+    """The full-precision K/V of one layer: a pool of full-precision records of keys, and one of values."""
 
     k: Array
     v: Array
@@ -102,7 +102,7 @@ class LayerCache:
 
     @property
     def padded(self) -> int:
-        """DP: D rounded up to a multiple of 16."""
+        """DP, which is D rounded up to a multiple of 16."""
         return self.keys.layout.record.geometry.padded
 
     def pools(self, buffer: Buffer | None) -> Buffer:

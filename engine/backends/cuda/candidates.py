@@ -1,7 +1,7 @@
 """Candidates for the nearest point of a codec's table: a short list for every cell of a grid.
 
-`cuda/encode/encode_blocks.cu` compares a pair only with the candidates of its cell, and finds the same nearest point as
-a comparison with all points.
+`cuda/encode/encode_blocks.cu` compares a pair only with the candidates of its cell, and finds the same point as by a
+comparison with all points.
 """
 
 from __future__ import annotations

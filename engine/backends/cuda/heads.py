@@ -1,4 +1,4 @@
-"""QK-norm, RoPE, scale and rotation of heads on a GPU: launches of the kernels in `cuda/heads/`."""
+"""QK-norm, RoPE, scale and rotation of heads on a GPU, by the kernels in `cuda/heads/`."""
 
 from __future__ import annotations
 

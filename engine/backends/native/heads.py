@@ -1,4 +1,4 @@
-"""QK-norm, RoPE, scale and rotation of heads."""
+"""The ops for QK-norm, RoPE, scale and rotation of heads."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class _Tiles:
 
 
 class LinearOps:
-    """The ops on matrices."""
+    """The ops on matrices and on rows of activations."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch

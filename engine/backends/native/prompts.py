@@ -1,4 +1,4 @@
-"""Attention of prompts."""
+"""Attention of prompts, whose quantized blocks are decoded to float32 first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DECODED = 4096  # most tokens of quantized blocks that are decoded to float32 a
 
 
 class PromptOps:
-    """Attention of prompts over tiles."""
+    """Attention of prompts over a `TileCache`."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch

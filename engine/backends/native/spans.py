@@ -16,7 +16,7 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.jit.lang.records import Int64
 from polarlm.engine.jit.run.buffers import aligned
 
-NO_WINDOW = 1 << 40  # tokens: more than there are positions
+NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
 _LEAST_IDS = 16  # least width of a block table
 CHUNK_TOKENS = 512  # least tokens of a chunk of quantized blocks
 MOST_CHUNKS = 64  # most chunks of the quantized blocks of a sequence
@@ -44,7 +44,7 @@ class FullBlock(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A chunk of a sequence."""
+    """A unit of attention over all sequences: a chunk of a sequence."""
 
     sequence: Int64
     chunk: Int64

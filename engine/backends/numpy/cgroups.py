@@ -34,7 +34,7 @@ def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def read_number(file: Path) -> int | None:
-    """The number in a file; None if the file does not exist or contains "max"."""
+    """The number in a file; None if the file is missing or has no number, such as "max"."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

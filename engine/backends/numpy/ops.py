@@ -191,7 +191,7 @@ class NumpyOps:
         return quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        """On systems with overcommit, pages that are never written take no memory."""
+        """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
         k, v, mean = (
             {name: zeros((format.kv_heads, quantized, *field.shape), field.dtype) for name, field in fields.items()}
             for fields in transfer.fields(format).values()
@@ -322,6 +322,6 @@ def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 
 def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
-    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None leaves a factor out."""
+    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None means no factor."""
     x = x if scale is None else x * scale
     return x if rotation is None else x @ rotation

@@ -1,4 +1,4 @@
-"""Kernels, and their compilation to object code."""
+"""Kernels, their compilation to object code, and loading it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _object(source: str, level: Level) -> bytes:
 
 
 def assembly(kernel: Kernel, level: Level) -> str:
-    """The kernel as assembly text."""
+    """The machine code of the kernel as assembly text."""
     machine = _machine(level)
     return machine.emit_assembly(_optimized(kernel.module(level), machine))
 

@@ -131,7 +131,7 @@ def _lay_out(code: bytes, sections: Sequence[_Section]) -> tuple[dict[int, int],
 
 
 def _symbols(code: bytes, sections: Sequence[_Section]) -> tuple[list[_Symbol], bytes]:
-    """The symbols, and their names."""
+    """The symbols of an object file, and the string table of their names."""
     tables = [section for section in sections if section.type == _SYMTAB]
     if len(tables) != 1:
         raise ValueError(f"it has {len(tables)} tables of symbols")
@@ -145,7 +145,7 @@ def _name(symbol: _Symbol, names: bytes) -> str:
 
 
 def _whole(code: bytes, section: _Section, record: struct.Struct) -> bytes:
-    """The content of a section of records."""
+    """The content of a section, which must be a whole number of records. Raises ValueError."""
     if section.size % record.size:
         raise ValueError(f"it has a section of {section.size} bytes for records of {record.size}")
     return _content(code, section.offset, section.size)

@@ -44,7 +44,7 @@ class Emitter(MemoryEmitter):
     # -- lanes -----------------------------------------------------------------------------------------------------
 
     def like(self, number: Number, other: Value) -> Value:
-        """`number` with the type of `other`: a constant, or a scalar in all lanes."""
+        """`number` with the type of `other`: as a constant, or a scalar value in all lanes."""
         if isinstance(number, Value):
             return self.splat(number, other.lanes) if other.lanes and not number.lanes else number
         return self.constant(other.type, float(number) if other.is_float else number)

@@ -37,7 +37,7 @@ STATE_BYTES = _ASLEEP + 8 * MOST_THREADS
 
 _SPINS = 2_000  # polls, some tens of microseconds, before a waiting thread yields its core
 _IDLE_SPINS = 5_000  # polls before a thread without work sleeps
-_NUMBERS = (1 << 31) - 1  # a run's number has 31 bits
+_NUMBERS = (1 << 31) - 1  # mask of a run's number, which has 31 bits
 
 
 class Launch(NamedTuple):

@@ -37,7 +37,7 @@ class Device(Protocol):
     """One GPU, or a stand-in for it. Work runs in the order of the calls."""
 
     name: str
-    """Name for messages, such as "NVIDIA H200"."""
+    """The device's name for messages, such as "NVIDIA H200"."""
 
     processors: int
     """The number of multiprocessors."""
@@ -46,7 +46,7 @@ class Device(Protocol):
     """Bytes of shared memory of a multiprocessor, shared by its resident blocks."""
 
     overlaps: bool
-    """Whether kernels that wait for their predecessor by themselves are launched before it has ended."""
+    """Whether recorded kernels that wait for their predecessor by themselves are launched before it has ended."""
 
     def memory(self) -> tuple[int, int]:
         """Free bytes, total bytes. Memory that this process has allocated but does not use counts as free."""

@@ -40,7 +40,7 @@ SINES = np.sin(CENTRES[1])
 
 
 def pair_factors(pair: int) -> np.ndarray:
-    """The factors of levels 2 and 3 of a pair of a half, by `level3 << 2 | level2`: (16,) float64."""
+    """The product of levels 2 and 3 for a pair of a half, by `level3 << 2 | level2`: (16,) float64."""
     level3, level2 = np.divmod(np.arange(16), 4)
     flip3, flip2 = 3 * (pair // 2), 3 * (pair % 2)  # the sine of an angle is the cosine of its complement
     return COSINES[3][level3 ^ flip3] * COSINES[2][level2 ^ flip2]

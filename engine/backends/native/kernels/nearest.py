@@ -48,7 +48,7 @@ class Search(Protocol):
 
 
 class NearestOfRings:
-    """The points of `ring` with `bits` for each pair."""
+    """The search among the points of `ring` with `bits` bits per pair."""
 
     def __init__(self, e: Emitter, bits: int) -> None:
         self._e = e
@@ -111,7 +111,7 @@ class NearestOfRings:
         return Found(e.select(better, code, best.codes), chosen), e.select(better, own, score)
 
     def _turn(self, a: Value, b: Value) -> Value:
-        """The angle of (a, b) in turns, 0 to 1."""
+        """The angle of (a, b) in turns, from 0 to 1."""
         e = self._e
         x, y = e.absolute(a), e.absolute(b)
         is_steep = x < y
@@ -126,7 +126,7 @@ class NearestOfRings:
 
 
 class NearestLevels:
-    """The levels of `turbo` with `bits` for each value."""
+    """The search among the levels of `turbo` with `bits` bits per value."""
 
     def __init__(self, e: Emitter, bits: int) -> None:
         self._e = e

@@ -217,7 +217,7 @@ class _Unit:
         rotate(e, weighted, out, rotation, self._dim, order)
 
     def attend(self, k: Value, v: Value, start: Value, tokens: Value, queries: Value, window: Value) -> None:
-        """Attention of all queries to a tile of keys and values, the first of which has position `start`."""
+        """Attend with all queries to a tile of keys and values, whose first token has position `start`."""
         e, rows = self._e, self._rows
         self._transpose(k, tokens)
         with e.loop(0, queries, rows) as i:

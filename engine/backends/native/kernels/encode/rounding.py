@@ -55,7 +55,7 @@ def round_alone(unit: Unit) -> None:
 
 
 def write_codes(unit: Unit, out: Value) -> None:
-    """The codes in the rows of `codes` → (N, P) at `out`, uint8 or uint16."""
+    """Transpose the codes in the rows of `codes` → (N, P) at `out`, uint8, or uint16 for ten bits."""
     e, size = unit.e, unit.encoding.code.width // 8
     row = unit.row_of_lanes + 4 if unit.encoding.along_tokens else e.i64(unit.row)  # bytes from pair to pair
     step = unit.row_of_lanes if unit.encoding.along_tokens else 4  # bytes from token to token

@@ -137,7 +137,7 @@ class Unit:
         self.mean = self.take(self.dim * 4)
 
     def take(self, nbytes: int | Value) -> Value:
-        """The next bytes of the scratch memory."""
+        """The address of the next `nbytes` bytes of scratch."""
         first = self.scratch
         self.scratch = first + nbytes
         return first
