@@ -19,7 +19,7 @@ _PLACES += [(-8, -14, "right"), (10, 21, "left"), (10, -21, "left"), (-10, 21, "
 _LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "shrinkA": 0, "shrinkB": 3}  # line to a distant label
 
 
-def beside_points(
+def label_points(
     ax: Axes, points: Sequence[tuple[float, float]], labels: Sequence[str], colours: Sequence[str]
 ) -> None:
     """Draw a label for each point (data coordinates) that covers no point and no earlier label, if there is room."""

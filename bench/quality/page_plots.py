@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from polarlm.bench.plot_labels import beside_points
+from polarlm.bench.plot_labels import label_points
 from polarlm.bench.plot_style import STYLE, can_draw, colour_of, panels, plain_log
 from polarlm.bench.quality.plots import draw_positions, name_lines, reached
 
@@ -78,7 +78,7 @@ def _divergence(result: Result) -> str:
     ax.set_xlim(min(2.0, *(bits for bits, _ in places)), max(6.0, *(bits for bits, _ in places)) + 1)
     ax.set_xlabel("bits per value")
     ax.set_ylabel("KL divergence, nats (mean)")
-    beside_points(ax, places, [row["type"] for row in rows], [_colour(row) for row in rows])
+    label_points(ax, places, [row["type"] for row in rows], [_colour(row) for row in rows])
     return _svg(figure)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polarlm.bench.plot_labels import beside_points, spread
+from polarlm.bench.plot_labels import label_points, spread
 from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, colour_of, panels, plain_log, save
 from polarlm.bench.quality.angles import gaussian_density
 from polarlm.engine import EngineError
@@ -86,7 +86,7 @@ def divergence(result: Result, name: str) -> Figure | None:
     for ax, points in zip(axes, by_scoring.values(), strict=True):
         places = [(row["bits_per_value"], row["kl_mean"]) for row in points]
         labels = [row["type"].removesuffix(_PLAIN) for row in points]
-        beside_points(ax, places, labels, [colour_of(row["type"]) for row in points])
+        label_points(ax, places, labels, [colour_of(row["type"]) for row in points])
     return figure
 
 

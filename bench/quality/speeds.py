@@ -64,7 +64,7 @@ class Speeds:
             engines = {}
             for one in self._types:
                 try:
-                    engines[one.label] = first.beside(one.settings())
+                    engines[one.label] = first.with_settings(one.settings())
                     engines[one.label].rates(self._ids[:_TRIED], 3)  # compiles kernels
                 except EngineError as error:
                     self._problems[one.label] = str(error)

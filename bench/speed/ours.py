@@ -38,7 +38,7 @@ class Ours:
         self._engine = Engine(parts)
         self._streams: Streams | None = None
 
-    def beside(self, settings: dict[str, Any]) -> Ours:
+    def with_settings(self, settings: dict[str, Any]) -> Ours:
         """An engine with the same weights and its own cache. settings: fields of EngineConfig about the cache.
         Closing either of the two is enough. Raises EngineError."""
         other = copy(self)

@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
-from polarlm.engine.backends.native.kernels.prefetch import NOTHING
+from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.product import (
     Product,
     ProductArguments,
@@ -174,7 +174,7 @@ class LinearOps:
                 x=given,
                 y=y[:, first:],
                 bias=None if w.bias is None else w.bias[first:],
-                ahead=NOTHING,
+                hint=NO_HINT,
                 blocks=blocks,
                 tile_bytes=memory.shape[1],
                 x_stride=given.strides[0],

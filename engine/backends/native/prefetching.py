@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.attention import AttendArguments
-from polarlm.engine.backends.native.kernels.prefetch import PIECE, Ahead, PieceArguments, list_pieces
+from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, PrefetchHint, list_pieces
 from polarlm.engine.backends.native.launch import Recorded, Recording
 from polarlm.engine.jit.lang.records import words
 
@@ -26,8 +26,8 @@ def add_prefetches(recording: Recording) -> None:
                 keys, values, first = launch.number("full_k"), launch.number("full_v"), 0
                 # The last product takes the first pieces, as many as it can: lines prefetched early may be evicted.
                 for number in reversed(products):
-                    ahead = words(Ahead(keys=keys, values=values, pieces=lists[table], first=first))
-                    launches[number] = launches[number].with_array("ahead", ahead)
+                    hint = words(PrefetchHint(keys=keys, values=values, pieces=lists[table], first=first))
+                    launches[number] = launches[number].with_array("hint", hint)
                     first += launches[number].spare
             else:
                 launches.append(listing := _listing(launch))

@@ -11,7 +11,7 @@ there are only three roundings:
 A tile has V vectors of 64 codes, packed by `_packing`, then the norms in the codec's dtype.
 
     keys    lanes are tokens: (C/4, N/16) vectors, each of 16 tokens x 4 codes. Nothing is summed across lanes.
-    values  lanes are codes: (C/p, N·p/64) vectors, each of 16/p x p codes x 4 tokens, p = gcd(C, 16)
+    values  lanes are codes: (C/p, N·p/64) vectors, each of 16/p groups x p codes x 4 tokens, p = gcd(C, 16)
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ STEPS = PIECE // _STEP
 _EMPTY = np.zeros(1, np.int64)
 
 
-class Ahead(NamedTuple):
+class PrefetchHint(NamedTuple):
     """The prefetch hint of a product: the listed pieces of keys and of values, from number `first` on.
 
     pieces: see `list_pieces`. Piece 2i is of keys, 2i + 1 of values.
@@ -39,16 +39,16 @@ class Ahead(NamedTuple):
     first: Int64
 
 
-NOTHING = words(Ahead(keys=None, values=None, pieces=_EMPTY, first=0))
+NO_HINT = words(PrefetchHint(keys=None, values=None, pieces=_EMPTY, first=0))
 
 
 class Prefetch:
     """Emits a product's prefetches."""
 
-    def __init__(self, e: Emitter, ahead: Value) -> None:
-        """ahead: address of an `Ahead`."""
+    def __init__(self, e: Emitter, hint: Value) -> None:
+        """hint: address of a `PrefetchHint`."""
         self._e = e
-        self._keys, self._values, self._pieces, self._first = read(e, Ahead, ahead)
+        self._keys, self._values, self._pieces, self._first = read(e, PrefetchHint, hint)
         self._count = e.load(self._pieces, I64) * 2
 
     def step(self, step: Value) -> None:

@@ -74,7 +74,7 @@ class ProductArguments(NamedTuple):
     x: Pointer
     y: Pointer
     bias: Pointer
-    ahead: Pointer
+    hint: Pointer
     blocks: Int64
     tile_bytes: Int64
     x_stride: Int64
@@ -90,13 +90,13 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
     x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; their first `rows` rows are
     read. x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights; for formats without codes,
-    inputs. tiles: tiles of the weights; with an activation, of the gate projection alone. ahead: the prefetch hint
+    inputs. tiles: tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
     (`engine.backends.native.kernels.prefetch`), of which the product takes `prefetched_pieces`.
     """
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
         rows, tiles = args.rows, args.tiles
-        prefetch = Prefetch(e, args.ahead) if _prefetches(spec) else None
+        prefetch = Prefetch(e, args.hint) if _prefetches(spec) else None
         parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
         wide = _tiles_of_unit(spec, e.level)
         with e.loop(begin, end) as unit, e.loop(0, rows, spec.row_tile) as first:
