@@ -24,7 +24,7 @@ TYPES_HELP = (
 
 @dataclass(frozen=True)
 class CacheType:
-    """The cache type of one row of a table, for keys and for values."""
+    """A cache type for keys and for values: a row of a table."""
 
     label: str
     key: str
@@ -34,7 +34,7 @@ class CacheType:
 
     @classmethod
     def read(cls, text: str) -> CacheType:
-        """KEYS[/VALUES][:plain], or PRESET[:plain]. Raises FlagError for a codec that does not exist.
+        """The cache type of KEYS[/VALUES][:plain] or PRESET[:plain]. Raises FlagError for an unknown codec.
 
         >>> CacheType.read("f16/polarquant:plain")
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
@@ -50,7 +50,7 @@ class CacheType:
 
     @property
     def pair(self) -> str:
-        """The types of keys and of values, as "ring4/ring3.5", or one name for both."""
+        """The types of keys and of values, such as "ring4/ring3.5", or one name for both."""
         return self.key if self.key == self.value else f"{self.key}/{self.value}"
 
     def check(self, head_dim: int) -> None:
@@ -62,7 +62,7 @@ class CacheType:
                 raise FlagError(f"--types {self.label}: {str(error).rstrip('.')}") from None
 
     def settings(self) -> dict[str, Any]:
-        """Fields of EngineConfig."""
+        """The fields of EngineConfig that set this cache type."""
         return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
 
 
@@ -72,7 +72,7 @@ def model_named(weights: str | None, hf_repo: str | None) -> str | None:
 
 
 def needs_http() -> None:
-    """Raises EngineError without the HTTP client, which an extra brings."""
+    """Raises EngineError if the HTTP client, an optional dependency, is not installed."""
     if importlib.util.find_spec("httpx") is None:
         raise EngineError("httpx, which sends the requests, is not installed: pip install 'polarlm[bench]' adds it")
 
@@ -83,7 +83,7 @@ def at_least(least: int) -> Check:
 
 
 def cache_types(text: str, *, key_conditioning: bool = True) -> list[CacheType]:
-    """Types separated by commas, each once; all of them plain without `key_conditioning`. Raises FlagError."""
+    """The distinct types in a list separated by commas; all plain without `key_conditioning`. Raises FlagError."""
     names = [name.strip() for name in text.split(",")]
     if not key_conditioning:
         names = [name.removesuffix(_PLAIN) + _PLAIN for name in names]

@@ -1,4 +1,4 @@
-"""Labels of points and lines that do not overlap."""
+"""Labels for points and lines, placed so that they do not overlap."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 _SIZE = 7.5  # points
-_ROUNDS = 300  # of moving neighbours apart; enough for dozens of labels
+_ROUNDS = 300  # rounds of moving adjacent labels apart; enough for dozens of labels
 # Offsets of a label from its point, in points, with their alignment; the first free one is used.
 _PLACES = [(7, 0, "left"), (-7, 0, "right"), (5, 7, "left"), (5, -7, "left"), (-5, 7, "right"), (-5, -7, "right")]
 _PLACES += [(0, 11, "center"), (0, -11, "center"), (8, 14, "left"), (8, -14, "left"), (-8, 14, "right")]
 _PLACES += [(-8, -14, "right"), (10, 21, "left"), (10, -21, "left"), (-10, 21, "right"), (-10, -21, "right")]
-_LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "shrinkA": 0, "shrinkB": 3}  # to a label at a distance
+_LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "shrinkA": 0, "shrinkB": 3}  # line to a distant label
 
 
-def beside_points(
+def label_points(
     ax: Axes, points: Sequence[tuple[float, float]], labels: Sequence[str], colours: Sequence[str]
 ) -> None:
-    """A label for each point (data coordinates) that covers no point and no earlier label, if there is room."""
+    """Draw a label for each point (data coordinates) that covers no point and no earlier label, if there is room."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -63,7 +63,7 @@ def beside_points(
 
 
 def spread(ax: Axes, ends: Sequence[float], labels: Sequence[str], colours: Sequence[str]) -> None:
-    """Labels to the right of `ax`, in the order of the values at which lines end, moved apart where they touch."""
+    """Draw labels to the right of `ax` at the values where lines end, moved apart where they would touch."""
     figure: Any = ax.figure
     figure.draw_without_rendering()
     apart = 1.35 * _SIZE * figure.dpi / 72

@@ -1,4 +1,4 @@
-"""The style of all pictures: fonts, colours, axes."""
+"""The common style of pictures: fonts, colours, axes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "savefig.dpi": 160,
 }
-# First letters of a codec's name → its colour; the colours differ in lightness, too.
+# Prefix of a codec's name → its colour; the colours also differ in lightness.
 _COLOURS = {
     "ring": "#c2410c",
     "trellis": "#be123c",
@@ -46,12 +46,12 @@ NO_PICTURES = "No pictures: matplotlib is not installed; pip install 'polarlm[be
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed; if not, NO_PICTURES is the message."""
+    """Whether matplotlib is installed; NO_PICTURES is the message if it is not."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Raises EngineError."""
+    """Write a figure. Raises EngineError."""
     try:
         figure.savefig(file, bbox_inches="tight", facecolor="white")
     except OSError as error:
@@ -59,7 +59,7 @@ def save(figure: Figure, file: Path) -> None:
 
 
 def panels(columns: int, rows: int, size: tuple[float, float], **shared: Any) -> tuple[Figure, np.ndarray]:
-    """A figure with rows × columns axes of `size` inches each."""
+    """A figure, and its axes (rows, columns) of `size` inches each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,12 +69,12 @@ def panels(columns: int, rows: int, size: tuple[float, float], **shared: Any) ->
 
 
 def colour_of(label: str) -> str:
-    """Of a cache type, by its codec."""
+    """The colour of a cache type, by its codec."""
     return next((colour for start, colour in _COLOURS.items() if label.startswith(start)), _OTHER)
 
 
 def plain_log(ax: Axes) -> None:
-    """A logarithmic y axis with numbers such as 0.01."""
+    """Set a logarithmic y axis with plain numbers such as 0.01."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     ax.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Reports of measurements: a JSON file with the machine and the command, and Markdown tables."""
+"""Reports of measurements: JSON files that include the machine and the command, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import setting
 from polarlm.engine.jit.isa import VARIABLE as LEVEL_VARIABLE
 
-RESULTS = Path(__file__).resolve().parent / "results"  # in a checkout; an installed package has none
+RESULTS = Path(__file__).resolve().parent / "results"  # exists only in a checkout
 LOCAL = RESULTS / "local"  # ignored by git
 
 
 @dataclass(frozen=True)
 class Output:
-    """The destination of a measurement."""
+    """The flags for a measurement's destination."""
 
     output: str | None = setting(
         None,
@@ -43,9 +43,9 @@ class Output:
     )
 
     def path(self, kind: str, subject: str) -> Path:
-        """The file of --output, or else <kind>-<subject>-<date>.json in a checkout's results, or the current folder.
+        """The file of --output, or else <kind>-<subject>-<date>.json in a checkout's results or the current folder.
 
-        Raises FlagError if it cannot be written, so that nothing is measured in vain.
+        Raises FlagError if it cannot be written: better now than after the measurement.
         """
         if self.output is not None:
             if self.publish:
@@ -60,7 +60,7 @@ class Output:
         return path
 
     def _folder(self) -> Path:
-        """Where results go that no flag gives a file. Raises FlagError."""
+        """The folder for results without --output. Raises FlagError."""
         if RESULTS.is_dir():
             folder = RESULTS if self.publish else LOCAL
             folder.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ class Output:
 
 
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The machine: CPU, the level of instructions that kernels are restricted to, cores that this process may use,
+    """A description of the machine: CPU, the CPU level that kernels are restricted to, cores that this process may use,
     versions of numerical libraries, and the GPU."""
     level = os.environ.get(LEVEL_VARIABLE)
     blas = [
@@ -93,7 +93,7 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def blas_threads() -> int:
-    """The number of threads of matrix products."""
+    """The number of threads that BLAS uses."""
     return max((library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"), default=1)
 
 
@@ -139,10 +139,10 @@ def write(
     complete: bool = True,
     program: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Writes `result` with the machine, the date and the command line, and returns all of it. Raises EngineError.
+    """Write `result` with the machine, the date and the command line, and return all of it. Raises EngineError.
 
-    complete: whether the measurement is finished. Partial results are written during a measurement, so that they are
-    kept if it is stopped. program: the words before `argv`; else `python -m polarlm.bench.<kind>`.
+    complete: whether the measurement is finished. Partial results are written during a measurement, so that an
+    interrupted one keeps them. program: the words before `argv`; default: `python -m polarlm.bench.<kind>`.
     """
     about = {
         "benchmark": kind,
@@ -160,7 +160,7 @@ def write(
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command line, with the variable that restricts the instructions of kernels if it is set."""
+    """The command line, with the variable that restricts the CPU level if it is set."""
     command = shlex.join(words)
     level = os.environ.get(LEVEL_VARIABLE)
     return f"{LEVEL_VARIABLE}={shlex.quote(level)} {command}" if level else command

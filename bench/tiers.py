@@ -1,8 +1,7 @@
-"""`python -m polarlm.bench.tiers`: time to the first token of a long prompt, computed and read from the disk.
+"""`python -m polarlm.bench.tiers`: time to the first token of a long prompt, computed or read from the disk.
 
-An engine computes a prompt and keeps its blocks in a folder; others read them, as after a restart: one in its first
-request, which uses all kernels for the first time, and one in a later request. Beside other programs, shares of the CPU
-time say more than those of the time.
+An engine computes a prompt and keeps its blocks in a folder. Others read them, as after a restart: one in its first
+request, which uses all kernels for the first time, and one in a later request. If other programs run, compare CPU time.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ROOM = 64  # tokens of context after the prompt
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The flags of the measurement."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="REPO", help=HF_REPO_HELP)
@@ -40,7 +39,7 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print a line for each way to the first token."""
+    """Measures, and prints a line for each way to the first token; returns the exit code."""
     return run(_measure, argv)
 
 
@@ -67,13 +66,13 @@ def _measure(argv: Sequence[str]) -> None:
             rng = np.random.default_rng(0)
             ids, other = (rng.integers(vocabulary.start, vocabulary.stop, config.tokens).tolist() for _ in "ab")
             computed = _seconds(engine, ids, 0)
-            ids.append(other[0])  # a next turn, whose only new token has to be computed
+            ids.append(other[0])  # a next turn with a single new token to compute
             stored = _seconds(engine, ids, config.tokens)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
         with Engine.load(config=settings) as engine:
             first = _seconds(engine, ids, config.tokens)
         with Engine.load(config=settings) as engine:
-            _seconds(engine, other[: config.tokens // 8], 0)  # kernels have been used
+            _seconds(engine, other[: config.tokens // 8], 0)  # uses the kernels for the first time
             second = _seconds(engine, ids, config.tokens)
     print(f"{config.tokens:,} tokens; {format_bytes(size)} on the disk")
     for what, (seconds, busy) in (
@@ -87,7 +86,8 @@ def _measure(argv: Sequence[str]) -> None:
 
 
 def _seconds(engine: Engine, ids: Sequence[int], cached: int) -> tuple[float, float]:
-    """The time to the first token, and the process's CPU time, of a prompt of which `cached` tokens must be found."""
+    """The time to the first token, and the process's CPU time, for a prompt with `cached` tokens in a tier or the
+    store."""
     began, busy = time.perf_counter(), time.process_time()
     found = engine.generate(ids, _FIRST_TOKEN).usage.cached_tokens
     seconds = time.perf_counter() - began, time.process_time() - busy

@@ -1,1 +1,1 @@
-"""Kernels and steps on a GPU."""
+"""Measurements of kernels and steps on a GPU."""

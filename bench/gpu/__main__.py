@@ -1,7 +1,7 @@
 """`python -m polarlm.bench.gpu`: times of the kernels on a GPU, next to its limits and other libraries' kernels.
 
-The most important measurements come first; the report names those that --budget leaves no time for. The JSON file is
-written after each of them, so that a run that is stopped keeps its results.
+The most important measurements come first; the report names those for which --budget leaves no time. The JSON file is
+written after each of them, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.model_loaders.config import ModelConfig
 
-# A sequence has a sink, a quantized block and a current block, and starts more than a block before the context.
+# A sequence has a sink block, a quantized block and a current block, and starts more than a block before the context.
 _LEAST_BLOCKS = 4
 _SMALL_ROWS = (8, 16, 64)
 _MATRICES = ("qkv", "out", "gate_up", "down", "head")
@@ -43,7 +43,7 @@ Task = tuple[str, Callable[[], Sequence[Row]]]
 
 @dataclass(frozen=True)
 class Options:
-    """The measurements."""
+    """The flags of the measurements."""
 
     types: str = setting(
         "f16,ring4/ring3.5,ring3/ring3.5,polarquant,turbo4", "--types", metavar="TYPES", help=TYPES_HELP
@@ -60,7 +60,7 @@ def main(
     sizes: Sizes | None = None,
     peers: Peers = half_attention,
 ) -> int:
-    """Measures, writes the JSON, prints the tables; returns the exit code. Without a `gpu`, that of the machine."""
+    """Measures, writes the JSON, prints the tables; returns the exit code. gpu: None for the machine's own."""
     return run(lambda given: _measure_and_report(given, gpu, sizes or Sizes(), peers), argv)
 
 
@@ -98,7 +98,7 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
 
 
 def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:
-    """Run one task. An error ends only this task."""
+    """Run one task and keep its rows. An error ends only this task."""
     try:
         results.rows += work()
     except EngineError as error:
@@ -125,7 +125,7 @@ def _write(output: Path, argv: Sequence[str], results: Results, gpu: Gpu, *, com
 
 
 def _numbers(flag: str, text: str, least: int) -> list[int]:
-    """Raises FlagError."""
+    """The distinct numbers in a list separated by commas. Raises FlagError for one below `least`."""
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < least:
         raise FlagError(f"{flag} takes numbers from {least} up, separated by commas, not {text!r}")
@@ -133,14 +133,14 @@ def _numbers(flag: str, text: str, least: int) -> list[int]:
 
 
 def _named(cell: Cell) -> str:
-    """A name of the cell for the list of tasks."""
+    """The name of the cell in the list of tasks."""
     count, others = len(cell), len(cell) - 1
     return f"{cell[0]} × {count}" if cell[-1] == cell[0] else f"{cell[0]} × 1 and {cell[-1]} × {others}"
 
 
 @dataclass
 class Plan:
-    """The tasks, in the order of their importance."""
+    """The tasks, in order of importance."""
 
     gpu: Gpu
     sizes: Sizes
@@ -196,7 +196,7 @@ class Plan:
             )
         prompt = self.sizes.config, self.sizes.prompt, self.sizes.runs
         yield f"fp16 kernels of others, prompt of {self.sizes.prompt} tokens", partial(prompt_attention, *prompt)
-        for weights in reversed(KINDS):  # the last model is still there
+        for weights in reversed(KINDS):  # starts with the model that is still loaded
             for rows in (1, *_SMALL_ROWS):
                 for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
                     work = partial(self._with_model, weights, measure_matrix, name, rows)
@@ -209,7 +209,7 @@ class Plan:
         self._model = None  # frees its memory
 
     def _cells(self) -> list[Cell]:
-        """Equal sequences; and where there are several, one of the longest context among the shortest."""
+        """Batches of equal contexts; and for batches of several, one longest context among shortest ones."""
         contexts = self.sizes.step_contexts
         cells = [(context,) * batch for batch in self.batches for context in contexts]
         cells += [(max(contexts), *(min(contexts),) * (batch - 1)) for batch in self.batches if batch > 1]
@@ -218,7 +218,7 @@ class Plan:
     def _with_model(
         self, weights: str, measure: Callable[..., Row], *given: Any, overlapped: bool = False
     ) -> list[Row]:
-        """One measurement of the model, which is made on first use. Raises EngineError if it does not fit."""
+        """One measurement of the model, which is created on first use. Raises EngineError if it does not fit."""
         if weights in self._no_model:
             raise EngineError("there is no model")
         if self._model is None or (self._model.weights, self._model.device.overlaps) != (weights, overlapped):

@@ -1,7 +1,7 @@
 """Attention of one token per sequence over caches of every type, and the encoding of blocks, on a GPU.
 
-Successive calls read different blocks of a pool, through different block tables, so that no data is in the device's own
-caches.
+Successive calls read different blocks of a pool, by different block tables, so that the device's caches have no data of
+theirs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTHING = np.zeros(1, np.int32)  # a graph needs an input
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of one call; bytes that it reads; its error (`bench.gpu.cache`)."""
+    """Seconds of one call, the bytes that it reads, and its error (`bench.gpu.cache`)."""
 
     cache_type: str
     context: int
@@ -40,13 +40,13 @@ class AttentionTime:
 
     @property
     def right(self) -> bool:
-        """Whether the result is right; if not, the time is meaningless."""
-        return self.error <= ALLOWED_ERROR  # false for NaN
+        """Whether the result is correct; if not, the time is meaningless."""
+        return self.error <= ALLOWED_ERROR  # False for NaN
 
 
 @dataclass(frozen=True)
 class EncodeTime:
-    """Seconds for one block, keys and values of all KV heads, if `blocks` are encoded at once."""
+    """Seconds per block, keys and values of all KV heads, when `blocks` blocks are encoded at once."""
 
     cache_type: str
     blocks: int
@@ -63,7 +63,7 @@ def layer_format(sizes: Sizes, cache_type: CacheType, metric_k: Metric | None, m
 def measure_attention(
     gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType, context: int, batch: int
 ) -> AttentionTime:
-    """Check the result, then measure the time. Raises EngineError if there is no kernel or no room."""
+    """Check the result, then measure the time. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
     format, attention = layer_format(sizes, cache_type, None, None), sizes.config.attention
     size, calls = _size_and_calls(ops, format, sizes, context, batch)
@@ -95,12 +95,13 @@ def measure_attention(
 
 
 def _quantized(format: CacheFormat, context: int) -> int:
-    """Quantized blocks of a sequence, between its sink and its current block."""
+    """The number of quantized blocks of a sequence, between its sink block and its current block."""
     return (context - 1) // format.block_size - 1
 
 
 def _size_and_calls(ops: CudaOps, format: CacheFormat, sizes: Sizes, context: int, batch: int) -> tuple[int, int]:
-    """Bytes that a call reads, and calls until any are read again. Raises EngineError without a kernel or room."""
+    """Bytes that a call reads, and the number of calls before bytes are read again. Raises EngineError without a kernel
+    or enough memory."""
     try:
         quantized_bytes, full_bytes = ops.cache_bytes(format)
     except ValueError as error:
@@ -114,7 +115,7 @@ def _size_and_calls(ops: CudaOps, format: CacheFormat, sizes: Sizes, context: in
 def _places(
     rng: np.random.Generator, format: CacheFormat, context: int, shape: tuple[int, int]
 ) -> list[list[StoredSequence]]:
-    """Sequences (calls, B) whose blocks are at random places of the pools."""
+    """Sequences (calls, B) with random blocks of the pools."""
     count, quantized = shape[0] * shape[1], _quantized(format, context)
     ids = rng.permutation(count * quantized).reshape(*shape, quantized).tolist()
     slots = rng.permutation(count * 2).reshape(*shape, 2).tolist()
@@ -127,7 +128,7 @@ def _places(
 def measure_encoding(
     gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType, metric_k: Metric, metric_v: Metric
 ) -> list[EncodeTime]:
-    """Times of many blocks at once, as after a prompt, and of one block, as after a step."""
+    """The times of encoding many blocks at once, as after a prompt, and one block, as after a step."""
     ops, _ = gpu.open()
     blocks = sizes.blocks
     cache = ops.cache(layer_format(sizes, cache_type, metric_k, metric_v), blocks, blocks)

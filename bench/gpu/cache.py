@@ -1,7 +1,7 @@
 """Caches of random K/V on a device, and the error of attention over them.
 
-Letters: K KV heads, G query heads of one, N tokens in a block, D head dim. A few random blocks are encoded by the
-device itself. Their records are repeated through the pools: block i of a pool is block i % `blocks` of them.
+Letters: K KV heads, G query heads per KV head, N tokens in a block, D head dim. The device encodes a few random blocks,
+whose records are repeated through the pools: block i of a pool is random block i % `blocks`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from polarlm.engine.backends.kv import FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.quantization.conditioning import read_mean
 
-# Attention rounds q, k, v and attention weights to half precision, each by at most 2⁻¹¹ of the value: together they are
-# far below eight such roundings of the largest output.
+# Attention rounds q, k, v and attention weights to half precision, each by at most 2⁻¹¹ of its value: all together far
+# less than eight such roundings of the largest output.
 ALLOWED_ERROR = 2.0**-8
 
 
 @dataclass(frozen=True)
 class Content:
-    """K/V (blocks · N, K, D) float32."""
+    """Random keys and values, (blocks · N, K, D) float32 each."""
 
     k: np.ndarray
     v: np.ndarray
@@ -65,7 +65,7 @@ def _repeat(clock: Clock, pool: Array, filled: int) -> None:
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """The blocks of one sequence of `context` tokens: sink, quantized blocks, current block."""
+    """The blocks of a sequence of `context` tokens: slot of the sink block, ids of quantized blocks, current slot."""
 
     context: int
     sink: int
@@ -73,7 +73,7 @@ class StoredSequence:
     current: int
 
     def span(self, row: int, block_size: int) -> SpanView:
-        """The span of a step whose token, row `row`, is the last of the context."""
+        """The span of a step in which row `row` is the last token of the context."""
         newest = self.context - 1
         start = newest // block_size * block_size
         return SpanView(
@@ -84,7 +84,7 @@ class StoredSequence:
 def attention_error(
     device: Device, cache: Any, blocks: int, sequence: StoredSequence, head: int, q: Any, out: Any
 ) -> float:
-    """The largest error of out (G, D), the attention output of q (G, D), over the largest correct value.
+    """The largest error of out (G, D), the attention output of q (G, D), divided by the largest correct value.
 
     The reference is float64 attention over the device's records of KV head `head`, decoded by NumPy.
     """

@@ -1,4 +1,4 @@
-"""Results of `python -m polarlm.bench.gpu`, to stand next to predictions for the same GPU."""
+"""Results of `python -m polarlm.bench.gpu`, for comparison with predictions for the same GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from polarlm.bench.gpu.setup import shape_of
 from polarlm.engine.cli.commands import note
 from polarlm.model_loaders.config import ModelConfig
 
-_KINDS = ("steps", "attention", "matrices", "prefill")  # of rows
+_KINDS = ("steps", "attention", "matrices", "prefill")  # kinds of rows
 _ATTENTION_SHAPE = ("heads", "kv_heads", "head_dim")
 _MATRICES = ("qkv", "out", "gate_up", "down", "head")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A file of results. shape: the model's, of `shape_of`; rows: by kind, as in `bench.gpu.tables`."""
+    """A file of results. shape: of the model, from `shape_of`; rows: kind → rows, as in `bench.gpu.tables`."""
 
     file: str
     gpu: str
@@ -35,10 +35,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A predicted time in seconds, and the rows that measure it.
+    """A predicted time in seconds, and which rows measure it.
 
-    A row of `kind` does if its model has this shape and each column of `equal` one of the given values; the time is in
-    `column`.
+    A row of `kind` measures it if its model has this shape and each column in `equal` has one of the given values; the
+    measured time is in `column`.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Predicted:
     equal: Mapping[str, Sequence[Any]]
 
     def measured(self, run: Run) -> float | None:
-        """The time in the results, None if there is none."""
+        """The time in the results; None if it was not measured."""
         if not self.shape.items() <= run.shape.items():
             return None
         rows = (row for row in run.rows[self.kind] if all(row.get(name) in of for name, of in self.equal.items()))
@@ -58,7 +58,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Pair:
-    """A predicted and a measured time, in seconds. file: of the measurement."""
+    """A predicted and a measured time, in seconds. file: the name of the file with the measurement."""
 
     what: str
     predicted: float
@@ -67,9 +67,9 @@ class Pair:
 
 
 def runs_of(gpu: str, folders: Iterable[Path]) -> list[Run]:
-    """The results in *.json files of `folders` whose GPU has the word `gpu` in its name, the newest first.
+    """The results in *.json files of `folders` whose GPU has the word `gpu` in its name, newest first.
 
-    Times of attention that came with a wrong result are left out.
+    Times of attention with a wrong result are left out.
     """
     files = [file for folder in folders for file in sorted(folder.glob("*.json"))]
     runs = [run for file in files if (run := _read(file)) and gpu in report.slug(run.gpu).split("-")]
@@ -77,7 +77,7 @@ def runs_of(gpu: str, folders: Iterable[Path]) -> list[Run]:
 
 
 def _read(file: Path) -> Run | None:
-    """None, with a note, if the file cannot be read; None if it has no results of a GPU."""
+    """The results of a file; None if it has no results of a GPU, or, with a note, if it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -88,12 +88,12 @@ def _read(file: Path) -> Run | None:
             return None
         rows = {kind: [row for row in found[kind] if row.get("error", 0) <= ALLOWED_ERROR] for kind in _KINDS}
         return Run(file.name, found["machine"]["gpu"]["name"], found["date"], found["model"], rows)
-    except (KeyError, TypeError, AttributeError):  # of another program, or before the model was named
+    except (KeyError, TypeError, AttributeError):  # from another program, or older than the field "model"
         return None
 
 
 def pairs(runs: Sequence[Run], predicted: Iterable[Predicted]) -> list[Pair]:
-    """Predicted times that have been measured, each with its newest measurement."""
+    """The predicted times that have been measured, each with its newest measurement."""
     found: list[Pair] = []
     for time in predicted:
         measured = ((time.measured(run), run.file) for run in runs)
@@ -104,7 +104,7 @@ def pairs(runs: Sequence[Run], predicted: Iterable[Predicted]) -> list[Pair]:
 def times_of_prompt(
     config: ModelConfig, weights: str, cache_type: CacheType, tokens: int, parts: Sequence[Prediction]
 ) -> Iterator[Predicted]:
-    """The predicted times of a prompt that `bench.gpu` measures, with the default cache type."""
+    """Yields the predicted times of a prompt that `bench.gpu` measures, if the cache type is the default."""
     if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):
         shape = shape_of(config)
         equal: dict[str, Sequence[Any]] = {"tokens": [tokens], "weights": [weights]}
@@ -124,8 +124,8 @@ def times_of_step(
     parts: Sequence[Prediction],
     overlapped: float | None = None,
 ) -> Iterator[Predicted]:
-    """The predicted times of a step that `bench.gpu` measures. Its steps have the default cache type, and the time of a
-    product is the mean of all layers. overlapped: seconds of the step with overlapped launches, if it has any."""
+    """Yields the predicted times of a step that `bench.gpu` measures. Its steps have the default cache type, and its
+    time of a product is the mean of all layers. overlapped: seconds of the step with overlapped launches, if any."""
     name, shape = f"{context:,} × {batch}", shape_of(config)
     place: dict[str, Sequence[Any]] = {"context": [context], "batch": [batch]}
     if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):

@@ -1,6 +1,6 @@
-"""A model of random weights on a GPU, with sequences in its store without a prefill.
+"""A model of random weights on a GPU, whose store has sequences without a prefill.
 
-A cell is a step that is measured: the tokens of each of its sequences.
+A cell is a step to measure: the number of tokens of each of its sequences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 
-_OUTPUT_ROWS = 512  # of the output projection, for the metrics
-_TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's
+_OUTPUT_ROWS = 512  # rows of the random output projection, for the metrics
+_TOKEN_CORRELATION = 0.9  # correlation of a token's attention weight with the next token's
 
 # Besides a sequence's blocks: the block that a measurement fills, and the slot of a current block that has just been
 # completed.
@@ -44,8 +44,8 @@ class RandomModel:
     def __init__(
         self, gpu: Gpu, sizes: Sizes, content: Content, weights: str, cells: Sequence[Cell], overlapped: bool = False
     ):
-        """weights: see `bench.gpu.weights`. cells: those that the store must hold, one at a time; those that do not
-        fit are left out. overlapped: with overlapped launches.
+        """weights: see `bench.gpu.weights`. cells: the store has room for each of them, one at a time; cells that do
+        not fit are left out. overlapped: use overlapped launches.
 
         Raises EngineError or MemoryError if the weights do not fit.
         """
@@ -105,14 +105,14 @@ def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
 
 
 def _room(shape: CacheShape, sizes: Sizes, cell: Cell) -> tuple[tuple[int], int]:
-    """Quantized blocks and full-precision slots for the sequences of a cell or for the measured prompt."""
+    """The quantized blocks and full-precision slots that a cell's sequences, or the measured prompt, need."""
     n = shape.block_size
     quantized = max(sum(context // n + _SPARE_BLOCKS for context in cell), sizes.prompt // n + _SPARE_BLOCKS)
     return (quantized,), _SLOTS * len(cell)
 
 
 def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:
-    """Metrics that take the encoder as much work as calibrated ones."""
+    """Random metrics, with which encoding takes as much work as with calibrated ones. Raises EngineError."""
     config, rng = sizes.config, np.random.default_rng(3)
     heads, dim = config.attention.kv_heads, config.attention.head_dim
     if codec_k.rounding is None or codec_v.rounding is None:

@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler without a GPU or a driver: the resources that the kernels of a text use."""
+"""NVIDIA's run-time compiler, which needs no GPU or driver: the resources that the kernels of a text use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS
 from polarlm.engine.errors import EngineError
 
-# Architecture → bytes of shared memory that one block may have, static and dynamic together ("Technical
-# Specifications per Compute Capability" in the CUDA programming guide; 1 KB of each SM's is the system's).
+# Architecture → most bytes of shared memory of a block, static and dynamic together ("Technical Specifications per
+# Compute Capability" in the CUDA programming guide; the system reserves 1 KB of each SM's).
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 STATIC_LIMIT = 48 << 10
-_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # what CuPy adds to our options
+_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # options that CuPy adds to ours
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of a compiled kernel: bytes, and registers of a thread."""
+    """The resources of a compiled kernel: registers per thread; the other sizes are in bytes."""
 
     kernel: str
     arch: int
@@ -46,7 +46,7 @@ def compile_text(text: str, arch: int) -> list[Usage]:
 
 
 def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
-    """As `compile_text`, and the compiled binary, which nvdisasm reads. Raises EngineError."""
+    """As `compile_text`, with the compiled binary, which nvdisasm reads. Raises EngineError."""
     nvrtc, headers = compiler()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
@@ -68,7 +68,7 @@ def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
 
 
 def version() -> str:
-    """The compiler's version, as "13.5"."""
+    """The compiler's version, such as "13.5"."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     compiler()[0].nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
@@ -88,7 +88,7 @@ def _usage(entry: re.Match[str]) -> Usage:
 
 @cache
 def compiler() -> tuple[ctypes.CDLL, Path]:
-    """The library and the folder of headers from their wheels. Raises EngineError if they are not installed."""
+    """NVRTC's library and the folder of CUDA's headers, from their wheels. Raises EngineError without them."""
     library = next(_installed("lib/libnvrtc.so.*"), None)
     header = next(_installed("include/cuda_fp16.h"), None)
     if library is None or header is None:
@@ -100,7 +100,7 @@ def compiler() -> tuple[ctypes.CDLL, Path]:
 
 
 def _installed(pattern: str) -> Iterator[Path]:
-    """Files of NVIDIA's wheels; CUDA 12 has a folder `cuda_…` for every wheel, and comes last."""
+    """Yields files of NVIDIA's wheels. Those of CUDA 12, with a folder `cuda_…` for every wheel, come last."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         yield from sorted(Path(folder).glob(f"*/{pattern}"), key=lambda file: file.parents[1].name.startswith("cuda_"))

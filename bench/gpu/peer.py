@@ -1,6 +1,7 @@
-"""Other libraries' attention of one token over an fp16 cache, timed as ours is: recorded, over more bytes than fit.
+"""Other libraries' attention of one token over an fp16 cache, timed like ours: recorded, over more bytes than caches
+hold.
 
-They are no dependencies: where one is not there, or does not work, its row says so.
+They are not dependencies: if one is missing or does not work, its row says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from polarlm.model_loaders.config import ModelConfig
 _BACKENDS = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 _LAYOUTS = ("enable_gqa", "group as rows")
 TORCH = tuple(f"torch {backend}, {layout}" for backend in _BACKENDS for layout in _LAYOUTS)
-# Modules of FlashAttention, the version for Hopper first.
+# FlashAttention's modules, the version for Hopper first.
 _FLASH_MODULES = {"FlashAttention 3": "flash_attn_interface", "FlashAttention 2": "flash_attn"}
 FLASH = tuple(_FLASH_MODULES)
 FLASHINFER = "flashinfer batch decode"
@@ -35,7 +36,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class PeerTime:
-    """Seconds of one call, or why there are none."""
+    """Seconds of one call; None if it failed. note: the reason, or how the call was measured."""
 
     name: str
     context: int
@@ -46,7 +47,7 @@ class PeerTime:
 
 @dataclass(frozen=True)
 class PromptPeerTime:
-    """Seconds of causal attention over one prompt in half precision, or why there are none."""
+    """Seconds of causal attention over one prompt in half precision; None if it failed. note: as in `PeerTime`."""
 
     name: str
     tokens: int
@@ -56,18 +57,18 @@ class PromptPeerTime:
 
 
 def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
-    """Times of every peer at one shape. rotated: the least bytes that are read before any are read again."""
+    """The times of every peer at one shape. rotated: the least bytes that are read before any are read again."""
     timed = _timed(NAMES, _makers(), config, context, batch, rotated, runs)
     return [PeerTime(name, context, batch, *result) for name, result in zip(NAMES, timed, strict=True)]
 
 
 def prompt_attention(config: ModelConfig, tokens: int, runs: int) -> list[PromptPeerTime]:
-    """Times of every peer for one prompt, whose data caches may hold."""
+    """The times of every peer for one prompt, whose data may fit into caches."""
     names = (*_BACKENDS, *FLASH)
     torch = [partial(_sdpa_prompt, backend) for backend in _BACKENDS.values()]
     makers = [*torch, *(partial(_flash_prompt, module) for module in _FLASH_MODULES.values())]
     timed = _timed(names, makers, config, tokens, 1, 1, runs)
-    # Two products; a row attends to itself and all rows before it.
+    # Two products; each row attends to itself and all earlier rows.
     flops = 4.0 * config.attention.heads * config.attention.head_dim * tokens * (tokens + 1) / 2
     full = [f"torch {name}" if name in _BACKENDS else name for name in names]
     return [
@@ -78,7 +79,7 @@ def prompt_attention(config: ModelConfig, tokens: int, runs: int) -> list[Prompt
 def _timed(
     names: Sequence[str], makers: Sequence[Make], config: ModelConfig, context: int, batch: int, rotated: int, runs: int
 ) -> list[tuple[float | None, str]]:
-    """For each name the seconds of a call, or None and why there are none."""
+    """For each name the seconds of a call, or None and the reason."""
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
@@ -101,13 +102,13 @@ def _timed(
 
 
 def _short(error: Exception) -> str:
-    """The beginning of the message, for a table."""
+    """The beginning of an error's message, for a table."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"does not work: {line[:60]}"
 
 
 class _Shape:
-    """Random K/V of one shape, in several sets that are read one after another."""
+    """Random K/V of one shape, in several sets that are read in turn."""
 
     def __init__(self, torch: Any, config: ModelConfig, context: int, batch: int, rotated: int):
         self.torch, self.config, self.context, self.batch = torch, config, context, batch
@@ -125,13 +126,13 @@ Make = Callable[[_Shape], list[Call]]
 
 
 def _makers() -> list[Make]:
-    """For each of NAMES a function that makes its calls, each of another set of keys and values."""
+    """For each of NAMES a function that makes its calls, one for each set of keys and values."""
     torch = [partial(_sdpa, backend, layout) for backend in _BACKENDS.values() for layout in _LAYOUTS]
     return [*torch, *(partial(_flash, module) for module in _FLASH_MODULES.values()), _flashinfer]
 
 
 def _sdpa(backend: str, layout: str, shape: _Shape) -> list[Call]:
-    """PyTorch's attention by one backend, which raises RuntimeError if it cannot do this shape."""
+    """PyTorch's attention with one backend. Its calls raise RuntimeError if it does not support the shape."""
     c, module = shape.config.attention, importlib.import_module("torch.nn.attention")
     attention, chosen = shape.torch.nn.functional.scaled_dot_product_attention, getattr(module.SDPBackend, backend)
     gqa = layout == "enable_gqa"
@@ -200,7 +201,7 @@ def _flashinfer(shape: _Shape) -> list[Call]:
 
 
 def _seconds(torch: Any, calls: Sequence[Call], runs: int) -> tuple[float, str]:
-    """The median time of one call, and a note about how it was measured."""
+    """The median seconds of one call, and a note about how they were measured."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
@@ -211,7 +212,7 @@ def _seconds(torch: Any, calls: Sequence[Call], runs: int) -> tuple[float, str]:
             for call in calls:
                 call()
         work: Call = graph.replay
-    except Exception:  # then the time includes the host's
+    except Exception:  # the time then includes that of the host
         torch.cuda.synchronize()
         note = "not recorded"
 
@@ -220,7 +221,7 @@ def _seconds(torch: Any, calls: Sequence[Call], runs: int) -> tuple[float, str]:
                 call()
 
     started = time.monotonic()
-    while True:  # as our own kernels are warmed up
+    while True:  # warm up like our own kernels
         work()
         torch.cuda.synchronize()
         if time.monotonic() - started >= WARM_SECONDS:

@@ -1,4 +1,4 @@
-"""Instructions of compiled kernels, counted in the text that nvdisasm writes. No GPU is needed."""
+"""Counts of the instructions of compiled kernels, from nvdisasm's text. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 from polarlm.engine.errors import EngineError
 
-_WARP_BYTES = 128  # that one access of shared memory or of the L1 cache moves
+_WARP_BYTES = 128  # bytes that one access of shared memory or of the L1 cache moves
 _FUNCTION = re.compile(r"^\.text\.(?P<kernel>\w+):$")
 _LABEL = re.compile(r"^(?P<label>\.L_\w+):$")
 _INSTRUCTION = re.compile(
     r"^\s*/\*(?P<offset>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<rest>[^;]*);"
 )
-_CONTROL = re.compile(r"^\s*/\* 0x(?P<word>[0-9a-f]{16}) \*/$")  # the upper half of an instruction, a line of its own
+_CONTROL = re.compile(r"^\s*/\* 0x(?P<word>[0-9a-f]{16}) \*/$")  # the upper half of an instruction, on its own line
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 
-# Instructions of the pipe for integers, logic, comparisons and permutes, which takes two clocks for a warp.
+# Instructions of the pipe for integers, logic, comparisons and permutes, which takes two clocks per warp.
 _ALU = frozenset(
     (
         "LOP3",
@@ -48,17 +48,18 @@ _ALU = frozenset(
 )
 _SHARED = frozenset({"LDS", "STS", "LDSM", "STSM", "ATOMS"})
 
-# Clocks until a result is there, of instructions that others wait for by a scoreboard: estimates. Global memory is left
-# out, since loops load the next iteration's data.
+# Estimated latency in clocks of instructions whose results others wait for by a scoreboard. Global memory is left out,
+# since loops load the next iteration's data.
 _DELAYS = {"LDS": 29, "SHFL": 24, "MUFU": 20, "MOVM": 33, "LDG": 0, "LDGSTS": 0}
-_DELAY = 24  # of all others
+_DELAY = 24  # latency of all others
 _SCOREBOARDS = 6
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """target: the offset that a branch goes to. stall: clocks until the warp issues its next instruction. sets: the
-    scoreboard that its result clears, if any. waits: a bit for each scoreboard that must be clear."""
+    """An instruction. target: the offset that a branch jumps to. stall: clocks until the warp issues its next
+    instruction. sets: the scoreboard that its result clears, if any. waits: a bit for each scoreboard that must be
+    clear."""
 
     offset: int
     opcode: str
@@ -68,7 +69,7 @@ class Instruction:
     waits: int = 0
 
     def with_control(self, word: int) -> Instruction:
-        """The instruction with what the compiler wrote into its upper 64 bits."""
+        """The instruction with the control fields in its upper 64 bits."""
         sets = word >> 46 & 7
         return replace(
             self, stall=max(1, word >> 41 & 15), sets=sets if sets < _SCOREBOARDS else None, waits=word >> 52 & 63
@@ -81,7 +82,7 @@ class Instruction:
 
     @property
     def lane_bytes(self) -> int:
-        """Bytes that each lane of a memory instruction moves."""
+        """Bytes that a memory instruction moves per lane."""
         if self.name in ("LDSM", "STSM"):  # 8 x 8 matrices of half precision: 4 bytes of a lane each
             return 4 * next((n for n in (4, 2) if f".{n}" in self.opcode), 1)
         widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
@@ -90,11 +91,11 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Counts:
-    """Instructions of one warp. seldom: how many of `total` lie in branches that hardly ever run.
+    """Counts of the instructions of one warp. seldom: how many of `total` are in branches that hardly ever run.
 
-    alu: of the integer pipe. port: clocks of the port that shared memory and the L1 cache share. hmma: products on
-    tensor cores. wide_loads: loads from global memory of 16 bytes a lane. latency: clocks of a warp that runs alone,
-    outside of seldom branches.
+    alu: instructions of the integer pipe. port: clocks of the port that shared memory and the L1 cache share. hmma:
+    products on tensor cores. wide_loads: loads from global memory of 16 bytes per lane. latency: clocks of a warp that
+    runs alone, outside of seldom branches.
     """
 
     total: int
@@ -118,20 +119,20 @@ class Counts:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel, its instructions in order of their offsets."""
+    """A compiled kernel. instructions: in order of their offsets."""
 
     name: str
     instructions: Sequence[Instruction]
 
     def loops(self) -> Iterator[Sequence[Instruction]]:
-        """All loops: from the target of a backward branch to that branch. One may contain others."""
+        """Yields all loops: instructions from the target of a backward branch to that branch. Loops may be nested."""
         for first, last in sorted({(i.target, i.offset) for i in self.instructions if i.target is not None}):
             if first < last:
                 yield [i for i in self.instructions if first <= i.offset <= last]
 
     def hot_loop(self) -> Counts:
-        """The loop that does the kernel's work: of the loops with products on tensor cores, if there are any, and
-        otherwise of those with loads of 16 bytes, the one with most of them that contains no other such loop.
+        """The counts of the loop that does the kernel's work: the innermost loop with the most products on tensor
+        cores, or, in a kernel without such loops, with the most loads of 16 bytes.
 
         Raises EngineError if there is no such loop.
         """
@@ -157,10 +158,10 @@ def _within(inner: Sequence[Instruction], outer: Sequence[Instruction]) -> bool:
 
 
 def counts(instructions: Sequence[Instruction]) -> Counts:
-    """The counts of a stretch of instructions.
+    """The counts of consecutive instructions.
 
-    A part that a forward branch skips is seldom unless it reads global memory or has products on tensor cores: loads
-    are skipped only at the end of a sequence, masks and new maxima are what is left.
+    A part that a forward branch skips counts as seldom unless it reads global memory or has products on tensor cores:
+    loads are skipped only at the end of a sequence, so the rest is masks and new maxima.
     """
 
     def number(*names: str) -> int:
@@ -184,7 +185,7 @@ def counts(instructions: Sequence[Instruction]) -> Counts:
 
 
 def _latency(instructions: Sequence[Instruction]) -> int:
-    """Clocks of one pass through a loop, the second, of a warp that waits for nothing but its own results."""
+    """Clocks of the second iteration of a loop, for a warp that waits only for its own results."""
     now, begun, clear = 0, 0, [0] * _SCOREBOARDS
     for _ in range(2):
         begun = now
@@ -209,7 +210,7 @@ def _seldom(instructions: Sequence[Instruction]) -> set[int]:
 
 
 def _port(instruction: Instruction) -> int:
-    """Clocks of the port of shared memory and L1 for one warp, without bank conflicts."""
+    """Clocks of the port of shared memory and L1 that an instruction of a warp takes without bank conflicts."""
     if instruction.name == "SHFL":
         return 1
     if instruction.name in _SHARED or instruction.name in ("LDG", "STG", "LDGSTS"):
@@ -218,7 +219,7 @@ def _port(instruction: Instruction) -> int:
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """The kernels of nvdisasm's output, by name. Only with its option -hex do instructions have their stalls."""
+    """Name → kernel, for the kernels in nvdisasm's output. Instructions have stalls only with its option -hex."""
     kernels: dict[str, Kernel] = {}
     lines: list[tuple[Instruction, str | None]] = []
     labels: dict[str, int] = {}
@@ -249,7 +250,7 @@ def parse(text: str) -> dict[str, Kernel]:
 
 
 def disassemble(binary: bytes) -> dict[str, Kernel]:
-    """The kernels of a compiled binary, by name. Raises EngineError without nvdisasm."""
+    """Name → kernel, for the kernels of a compiled binary. Raises EngineError without nvdisasm."""
     program = disassembler()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -262,7 +263,7 @@ def disassemble(binary: bytes) -> dict[str, Kernel]:
 
 @cache
 def disassembler() -> Path:
-    """nvdisasm of its wheel, of PATH, or of CUDA_HOME. Raises EngineError if there is none."""
+    """The path of nvdisasm, from its wheel, PATH or CUDA_HOME. Raises EngineError if it is not found."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*/bin/nvdisasm*")):

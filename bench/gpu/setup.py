@@ -29,7 +29,7 @@ def llama(
     head_dim: int = 128,
     vocab_size: int = 128256,
 ) -> ModelConfig:
-    """A Llama 3.1 of these sizes, the 8B's where they are not given."""
+    """A Llama 3.1 of these sizes, which are the 8B's by default."""
     layer = Layer(Attention(heads, kv_heads, head_dim, RopeConfig(theta=500_000.0)), GatedMLP(ffn_size))
     return ModelConfig("llama", (layer,) * layers, hidden_size, vocab_size, max_context=131072, norm_eps=1e-5)
 
@@ -38,7 +38,7 @@ LLAMA_8B = llama()
 
 
 def shape_of(config: ModelConfig) -> dict[str, int]:
-    """What of a model decides how long its steps take."""
+    """The sizes of a model that decide how long its steps take."""
     attention = config.attention
     return {
         "layers": len(config.layers),
@@ -57,24 +57,24 @@ class Sizes:
 
     config: ModelConfig = LLAMA_8B
     block_size: int = 64
-    blocks: int = 64  # of random K/V, repeated to fill a cache
+    blocks: int = 64  # blocks of random K/V, repeated to fill a cache
     rotated: int = 1 << 30  # least bytes that are read before any are read again: far more than a GPU's caches hold
-    copied: int = 1 << 30  # bytes
-    noise: int = (1 << 24) + 999  # random weights, repeated to fill matrices; not a multiple of a row
+    copied: int = 1 << 30  # bytes of the copy that measures bandwidth
+    noise: int = (1 << 24) + 999  # number of random weights, repeated to fill matrices; not a multiple of a row
     gemm: int = 8192  # rows and columns
     prompt: int = 8192  # tokens
     step_contexts: tuple[int, ...] = (2048, 32768, 131072)  # tokens
-    runs: int = 10  # of each measurement; the median counts
+    runs: int = 10  # runs of each measurement, whose median is taken
 
 
-WARM_SECONDS = 0.05  # of work before a measurement: an idle GPU lowers its clocks
+WARM_SECONDS = 0.05  # seconds of work before a measurement: an idle GPU lowers its clocks
 
 
 class Clock(Protocol):
-    """Times and memory of the device that was opened last."""
+    """Timing and memory of the device that was opened last."""
 
     def seconds(self, work: Callable[[], object], runs: int) -> float:
-        """The median device time of `work`, after it has been called often enough to be recorded."""
+        """The median device time of `work` in seconds, after enough calls for it to be recorded."""
 
     def copy(self, to: Array, source: Array) -> None:
         """Copy contiguous arrays of the same size and type."""
@@ -85,9 +85,9 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Gpu:
-    """open: makes new ops and their device. Their recorded graphs keep memory for as long as they exist.
+    """A GPU. open: makes new ops and their device, whose recorded graphs keep memory for as long as they exist.
 
-    open_overlapping: the same with overlapped launches; None where the GPU has none.
+    open_overlapping: the same with overlapped launches; None if the GPU does not support them.
     """
 
     open: Callable[[], tuple[CudaOps, Device]]
@@ -97,7 +97,7 @@ class Gpu:
 
 
 class CupyClock:
-    """Times by CUDA events on CuPy's current stream."""
+    """Timing by CUDA events on CuPy's current stream."""
 
     def __init__(self) -> None:
         import cupy
@@ -114,7 +114,7 @@ class CupyClock:
             cuda.runtime.deviceSynchronize()
         stream = cuda.get_current_stream()
         events = [cuda.Event() for _ in range(runs + 2)]
-        # The host is ahead of the device except in the first run, whose time is not counted.
+        # The host runs ahead of the device except in the first run, which is not counted.
         for event in events[:-1]:
             event.record(stream)
             work()
@@ -133,7 +133,7 @@ class CupyClock:
 
 
 def open_gpu() -> Gpu:
-    """The machine's GPU. Raises EngineError, with the reason, if there is none."""
+    """The machine's GPU. Raises EngineError, with the reason, if it cannot be used."""
     select("cuda", 0)
     from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap
 
@@ -145,7 +145,7 @@ def open_gpu() -> Gpu:
 
 
 def about_gpu() -> dict[str, str]:
-    """Name, driver and CUDA versions, for `report.write`."""
+    """The GPU's name and the versions of driver and CUDA, for `report.write`."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -184,7 +184,7 @@ class Noise:
         self._piece = device.from_host((values.view(np.uint32) >> 16).astype(np.uint16))
 
     def matrix(self, rows: int, columns: int) -> Array:
-        """(rows, columns) bits of bfloat16, standard deviation 0.02. Raises MemoryError."""
+        """A matrix (rows, columns) of bfloat16 bits, uint16, standard deviation 0.02. Raises MemoryError."""
         whole = self._device.empty((rows, columns), np.uint16)
         flat, size = whole.reshape(-1), len(self._piece)
         for first in range(0, rows * columns, size):

@@ -1,4 +1,4 @@
-"""A whole model on a GPU: its matrices one by one, steps of generation, the prefill of a prompt."""
+"""Times of a whole model on a GPU: its matrices one by one, steps of generation, the prefill of a prompt."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from polarlm.engine.sampling.sample import Sampled, SamplerInput, resolve
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
 
-# Steps before those that count: the first compiles, the second is recorded and fills a block.
+# Steps before the measured ones: the first compiles, the second is recorded and fills a block.
 _FIRST_STEPS = 4
 _PREFILLS = 3  # the first compiles
 
 
 @dataclass(frozen=True)
 class MatrixTime:
-    """Seconds of x (rows, in) times one matrix of `bytes`, the mean of all layers. weights: see `bench.gpu.weights`."""
+    """Seconds of x (rows, in) times a matrix of `bytes` bytes, mean of all layers. weights: see `bench.gpu.weights`."""
 
     weights: str
     name: str
@@ -40,12 +40,12 @@ class MatrixTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, one token of each sequence. bytes: weights, codes and full-precision blocks that it reads.
+    """Seconds of a step, one token per sequence. bytes: of the weights, codes and full-precision blocks that it reads.
 
     weights: see `bench.gpu.weights`. context, shortest: tokens of the first sequence and of the others. seconds: the
-    mean over a whole block, with its encoding, where the host waits for each step's tokens; median: of these steps;
-    device: the recorded graph alone, without the host; ahead: the mean over a whole block where each step begins
-    before the last one's tokens are on the host, as the engine's do. overlapped: with overlapped launches.
+    mean over a whole block, with its encoding, if the host waits for each step's tokens; median: of these steps;
+    device: the recorded graph alone, without the host; ahead: the mean over a whole block if each step starts before
+    the previous one's tokens are on the host, as in the engine. overlapped: whether launches overlap.
     """
 
     weights: str
@@ -62,7 +62,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """Seconds of a prompt up to its first token and of one layer's attention, and their FLOPs."""
+    """Seconds and FLOPs of a prompt up to its first token, and of one layer's attention."""
 
     weights: str
     tokens: int
@@ -73,7 +73,8 @@ class PrefillTime:
 
 
 def measure_matrix(gpu: Gpu, sizes: Sizes, random: RandomModel, name: str, rows: int) -> MatrixTime:
-    """Every layer's matrix, one after another; or the head three times, which together no cache holds."""
+    """The mean time of a product with each layer's matrix in turn, or with the head three times: more than caches
+    hold."""
     ops, weights = random.ops, random.model.weights
     matrices = [weights.head] * 3 if name == "head" else [layer.matrices[name] for layer in weights.layers]
     x = ops.to_device(np.random.default_rng(4).standard_normal((rows, matrices[0].shape[1]), np.float32))
@@ -90,7 +91,7 @@ def measure_matrix(gpu: Gpu, sizes: Sizes, random: RandomModel, name: str, rows:
 
 
 def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> StepTime:
-    """Steps around the contexts of the cell. Raises EngineError if there is no room."""
+    """The times of steps near the contexts of the cell. Raises EngineError if its K/V do not fit."""
     if not random.fits[cell]:
         raise EngineError("its K/V do not fit into the memory that the weights leave")
     model, n = random.model, sizes.block_size
@@ -122,7 +123,7 @@ def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> St
 def _seconds_ahead(
     model: Transformer, sequences: list[SequenceKV], ids: list[int], sampler_inputs: list[SamplerInput]
 ) -> float:
-    """The mean of as many steps as a block has tokens."""
+    """The mean seconds of as many steps as a block has tokens, each started before the previous one's tokens arrive."""
     count, spans = model.store.shape.block_size, [model.store.open_step(sequence) for sequence in sequences]
     step = model.step_ahead(spans, ids, sampler_inputs)
     started = time.perf_counter()
@@ -158,7 +159,7 @@ def _sampler_input(model: Transformer) -> SamplerInput:
 
 
 def measure_prefill(gpu: Gpu, sizes: Sizes, random: RandomModel) -> PrefillTime:
-    """A forward pass of a random prompt, and attention of all its rows in one layer."""
+    """The times of a forward pass of a random prompt, and of attention of all its rows in one layer."""
     model, config, tokens = random.model, random.config, sizes.prompt
     ids = np.random.default_rng(5).integers(config.vocab_size, size=tokens).tolist()
     seconds = min([_timed(lambda: _prefill(model, ids)) for _ in range(_PREFILLS)][1:])
@@ -169,7 +170,7 @@ def measure_prefill(gpu: Gpu, sizes: Sizes, random: RandomModel) -> PrefillTime:
         seconds=seconds,
         matrix_flops=2.0 * parameters(config)[0] * tokens,
         attention_seconds=attention,
-        # Two products; a row attends to itself and all rows before it.
+        # Two products; each row attends to itself and all earlier rows.
         attention_flops=4.0 * config.attention.heads * config.attention.head_dim * tokens * (tokens + 1) / 2,
     )
 
@@ -181,7 +182,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _prefill(model: Transformer, ids: list[int]) -> int:
-    """The token after the prompt; it is on the host only when the device has finished."""
+    """The token after the prompt. It reaches the host only when the device has finished."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     units = model.forward_units([span], ids, outputs=1)

@@ -1,4 +1,4 @@
-"""Results of a GPU's measurements as JSON and as tables, each time with its comparison."""
+"""Results of measurements on a GPU as JSON and as tables, in which times are compared with limits and with others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE = "—"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the device: bytes a second of a copy, read and written; FLOPs a second of a bfloat16 product."""
+    """Limits of the device. copy: bytes per second, read and written. gemm: FLOPs per second of a bfloat16 product."""
 
     copy: float
     gemm: float
@@ -27,7 +27,7 @@ Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | PromptPee
 
 @dataclass
 class Results:
-    """Rows in the order of measurement, and the missing measurements with their reasons. model: the shape of the model
+    """Rows in the order of measurement, and the missing measurements with their reasons. model: the model's shape
     (`bench.gpu.setup.shape_of`)."""
 
     rows: list[Row] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Results:
 
     @property
     def limits(self) -> Limits | None:
-        """The best of all measurements: clocks may be lower at the beginning, or at the end."""
+        """The best of all measurements: clocks may be lower at the beginning or at the end."""
         rows = self.rows_of(Limits)
         return Limits(max(row.copy for row in rows), max(row.gemm for row in rows)) if rows else None
 
@@ -71,7 +71,7 @@ def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:
 
 
 def format_tables(results: Results) -> str:
-    """Every table that has rows, then a line for each missing measurement."""
+    """The text of every table that has rows, then a line for each missing measurement."""
     parts = [_limits(results), _attention(results), _steps(results), _prefill(results), _prompt_peers(results)]
     parts += [
         _matrices(results),
@@ -96,7 +96,7 @@ def _share_of_copy(results: Results, rate: float) -> str:
 
 
 def _attention(results: Results) -> str:
-    """Rows by context and batch, the fp16 kernels of other libraries first."""
+    """The table of attention, by context and batch, with other libraries' fp16 kernels first."""
     rows, measured = [], [*results.rows_of(PeerTime), *results.rows_of(AttentionTime)]
     for context, batch in dict.fromkeys((row.context, row.batch) for row in measured):
         best = results.best_half(context, batch)

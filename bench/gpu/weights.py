@@ -19,8 +19,8 @@ from polarlm.model_loaders.config import ModelConfig
 MIXED = "q4_k_m"
 KINDS = ("bf16", MIXED)
 
-_PIECE_ROWS = 1024  # of random blocks, repeated to fill a matrix
-# Bytes at which blocks have their float16 scales, and the largest scale: values are below one half.
+_PIECE_ROWS = 1024  # rows of random blocks, repeated to fill a matrix
+# Offsets of the float16 scales in blocks, and the largest scale: values are below one half.
 _SCALES = {"q4_k": (0, 2), "q6_k": (208,), "q8_0": (0,)}
 _LARGEST_SCALE = 2.0**-13
 
@@ -33,7 +33,7 @@ def has_larger_types(layer: int, layers: int) -> bool:
 
 
 def parameters(config: ModelConfig) -> tuple[int, int]:
-    """The number of weights in matrices of all layers, and in embedding and head."""
+    """The number of weights in the matrices of all layers, and in embedding and head."""
     e, f, width = config.hidden_size, config.ffn.size, config.attention.head_dim
     layer = (2 * config.attention.heads + 2 * config.attention.kv_heads) * width * e + 3 * f * e
     return len(config.layers) * layer, 2 * config.vocab_size * e
@@ -43,7 +43,7 @@ Part = tuple[str, int, int]  # format, rows, columns
 
 
 def layer_parts(config: ModelConfig, kind: str, layer: int) -> dict[str, list[Part]]:
-    """The matrices of a layer in `kind`, one of KINDS."""
+    """Name → parts of each matrix of a layer. kind: one of KINDS."""
     e, f, dim = config.hidden_size, config.ffn.size, config.attention.head_dim
     attended, kv = config.attention.heads * dim, config.attention.kv_heads * dim
     usual, larger = ("q4_k", "q6_k") if kind == MIXED else (kind, kind)
@@ -58,14 +58,14 @@ def layer_parts(config: ModelConfig, kind: str, layer: int) -> dict[str, list[Pa
 
 
 def outer_parts(config: ModelConfig, kind: str) -> tuple[Part, Part]:
-    """Embedding and head."""
+    """The parts of embedding and head."""
     size = config.vocab_size, config.hidden_size
     usual, larger = ("q4_k", "q6_k") if kind == MIXED else (kind, kind)
     return (usual, *size), (larger, *size)
 
 
 def weight_bytes(ops: CudaOps, config: ModelConfig, kind: str) -> int:
-    """Bytes of all matrices on the device."""
+    """The bytes of all matrices on the device."""
     parts = [*outer_parts(config, kind)]
     for layer in range(len(config.layers)):
         for matrix in layer_parts(config, kind, layer).values():
@@ -74,7 +74,7 @@ def weight_bytes(ops: CudaOps, config: ModelConfig, kind: str) -> int:
 
 
 def random_weights(ops: CudaOps, config: ModelConfig, kind: str, noise: Noise) -> ModelWeights:
-    """Raises MemoryError."""
+    """The weights of a model, random matrices and norms of 1. Raises MemoryError."""
 
     def matrix(part: Part) -> Matrix:
         return random_matrix(ops, noise, *part)
@@ -92,7 +92,7 @@ def random_weights(ops: CudaOps, config: ModelConfig, kind: str, noise: Noise) -
 
 
 def random_matrix(ops: CudaOps, noise: Noise, name: str, rows: int, columns: int) -> Matrix:
-    """A matrix (rows, columns) in bf16, q4_k, q6_k or q8_0. Raises MemoryError."""
+    """A random matrix (rows, columns) in bf16, q4_k, q6_k or q8_0. Raises MemoryError."""
     if name == "bf16":
         return Matrix(get("bf16"), noise.matrix(rows, columns).view(np.uint8), (rows, columns))
     (loaded,) = ops.load([_RandomBlocks(_format(name, columns), (rows, columns))])
@@ -100,13 +100,13 @@ def random_matrix(ops: CudaOps, noise: Noise, name: str, rows: int, columns: int
 
 
 def _format(name: str, columns: int) -> WeightFormat:
-    """The format `name`, or q8_0 for rows that are not whole blocks of it."""
+    """The format `name`, or q8_0 if rows are not whole blocks of it."""
     format = get(name)
     return format if columns % format.values == 0 else get("q8_0")
 
 
 class _RandomBlocks:
-    """See `engine.weight_formats.StoredMatrix`; it is only uploaded."""
+    """A `StoredMatrix` of random blocks, which can only be uploaded."""
 
     def __init__(self, format: WeightFormat, shape: tuple[int, int]):
         self.format, self.shape = format, shape
@@ -124,7 +124,7 @@ class _RandomBlocks:
 
 @cache
 def _random_rows(format: WeightFormat, columns: int) -> np.ndarray:
-    """uint8 (_PIECE_ROWS, bytes of a row)."""
+    """Random rows, uint8 (_PIECE_ROWS, bytes of a row)."""
     rng = np.random.default_rng(8)
     raw = rng.integers(0, 256, (_PIECE_ROWS, columns // format.values, format.nbytes), np.uint8)
     for place in _SCALES[format.name]:

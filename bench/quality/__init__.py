@@ -1,1 +1,1 @@
-"""The quality of cache types."""
+"""Measurements of the quality of cache types."""

@@ -1,7 +1,7 @@
 """`python -m polarlm.bench.quality`: perplexity and divergence from full precision of each cache type.
 
-A text is cut into consecutive windows of tokens, and every token of a window is predicted from those before it. "As
-served" is what steps read: complete blocks as codes, the first and the current one in full precision. "Every token
+A text is cut into consecutive windows of tokens, and every token of a window is predicted from the earlier ones. "As
+served" reads what steps read: complete blocks as codes, the first and the current one in full precision. "Every token
 coded" reads the current block as codes, too. The reference is a prefill in float32 without quantization.
 """
 
@@ -51,7 +51,7 @@ from polarlm.engine.config import setting
 
 @dataclass(frozen=True)
 class Options:
-    """The text, the model and the cache types to score."""
+    """The flags: the text, the model and the cache types to score."""
 
     text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text to score; this flag is needed")
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
@@ -221,7 +221,7 @@ def _measure_arithmetic(
 
 
 def _prompts(options: Options, reference: Reference, ids: Sequence[int]) -> list[needle.Prompt]:
-    """All cells of the needle's grid; none without --needle. Raises FlagError."""
+    """The prompts of all cells of the needle's grid; none without --needle. Raises FlagError."""
     if not options.needle:
         return []
     lengths = _numbers("--needle-lengths", options.needle_lengths, 2**31)
@@ -249,7 +249,7 @@ def _check_context(flag: str, tokens: int, reference: Reference) -> None:
 
 
 def _with_full_precision(types: Sequence[CacheType]) -> list[CacheType]:
-    """The types, full precision first: a needle that it does not find is no fault of a cache type."""
+    """The types, with full precision first: a needle that it misses is not the fault of a cache type."""
     rest = [one for one in types if one.label != FULL_PRECISION]
     return [CacheType.read(FULL_PRECISION), *rest]
 

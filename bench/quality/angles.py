@@ -14,8 +14,8 @@ _BINS = 64
 
 
 def histograms(keys: Sequence[np.ndarray]) -> list[dict[str, Any]] | None:
-    """keys (T, K, D) of every layer → densities of angles for each level of the transform; None for an unsupported head
-    dim.
+    """keys (T, K, D) of each layer → densities of the angles of each level of the transform; None for an unsupported
+    head dim.
 
     A level has "edges" (radians, equal steps) and two densities over them, "as they are" and "preconditioned".
     """
@@ -49,7 +49,7 @@ def polar_angles(x: np.ndarray, levels: int) -> list[np.ndarray]:
 
 
 def gaussian_density(level: int, angle: np.ndarray) -> np.ndarray:
-    """Density of an angle of `level` ≥ 1 for Gaussian vectors (Han et al., "PolarQuant", 2025, Lemma 2)."""
+    """The density of angles of `level` ≥ 1 for Gaussian vectors (Han et al., "PolarQuant", 2025, Lemma 2)."""
     if level == 1:
         return np.full(angle.shape, 1 / (2 * np.pi))
     exponent = 2 ** (level - 1) - 1

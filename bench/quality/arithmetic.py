@@ -1,7 +1,7 @@
-"""What a CPU's compiled kernels cost: packed weights, queries rounded to bytes, codes read in place.
+"""The cost of a CPU's compiled kernels in quality: packed weights, queries rounded to bytes, codes read in place.
 
-Half of a window is a prompt, and each of the other tokens is a step, as the engine runs them. The divergence of steps
-is measured from float32 in full precision and from float32 with the same cache.
+Half of a window is a prompt, and each of the other tokens is a step, as in the engine. The divergence of steps is
+measured from float32 in full precision and from float32 with the same cache.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ArithmeticRow:
     """Mean figures of the steps of all windows. KL in nats."""
 
     type: str
-    kl_float32: float  # of float32 with this cache from float32 in full precision
-    kl_compiled: float  # of compiled kernels with this cache from float32 in full precision
-    kl_between: float  # of compiled kernels from float32, both with this cache
+    kl_float32: float  # float32 with this cache, from float32 in full precision
+    kl_compiled: float  # compiled kernels with this cache, from float32 in full precision
+    kl_between: float  # compiled kernels from float32, both with this cache
     same_top1: float  # share of steps in which compiled kernels and float32 with this cache agree
 
 
@@ -46,9 +46,9 @@ def measure_arithmetic(
     cut: Sequence[Sequence[int]],
     on_progress: Callable[[ArithmeticRow], None] = lambda row: None,
 ) -> list[ArithmeticRow]:
-    """A row for each type, over the windows `cut` (ids, BOS included); on_progress is called with each as it comes.
+    """A row for each type, over the windows `cut` (ids with BOS); on_progress is called with each new row.
 
-    Raises EngineError, and FlagError where kernels cannot be compiled.
+    Raises EngineError, and FlagError if kernels cannot be compiled.
     """
     rows: list[ArithmeticRow] = []
     with tqdm(total=len(types) * len(cut), desc="Scoring", unit="window", disable=None) as bar:
@@ -59,7 +59,7 @@ def measure_arithmetic(
             plain = reference.assemble(NumpyOps(), **settings)
             compiled = reference.assemble(compiled_ops(), **settings)
             try:
-                for ids in cut:  # of two tokens at least
+                for ids in cut:  # at least two tokens each
                     prompt = len(ids) // 2
                     exact = reference.score(ids).logits[prompt:-1]
                     wide = chunk_logits(plain.model, ids, prompt)[:-1]
@@ -96,7 +96,7 @@ def compiled_ops() -> Ops:
 
 
 def step_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarray:
-    """Logits (T − prompt, V) of a step for each of `ids` (T,) after the first `prompt`, which are prefilled."""
+    """Logits (T − prompt, V) of steps, one for each of `ids` (T,) after the first `prompt`, which are prefilled."""
     kept: list[np.ndarray] = []
     greedy = resolve(SamplingParams(temperature=0), GenerationDefaults())
     sampler_input = SamplerInput(greedy, (), 0.0, model.config.vocab_size)
@@ -119,7 +119,7 @@ def step_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarr
 
 
 def chunk_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarray:
-    """As `step_logits`, with the rows of a block at once, which read the same keys and values."""
+    """As `step_logits`, but with the rows of a block at once; they read the same keys and values."""
     size, kept = model.store.shape.block_size, []
     sequence = _prefilled(model, ids[:prompt])
     start = prompt
@@ -134,7 +134,7 @@ def chunk_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndar
 
 
 def _prefilled(model: Transformer, ids: Sequence[int]) -> SequenceKV:
-    """A sequence with a prompt."""
+    """A sequence whose prompt `ids` is prefilled."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     model.forward([span], ids)

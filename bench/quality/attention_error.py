@@ -1,8 +1,8 @@
 """The error of each layer's attention output, when every layer is given the reference's input.
 
-A `Recorder` taps the model in full precision. A `Replay` taps it with a quantized cache: it replaces the input of every
-layer by the recorded one and compares the attention output before the output projection. So a layer's figure does not
-include errors of earlier layers.
+A `Recorder` taps the model in full precision. A `Replay` taps the model with a quantized cache: it replaces the input
+of every layer by the recorded one and compares the attention output before the output projection. So a layer's figure
+does not include errors of earlier layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polarlm.engine.model.forward import Transformer
 
 @dataclass(frozen=True)
 class Recording:
-    """Arrays of each layer in full precision, float32 on the host: for L layers 4·L·T·(E + H·D + K·D) bytes."""
+    """Each layer's arrays in full precision, float32 on the host: for L layers 4·L·T·(E + H·D + K·D) bytes."""
 
     inputs: list[np.ndarray]  # (T, E)
     keys: list[np.ndarray]  # (T, K, D), after RoPE
@@ -28,14 +28,14 @@ class Recording:
 
 
 class _Watch(ABC):
-    """Taps of a model, in place while it scores `ids`."""
+    """Taps of a model, installed while it scores ids."""
 
     def install(self, model: Transformer) -> None:
-        """Use `model` in `run`."""
+        """Set the model that `run` taps."""
         self.model = model
 
     def run(self, engine: Engine, ids: Sequence[int], every_token_coded: bool = False) -> None:
-        """Score `ids` with the taps in place."""
+        """Score `ids` with the taps installed."""
         self.model.taps = self
         try:
             engine.score(ids, every_token_coded)
@@ -48,10 +48,10 @@ class _Watch(ABC):
 
 
 class Recorder(_Watch):
-    """For a model with a cache in full precision, not rotated."""
+    """Records arrays of a model whose cache has full precision and no rotation."""
 
     def record(self, engine: Engine, ids: Sequence[int]) -> Recording:
-        """One pass over `ids` (T,)."""
+        """The arrays of one pass over `ids` (T,)."""
         config = self.model.config
         widths = {
             "input": (config.hidden_size,),
@@ -78,7 +78,7 @@ class Recorder(_Watch):
 
 
 class Replay(_Watch):
-    """For a model with any cache, against a recording of the same weights and ids."""
+    """Compares a model with any cache to a recording of the same weights and ids."""
 
     def errors(
         self, engine: Engine, ids: Sequence[int], recording: Recording, every_token_coded: bool = False
@@ -89,7 +89,7 @@ class Replay(_Watch):
         self._error, self._norm = np.zeros((2, len(recording.inputs), len(ids)))
         self.run(engine, ids, every_token_coded)
         error, norm = self._error.sum(1), self._norm.sum(1)
-        # The error of a layer whose attention output is 0 is 0.
+        # A layer whose attention output is 0 has the error 0.
         return np.sqrt(error / np.where(norm > 0, norm, 1)).tolist()
 
     def __call__(self, name: str, layer: int, position: int, x: Array) -> None:

@@ -1,12 +1,12 @@
-"""How much of a text can be scored in a given time."""
+"""The number and length of windows that can be scored in a given time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LEAST, MOST = 512, 2048  # tokens of a window
-_WANTED = 2  # windows; longer ones if there is time for more
-_DOUBLES = 3000  # tokens of a window after which a token takes twice as long
+_WANTED = 2  # windows; if there is time for more, they get longer first
+_DOUBLES = 3000  # tokens of a window for which a token takes twice as long on average
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Windows:
 
 
 def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: int) -> Windows:
-    """The longest windows of which `seconds` suffice for two, and as many of them as it suffices for; one at least.
+    """The longest windows for which `seconds` suffice for two, and as many of them as there is time for; at least one.
 
-    token_seconds: of a token in a short window. text_tokens: of the text; windows are not longer, nor are there more.
+    token_seconds: seconds per token in a short window. text_tokens: tokens of the text, which limit both.
     """
     most = min(MOST, max_context, text_tokens)
     length = most
@@ -33,5 +33,5 @@ def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: 
 
 
 def window_seconds(token_seconds: float, length: int) -> float:
-    """Expected seconds of a window of `length` tokens."""
+    """The expected seconds of a window of `length` tokens."""
     return token_seconds * length * (1 + length / _DOUBLES)

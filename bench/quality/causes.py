@@ -1,9 +1,9 @@
-"""`python -m polarlm.bench.quality.causes`: which codes the divergence of a cache type comes from, by depth in a text.
+"""`python -m polarlm.bench.quality.causes`: which codes cause the divergence of a cache type, by depth in a text.
 
-At each depth the next tokens are computed several times after the same prompt in full precision: with all its complete
-blocks read back from their codes, with those of its keys or of its values alone, and with its newest 256 tokens or all
-older ones alone. The same tokens after a text that steps have read from its start also have what steps add: their keys
-and values were computed from codes.
+At each depth the next tokens are computed several times after the same prompt in full precision, parts of which are
+replaced by what their codes decode to: all complete blocks, only keys or only values, only the newest 256 tokens or
+only older ones. "As served" computes the same tokens after steps over the whole text, which also has the error that
+steps add: they compute keys and values from codes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NEWEST = 256  # tokens
-_CHUNKS = 2  # blocks of tokens that are computed at each depth
+_CHUNKS = 2  # blocks of tokens to compute at each depth
 _FIRST = 128  # depth; each further one is twice as deep
 SERVED, ALL = "as served", "all codes"
 _COLOURS = {SERVED: "#111827", ALL: "#c2410c", "keys": "#1d4ed8", "values": "#0d9488", "newest": "#7c3aed"}
@@ -53,7 +53,7 @@ _COLOURS |= {"older": "#a16207"}
 
 @dataclass(frozen=True)
 class Options:
-    """The text, the model and the cache type."""
+    """The flags: the text, the model and the cache type."""
 
     text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text; this flag is needed")
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
@@ -65,19 +65,19 @@ class Options:
 
 @dataclass
 class Depth:
-    """Figures at one depth; lists have one for each position of all windows, and those of `errors` for each block."""
+    """The figures at one depth. Lists have a number per position of all windows; those of `errors`, one per block."""
 
-    tokens: int  # before the first position
+    tokens: int  # tokens before the first position
     kl: dict[str, list[float]] = field(default_factory=dict)  # nats
-    on_codes: list[float] = field(default_factory=list)  # share of attention, the mean of all heads and layers
-    errors: dict[str, list[float]] = field(default_factory=dict)  # of keys and values since the last depth, relative
+    on_codes: list[float] = field(default_factory=list)  # share of attention on codes, mean of all heads and layers
+    errors: dict[str, list[float]] = field(default_factory=dict)  # relative, of keys and values since the last depth
 
 
 class _Prompt:
-    """A prompt in full precision, whose complete blocks can be replaced by what their codes stand for.
+    """A prompt in full precision, whose complete blocks can be replaced by what their codes decode to.
 
-    All of it is in the current block of a store whose blocks are as long as a window. Rotations and scales of keys and
-    values are those of the coded model's store.
+    It is in the current block of a store whose blocks are as long as a window. Rotations and scales of keys and values
+    are those of the coded model's store.
     """
 
     def __init__(self, coded: Transformer, store: KVStore) -> None:
@@ -90,13 +90,13 @@ class _Prompt:
 
     @property
     def _sides(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Keys and values (K, T, D) of each layer, as they are stored."""
+        """Views of each layer's stored keys and values (K, T, D)."""
         length, slot = self._sequence.length, self._sequence.tables[0].current
         caches: list[LayerCache] = [self.model.store.cache(layer) for layer in range(len(self._formats))]
         return [(cache.full_k[slot][:, :length], cache.full_v[slot][:, :length]) for cache in caches]
 
     def grow(self, ids: Sequence[int], depth: Depth) -> None:
-        """Append the ids that the prompt lacks, whole blocks, and note the errors of their codes."""
+        """Append the ids that the prompt does not have yet, whole blocks, and record the errors of their codes."""
         done = self._sequence.length
         span = self.model.store.open(self._sequence, len(ids) - done)
         self.model.forward([span], ids[done:])
@@ -113,14 +113,15 @@ class _Prompt:
 
     @staticmethod
     def _read_back(format: CacheFormat, blocks: np.ndarray, side: int) -> np.ndarray:
-        """Keys (side 0) or values (1) of complete blocks (K, B, N, D), as they read back from their codes."""
+        """Keys (side 0) or values (1) of complete blocks (K, B, N, D), encoded and decoded."""
         if side == 0:
             fields = encode_centred(format.codec_k, blocks, format.metric_k, format.mean_bits)
             return decode_centred(format.codec_k, *fields)
         return decode_centred(format.codec_v, *encode_centred(format.codec_v, blocks, format.metric_v))
 
     def logits(self, ids: Sequence[int], keys: slice, values: slice, taps: Any = None) -> np.ndarray:
-        """Logits (T, V) of the next ids, with these tokens of the prompt as codes; they are not appended."""
+        """Logits (T, V) of the next ids, which are not appended. keys, values: the tokens of the prompt whose keys and
+        values are read as codes."""
         exact = [[side.copy() for side in sides] for sides in self._sides]
         for sides, decoded in zip(self._sides, self._decoded, strict=True):
             for side, coded in enumerate((keys, values)):
@@ -137,9 +138,9 @@ class _Prompt:
                     sides[side][:] = kept[side]
 
     def share(self, q: np.ndarray, k: np.ndarray, layer: int) -> np.ndarray:
-        """The share of attention on complete blocks after the first, (T,), the mean of all heads.
+        """The share of attention on complete blocks after the first, (T,), mean of all heads.
 
-        q (T, H, D), k (T, K, D): of the tokens after the prompt in a layer, as the taps have them.
+        q (T, H, D), k (T, K, D): a layer's queries and keys of the tokens after the prompt, from the taps.
         """
         config = self.model.config.attentions[layer]
         keys = np.concatenate([self._sides[layer][0].astype(np.float32), k.swapaxes(0, 1)], axis=1)
@@ -156,7 +157,7 @@ class _Prompt:
 
 
 def whole_store(coded: Transformer, settings: Mapping[str, Any]) -> KVStore:
-    """A store for `_Prompt` of `ctx_size` tokens in one block; settings: those of the coded model's store."""
+    """A store for `_Prompt`, with `ctx_size` tokens in one block. settings: those of the coded model's store."""
     config = settle(None, None, {**settings, "block_size": -(-settings["ctx_size"] // 4) * 4})
     ops, layers = coded.ops, len(coded.config.layers)
     shape = cache_shape(config, WHOLE, ops, coded.config)
@@ -165,7 +166,7 @@ def whole_store(coded: Transformer, settings: Mapping[str, Any]) -> KVStore:
 
 
 def measure(coded: Transformer, store: KVStore, cut: Sequence[Sequence[int]]) -> list[Depth]:
-    """The figures of all windows (T,), T alike; store: of one block as long as a window."""
+    """The figures of all windows, which have equal lengths. store: from `whole_store`."""
     block, length = coded.store.shape.block_size, len(cut[0])
     depths, tokens = [], _FIRST
     while tokens + _CHUNKS * block <= length:
@@ -191,9 +192,9 @@ def measure(coded: Transformer, store: KVStore, cut: Sequence[Sequence[int]]) ->
 
 
 def _compare(prompt: _Prompt, ids: Sequence[int], length: int, depth: Depth) -> None:
-    """Add the figures of `ids`, one block after a prompt of `length` tokens."""
+    """Add the figures of `ids`, the block after a prompt of `length` tokens."""
     block, none = len(ids), slice(0, 0)
-    parts: dict[tuple[str, int], dict[int, np.ndarray]] = {}  # (name, layer) → first position → rows of a part
+    parts: dict[tuple[str, int], dict[int, np.ndarray]] = {}  # (name, layer) → first position → rows from there
 
     def taps(name: str, layer: int, position: int, x: Array) -> None:
         if name in ("queries", "keys"):
@@ -214,7 +215,7 @@ def _compare(prompt: _Prompt, ids: Sequence[int], length: int, depth: Depth) -> 
 
 
 def summary(depth: Depth) -> dict[str, Any]:
-    """Means of a depth's figures, with the standard error of each KL."""
+    """The means of a depth's figures, with the standard error of each KL."""
     kl = {name: (float(np.mean(x)), float(np.std(x) / np.sqrt(len(x)))) for name, x in depth.kl.items()}
     return {
         "tokens": depth.tokens,
@@ -242,7 +243,7 @@ def format_table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(found: Sequence[Mapping[str, Any]], name: str) -> Figure:
-    """KL of each part over the depth, and the share of attention that reads codes."""
+    """A figure of each part's KL, and of the share of attention that reads codes, over the depth."""
     figure, ((left, right),) = panels(2, 1, (5.2, 4.2))
     at = [depth["tokens"] for depth in found]
     for part, colour in _COLOURS.items():

@@ -1,4 +1,4 @@
-"""`polarlm quality`: what each cache type costs on a model, in quality and in speed, on one page and in minutes."""
+"""`polarlm quality`: what each cache type costs on a model in quality and in speed; it writes one page in minutes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.demo import demo_model
 
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
-_SPEED_SHARE = 0.25  # of the time
-_PROBE = 128  # tokens that the time is estimated from
-_MOST_CHARACTERS = 4_000_000  # of a text: more than any budget scores
+_SPEED_SHARE = 0.25  # share of the time for measuring speed
+_PROBE = 128  # tokens of the window from which the time is estimated
+_MOST_CHARACTERS = 4_000_000  # characters of the text to read: more than any budget scores
 _LEAST_TOKENS = 64
 _WRITTEN_EVERY = 15  # seconds
 
@@ -45,7 +45,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class QualityConfig:
-    """The text, the model, the cache types and the time for them."""
+    """The flags: the text, the model, the cache types and the time for them."""
 
     text: str | None = setting(None, "TEXT", help="UTF-8 text like what the model will read; - is standard input")
     weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
@@ -77,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Command:
-    """One run of the command. clock: seconds."""
+    """One run of the command. clock: returns seconds."""
 
     def __init__(self, argv: Sequence[str], clock: Clock) -> None:
-        """Raises FlagError or LoadError for what can be seen before a model is loaded."""
+        """Raises FlagError or LoadError for mistakes that can be found before a model is loaded."""
         self._clock, self._started, self._argv = clock, clock(), argv
         (self._options,) = parse(
             argv,
@@ -115,10 +115,10 @@ class _Command:
             "budget_minutes": self._options.minutes,
         }
         self._rates: dict[str, Rates] = {}
-        self._written = -math.inf  # when
+        self._written = -math.inf  # time of the last write
 
     def run(self) -> None:
-        """Raises EngineError, and KeyboardInterrupt after writing what was measured."""
+        """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
         context = min(MOST, self._config.max_context)
         survey = Survey(self._path, self._types, context, self._ops, note)
@@ -132,7 +132,7 @@ class _Command:
             self._quality(survey, ids)
         finally:
             survey.close()
-        del survey  # and the weights, before the engine loads its own
+        del survey  # frees its weights before the engine loads its own
         self._measure_speed(ids)
         self._write(complete=True)
         print(page.table(self._result))
@@ -141,7 +141,7 @@ class _Command:
     # -- quality -----------------------------------------------------------------------------------------------
 
     def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
-        """Score windows until the time for them is up."""
+        """Score windows until their share of the time is over."""
         plan = self._plan(survey, ids)
         cut = windows(ids, plan.length, survey.bos_id)[: plan.count]
         self._about |= {"window": plan.length, "planned_windows": len(cut)}
@@ -165,9 +165,9 @@ class _Command:
             raise
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
-        """What there is time for, from the speed of a short window; says so."""
+        """The windows that there is time for, estimated from a short window. Prints a note."""
         probe = windows(ids[:_PROBE], _PROBE, survey.bos_id)[0]
-        list(survey.score(probe, keep=False))  # the first one takes longer
+        list(survey.score(probe, keep=False))  # the first run takes longer
         started = self._clock()
         list(survey.score(probe, keep=False))
         taken = self._clock() - started
@@ -183,11 +183,11 @@ class _Command:
 
     @property
     def _until_speed(self) -> float:
-        """When the time for quality is up."""
+        """The time at which measuring quality must end."""
         return self._started + (1 - _SPEED_SHARE) * self._seconds
 
     def _keep(self, survey: Survey) -> None:
-        """Note what was scored so far, and write it from time to time: drawing takes a second."""
+        """Keep what was scored so far, and write it from time to time, since drawing takes a second."""
         self._quality_so_far = survey.quality()
         self._about["windows"] = survey.windows
         if self._clock() - self._written >= _WRITTEN_EVERY:
@@ -196,7 +196,7 @@ class _Command:
     # -- speed -------------------------------------------------------------------------------------------------
 
     def _measure_speed(self, ids: Sequence[int]) -> None:
-        """Tokens a second of each type, round after round while there is time."""
+        """Measure the speed of each type, in rounds while there is time."""
         settings = {"device": self._device, "threads": self._options.threads}
         speeds = Speeds(self._path, self._types, ids, settings, self._clock)
         end = self._started + self._seconds
@@ -243,7 +243,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
-    """The types of --types; those that the model's heads do not admit are left out of the default, with a note.
+    """The types of --types. Default types that do not support the model's head dim are left out, with a note.
 
     Raises FlagError.
     """
@@ -266,7 +266,7 @@ def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
 
 
 def _model(path: str | None) -> tuple[str, str]:
-    """The path of a model's files, which are fetched if need be, and its name. Raises LoadError."""
+    """The path of a model's files, which are downloaded if necessary, and its name. Raises LoadError."""
     if path is None:
         path = str(demo_model(note))
     where = Path(path)
@@ -279,7 +279,7 @@ def _model(path: str | None) -> tuple[str, str]:
 
 
 def _file(output: str | None, model: str) -> Path:
-    """Where the page goes. Raises FlagError if it cannot be written."""
+    """The path of the page. Raises FlagError if it cannot be written."""
     if output is None:
         return report.Output(str(Path.cwd() / f"quality-{report.slug(model)}-{report.today()}.html")).path("", "")
     path = report.Output(output).path("", "")
@@ -287,7 +287,7 @@ def _file(output: str | None, model: str) -> Path:
 
 
 def _read(file: str) -> str:
-    """The text with plain line ends, its first 4 million characters. Raises FlagError."""
+    """The first 4 million characters of the text, with line ends as LF. Raises FlagError."""
     try:
         if file == "-":
             return sys.stdin.read(_MOST_CHARACTERS)

@@ -1,7 +1,7 @@
-"""A needle in a haystack: one sentence hidden in a long text, with a question for it at the end.
+"""A needle in a haystack: one sentence hidden in a long text, and a question about it at the end.
 
-Each cell of the grid has its own needle. The answer is scored, not generated: the log-probability of its tokens after a
-given start of the answer, and whether each of them is the most likely one.
+Each cell of the grid has its own needle. The answer is scored, not generated: the log-probability of its tokens after
+the given start of the answer, and whether each of them is the most likely one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLACES = ("harbour", "lighthouse", "library", "castle", "bakery", "observatory"
 class Prompt:
     """The ids of one cell: the prompt up to the answer, and the answer."""
 
-    length: int  # tokens asked for, the most that ids and answer have together
+    length: int  # requested tokens, the most that ids and answer have together
     depth: int  # percent of the haystack before the needle
     ids: list[int]
     answer: list[int]
@@ -37,22 +37,22 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of one cache type on one prompt, scored in one way."""
+    """The result of one cache type on one prompt, with one scoring."""
 
     type: str
     scored_as: str
     length: int
     depth: int
-    tokens: int  # of the answer
-    logprob: float  # of all of them, nats
+    tokens: int  # tokens of the answer
+    logprob: float  # sum over the tokens of the answer, nats
     correct: bool  # whether each is the most likely one
 
 
 def hide(engine: Engine | Reference, haystack: Sequence[int], length: int, depth: int) -> Prompt:
-    """A prompt of at most `length` tokens, with a needle at `depth` percent of the text of `haystack` (ids).
+    """A prompt of at most `length` tokens, with a needle at `depth` percent of the haystack's text (ids).
 
-    With the model's chat template if it has one; else the answer continues the text. Raises FlagError if the haystack
-    is too short, or the length leaves no room for one.
+    It has the model's chat template if there is one; else the answer continues the text. Raises FlagError if the
+    haystack is too short, or if the length leaves no room for a haystack.
     """
     drawn = random.Random(f"{length} {depth}")
     place, number = drawn.choice(_PLACES), drawn.randint(10_000, 99_999)
@@ -68,7 +68,7 @@ def hide(engine: Engine | Reference, haystack: Sequence[int], length: int, depth
             prompt = [{"role": "user", "content": f"{text}\n\nWhat is the secret number of the {place}?"}]
         return prompt_ids(prompt, engine.model) + start
 
-    # A piece of text may have another number of tokens than it had within the whole.
+    # A part of a text may have another number of tokens than it has within the whole text.
     count = length - len(answer) - len(ids_with(""))
     while True:
         if count < 1:
@@ -83,7 +83,7 @@ def hide(engine: Engine | Reference, haystack: Sequence[int], length: int, depth
 
 
 def _detokenized(engine: Engine | Reference, ids: Sequence[int]) -> str:
-    """The text without an incomplete last character."""
+    """The text of ids, without an incomplete last character."""
     return engine.detokenize(ids).rstrip("\ufffd")
 
 
@@ -100,7 +100,7 @@ def _insert(text: str, needle: str, depth: int) -> str:
 
 
 def find(reference: Reference, types: Sequence[CacheType], prompts: Sequence[Prompt]) -> list[Cell]:
-    """Every prompt with every type, in both ways of scoring."""
+    """The results of every prompt with every type, scored in both ways."""
     cells = []
     longest = max(len(prompt.ids) + len(prompt.answer) for prompt in prompts)
     with tqdm(total=len(types) * len(SCORINGS) * len(prompts), desc="Searching", unit="needle", disable=None) as bar:
@@ -131,7 +131,7 @@ def _answered(engine: Engine, label: str, scoring: str, prompt: Prompt) -> Cell:
 
 
 def format_grid(cells: Sequence[Cell]) -> str:
-    """A row for each type, way of scoring and length, a column for each depth."""
+    """A table with a row for each type, scoring and length, and a column for each depth."""
     depths = sorted({cell.depth for cell in cells})
     rows: dict[tuple[str, str, int], dict[int, Cell]] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""The page of `polarlm quality`: from its figures to one HTML file that needs no other."""
+"""The page of `polarlm quality`: its figures as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = Mapping[str, Any]
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NONE = "—"
 _PLAIN = ":plain"
-# Column → what it is, for the page and docs/quality.md.
+# Column → its explanation, for the page and docs/quality.md.
 COLUMNS = {
     "cache type": "how keys and values are stored; :plain is without our conditioning of keys, as others publish it",
     "bits/value": "of complete blocks: codes, norms and means; f16 has 16",
@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 def write(file: Path, result: Result) -> None:
-    """Writes the page. Raises EngineError."""
+    """Write the page. Raises EngineError."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pictures = page_plots.draw(result)
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
@@ -72,7 +72,7 @@ def _by_position(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def _cells(result: Result) -> list[tuple[bool, list[str]]]:
-    """(whether it is a preset, its cells) for each type, and full precision first."""
+    """(whether it is a preset, its cells) for full precision, then for each type."""
     exact = result["exact_perplexity"]
     first = ["full precision", _NONE, f"{exact:.3f}", "0", "0", "100 %", *[_NONE] * 4]
     return [(False, first), *((row["type"] in PRESETS, _row_cells(row, exact)) for row in result["rows"])]
@@ -106,7 +106,7 @@ def _rate(rate: float | None) -> str:
 
 
 def sentences(result: Result) -> list[tuple[str, list[str]]]:
-    """(preset, what it costs in plain words, point by point), of the presets that were measured."""
+    """(preset, statements of what it costs) for each preset that was measured."""
     f16 = next((row for row in result["rows"] if row["type"] == "f16"), None)
     return [(row["type"], _points(row, f16, result)) for row in result["rows"] if row["type"] in PRESETS]
 
@@ -127,7 +127,7 @@ def _points(row: Result, f16: Result | None, result: Result) -> list[str]:
 
 
 def _partial(result: Result) -> str:
-    """What this page lacks because the measurement was stopped; empty if nothing."""
+    """A sentence about what the page lacks because the measurement was interrupted; empty if it is complete."""
     if result["complete"]:
         return ""
     windows = f"{result['windows']} of {result['planned_windows']} windows were scored"
@@ -136,7 +136,7 @@ def _partial(result: Result) -> str:
 
 
 def _missing(result: Result) -> list[str]:
-    """A sentence for each figure that the table lacks."""
+    """A sentence for each figure that is missing from the table."""
     found = []
     if any(row["kl_999th_percentile"] is None for row in result["rows"]):
         found.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")

@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from polarlm.bench.plot_labels import beside_points
+from polarlm.bench.plot_labels import label_points
 from polarlm.bench.plot_style import STYLE, can_draw, colour_of, panels, plain_log
 from polarlm.bench.quality.plots import draw_positions, name_lines, reached
 
 Result = Mapping[str, Any]
 
 _PLAIN = ":plain"
-# Colour that is drawn → (name of the page's variable, colour on a light page, colour on a dark one).
+# Colour in the drawing → (name of the page's CSS variable, colour on a light page, colour on a dark page).
 _INK, _FAINT, _GRID = "#010101", "#020202", "#030303"
 COLOURS = {
     _INK: ("ink", "#1c1f26", "#e7e9ee"),
@@ -40,12 +40,12 @@ _STYLE = {
     "grid.color": _GRID,
     "svg.fonttype": "path",
 }
-_BEYOND = 12.0  # bits/value that are of no interest in a picture of what compression costs
+_BEYOND = 12.0  # bits/value above which a type is left out of pictures of what compression costs
 _SIZE = (4.4, 3.3)  # inches
 
 
 def draw(result: Result) -> list[tuple[str, str]] | None:
-    """(title, SVG) of the pictures that there are figures for; None without matplotlib."""
+    """(title, SVG) of each picture that there are figures for; None without matplotlib."""
     if not can_draw():
         return None
     from matplotlib import rc_context
@@ -78,7 +78,7 @@ def _divergence(result: Result) -> str:
     ax.set_xlim(min(2.0, *(bits for bits, _ in places)), max(6.0, *(bits for bits, _ in places)) + 1)
     ax.set_xlabel("bits per value")
     ax.set_ylabel("KL divergence, nats (mean)")
-    beside_points(ax, places, [row["type"] for row in rows], [_colour(row) for row in rows])
+    label_points(ax, places, [row["type"] for row in rows], [_colour(row) for row in rows])
     return _svg(figure)
 
 
@@ -114,7 +114,7 @@ def _speed(result: Result) -> str:
 
 
 def _svg(figure: Any) -> str:
-    """The figure as an SVG element whose colours are variables of the page."""
+    """The figure as an SVG element whose colours are the page's CSS variables."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     text = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Pictures of a quality measurement: `python -m polarlm.bench.quality.plots FILE` draws those of its JSON again."""
+"""Pictures of a quality measurement. `python -m polarlm.bench.quality.plots FILE` draws them again from its JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polarlm.bench.plot_labels import beside_points, spread
+from polarlm.bench.plot_labels import label_points, spread
 from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, colour_of, panels, plain_log, save
 from polarlm.bench.quality.angles import gaussian_density
 from polarlm.engine import EngineError
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 Result = Mapping[str, Any]
 
 _PLAIN = ":plain"
-_BEYOND = 12.0  # bits/value that are of no interest in a picture of what compression costs
+_BEYOND = 12.0  # bits/value above which a type is left out of pictures of what compression costs
 
 
 def draw_all(result: Result, name: str, output: Path) -> str:
-    """Draws every picture that `result` has figures for, next to the JSON file `output`; returns a message."""
+    """Draw every picture that `result` has figures for, next to the JSON file `output`; returns a message."""
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context
 
-    # A type with parts left out has a label of several words, and lies where the whole lies: that is for the table.
+    # A type with parts switched off has a label of several words and nearly the whole type's point: only the table
+    # shows it.
     result = {**result, "rows": [row for row in result["rows"] if " " not in row["type"]]}
     drawn = []
     with rc_context(STYLE):
@@ -59,7 +60,7 @@ def _by_scoring(rows: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def divergence(result: Result, name: str) -> Figure | None:
-    """KL over bits/value: a panel for each way of scoring, a point for each type."""
+    """A figure of KL over bits/value: a panel for each scoring, a point for each type."""
     rows = [row for row in result["rows"] if row["bits_per_value"] < _BEYOND and row["kl_mean"] > 0]
     if not rows:
         return None
@@ -85,12 +86,12 @@ def divergence(result: Result, name: str) -> Figure | None:
     for ax, points in zip(axes, by_scoring.values(), strict=True):
         places = [(row["bits_per_value"], row["kl_mean"]) for row in points]
         labels = [row["type"].removesuffix(_PLAIN) for row in points]
-        beside_points(ax, places, labels, [colour_of(row["type"]) for row in points])
+        label_points(ax, places, labels, [colour_of(row["type"]) for row in points])
     return figure
 
 
 def _frontier(ax: Axes, points: Sequence[Result]) -> None:
-    """A quarter of the divergence for every bit, from the type that comes closest to that."""
+    """Draw a quarter of the divergence for every further bit, through the type that is best by that measure."""
     best = min(points, key=lambda row: row["kl_mean"] * 4 ** row["bits_per_value"])
     bits = np.linspace(*ax.get_xlim(), 50)
     kl = best["kl_mean"] * 4.0 ** (best["bits_per_value"] - bits)
@@ -104,7 +105,7 @@ def _frontier(ax: Axes, points: Sequence[Result]) -> None:
 
 
 def positions(result: Result, name: str) -> Figure | None:
-    """KL over positions: a panel for each way of scoring, a line for each type."""
+    """A figure of KL over positions: a panel for each scoring, a line for each type."""
     rows = [row for row in _conditioned(result["rows"]) if row["bits_per_value"] < _BEYOND]
     rows = [row for row in rows if len(reached(row)) > 1]
     if not rows:
@@ -121,12 +122,12 @@ def positions(result: Result, name: str) -> Figure | None:
 
 
 def reached(row: Result) -> list[Mapping[str, Any]]:
-    """The stretches of positions of a row at which codes are read: none in the first, or in an older measurement."""
+    """The ranges of positions of a row at which codes are read: not the first; none in an older measurement."""
     return [one for one in row.get("kl_by_position", ()) if one["start"] and one["kl_mean"] > 0]
 
 
 def draw_positions(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> None:
-    """A line over positions for each row."""
+    """Draw a line over positions for each row."""
     for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
         stretches, earlier = reached(row), colours[:i].count(colour)
         middle = [np.sqrt(one["start"] * one["end"]) for one in stretches]
@@ -141,7 +142,7 @@ def draw_positions(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> 
 
 
 def name_lines(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> None:
-    """The types of the rows at the ends of their lines over positions."""
+    """Draw the types of the rows at the ends of their lines over positions."""
     spread(ax, [reached(row)[-1]["kl_mean"] for row in rows], [row["type"] for row in rows], colours)
 
 
@@ -149,7 +150,7 @@ def name_lines(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> None
 
 
 def attention(result: Result, name: str) -> Figure | None:
-    """A line over layers for each type, a panel for each way of scoring."""
+    """A figure of attention error over layers: a panel for each scoring, a line for each type."""
     rows = _conditioned(result["rows"])
     rows = [row for row in rows if max(row["attention_error"], default=0) > 1e-5 and row["bits_per_value"] < _BEYOND]
     if not rows:
@@ -159,7 +160,7 @@ def attention(result: Result, name: str) -> Figure | None:
     by_scoring = _by_scoring(rows)
     figure, (axes,) = panels(len(by_scoring), 1, (5.6, 4.4))
     for ax, (scoring, lines) in zip(axes, by_scoring.items(), strict=True):
-        used: dict[str, int] = {}  # lines of a colour so far
+        used: dict[str, int] = {}  # colour → number of its earlier lines
         for row in lines:
             error, colour = row["attention_error"], colour_of(row["type"])
             used[colour] = used.get(colour, -1) + 1
@@ -181,7 +182,7 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 def _conditioned(rows: Sequence[Result]) -> list[Result]:
-    """Rows without types as published that are also measured with conditioning."""
+    """The rows without plain types that were also measured with conditioning."""
     types = {row["type"] for row in rows}
     return [row for row in rows if not row["type"].endswith(_PLAIN) or row["type"].removesuffix(_PLAIN) not in types]
 
@@ -190,7 +191,7 @@ def _conditioned(rows: Sequence[Result]) -> list[Result]:
 
 
 def needles(result: Result, name: str) -> Figure | None:
-    """A heat map for each type and way of scoring: rows of types for one way after another."""
+    """A figure with a heat map for each type and scoring; each scoring starts a new row."""
     cells = _conditioned(result.get("needle") or ())
     if not cells:
         return None
@@ -235,7 +236,7 @@ def _heat_map(ax: Axes, cells: Sequence[Result], lengths: Sequence[int], depths:
 
 
 def angles(result: Result, name: str) -> Figure | None:
-    """A panel for each level of the polar transform."""
+    """A figure of the densities of angles: a panel for each level of the polar transform."""
     levels = result.get("angles")
     if not levels:
         return None
@@ -268,7 +269,7 @@ def angles(result: Result, name: str) -> Figure | None:
 
 _PI = {0: "0", 1: "π/4", 2: "π/2", 4: "π", 8: "2π"}
 
-# What the file's name ends in → the picture, None where the measurement has no figures for it.
+# Suffix of the file's name → function that draws the figure, or returns None if the measurement has no data for it.
 _PICTURES: dict[str, Callable[[Result, str], Figure | None]] = {
     "divergence": divergence,
     "positions": positions,
@@ -279,7 +280,7 @@ _PICTURES: dict[str, Callable[[Result, str], Figure | None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws the pictures of the JSON files; returns the exit code."""
+    """Draw the pictures of the JSON files; returns the exit code."""
 
     def redraw(words: Sequence[str]) -> None:
         flags = argparse.ArgumentParser("python -m polarlm.bench.quality.plots", description="Draw results again.")

@@ -1,4 +1,4 @@
-"""The reference: the same weights scored in float32, and engines of the same model to compare with it."""
+"""The reference, which scores the same weights in float32, and engines of the same model to compare with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polarlm.engine.model.forward import Transformer
 
 Change = Callable[[Transformer], None]
 
-_BIASED_PAIRS = 4  # RoPE pairs of the lowest frequencies, which rotate little
+_BIASED_PAIRS = 4  # number of RoPE pairs, those of the lowest frequencies, which rotate little
 
 
 def open_engine(
@@ -32,7 +32,7 @@ def open_engine(
     verbose: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Engine:
-    """`Engine.load` with NumPy's float32 arithmetic, with the parts of the encoding that `encoding` has on, and with
+    """`Engine.load` with NumPy's float32 arithmetic, the parts of the encoding that `encoding` switches on, and
     `changes` applied to the model."""
     parts = assembly.assemble(settle(weights, None, settings), verbose, encoding, NumpyOps())
     for change in changes:
@@ -41,7 +41,7 @@ def open_engine(
 
 
 class Reference:
-    """Scores up to `window` tokens in full precision: all are in the first block, which is never quantized.
+    """Scores up to `window` tokens in full precision: all are in the sink block, which is never quantized.
 
     A context manager.
     """
@@ -77,11 +77,11 @@ class Reference:
         return self._engine.score(ids, logits=True)
 
     def record(self, ids: Sequence[int]) -> Recording:
-        """The arrays of each layer for `ids` (T,)."""
+        """Each layer's arrays for `ids` (T,)."""
         return self._recorder.record(self._engine, ids)
 
     def bias_keys(self, times: float, ids: Sequence[int]) -> None:
-        """Add a constant of `times` the keys' RMS over `ids` to the keys, here and in all engines opened later.
+        """Add to the keys a constant, `times` their RMS over `ids`, here and in all engines opened later.
 
         It is added to the RoPE pairs of the lowest frequencies, so it is nearly the same for all tokens of a block, as
         a bias of the key projection is in some model families. Calibration runs without the bias, which changes its
@@ -101,19 +101,19 @@ class Reference:
         self._bias = add_bias
 
     def open(self, *changes: Change, encoding: Encoding = WHOLE, **settings: Any) -> Engine:
-        """An engine of the same model with a cache of its own."""
+        """An engine of the same model with its own cache."""
         changes = (*([self._bias] if self._bias else []), *changes)
         return open_engine(str(self.model.path), *changes, encoding=encoding, **settings)
 
     def assemble(self, ops: Ops, **settings: Any) -> assembly.Parts:
-        """The same model with a cache of its own, computed by `ops`. The caller closes it."""
+        """The same model with its own cache, computed by `ops`. The caller closes it."""
         parts = assembly.assemble(settle(str(self.model.path), None, settings), None, ops=ops)
         if self._bias:
             self._bias(parts.model)
         return parts
 
     def open_exact(self, **settings: Any) -> Engine:
-        """An engine of the same model that scores in full precision, as this reference does, with other settings."""
+        """An engine of the same model that scores in full precision like this reference, with other settings."""
         return open_engine(str(self.model.path), verbose=note, **self._exact, **settings)
 
     def __enter__(self) -> Reference:

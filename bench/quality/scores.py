@@ -19,34 +19,34 @@ from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
 from polarlm.engine import Score
 
-_KEPT_LOGITS = 2 << 30  # bytes
+_KEPT_LOGITS = 2 << 30  # most bytes of logits to keep
 
-# Way of scoring → `every_token_coded` of Engine.score.
+# Scoring → `every_token_coded` of Engine.score.
 SCORINGS = {"as served": False, "every token coded": True}
 
 
-FIRST_STRETCH = 128  # positions; each further stretch has as many as all before it
+FIRST_STRETCH = 128  # positions; each further stretch has as many as all earlier ones together
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The divergence at the positions from `start` to before `end`, of all windows that reach it.
+    """The divergence at positions start, …, end − 1, over all windows that reach them.
 
-    The distribution at position t is that of the token after t + 1 tokens of context.
+    Position t has the distribution of the token after t + 1 tokens of context.
     """
 
     start: int
-    end: int  # of the longest window, in the last stretch
-    positions: int  # of all windows
+    end: int  # in the last stretch, that of the longest window
+    positions: int  # number of positions in all windows
     kl_mean: float  # nats
 
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one cache type, scored in one way, over all windows. `type` is the label of a CacheType."""
+    """The figures of one cache type with one scoring, over all windows. type: the label of a CacheType."""
 
     type: str
-    bits_per_value: float  # of complete blocks, as stored
+    bits_per_value: float  # bits of complete blocks as stored
     scored_as: str
     perplexity: float
     nll_per_token: float
@@ -55,23 +55,23 @@ class Row:
     kl_999th_percentile: float | None  # None below 1,000 positions
     same_top1: float  # share of positions
     kl_by_position: list[Stretch]
-    attention_error: list[float]  # for each layer, relative, over the first window; empty if it was not measured
+    attention_error: list[float]  # relative, for each layer, over the first window; empty if it was not measured
 
 
 @dataclass(frozen=True)
 class Quality:
-    """A whole measurement."""
+    """The results of a measurement."""
 
     scored_tokens: int
-    exact_perplexity: float  # of the reference
+    exact_perplexity: float  # the reference's
     rows: list[Row]
 
 
 def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[int]]:
-    """Consecutive windows of at most `window` ids; the last may be shorter, and each has an id to predict.
+    """Consecutive windows of at most `window` ids; the last may be shorter, but has an id to predict.
 
-    With a BOS every window begins with one and has one text id less, so that every text id is predicted; without, the
-    first id of a window is only read.
+    With a BOS every window starts with it and has one text id less, so that every text id is predicted; without, the
+    first id of a window is not predicted.
     """
     start = [] if bos_id is None else [bos_id]
     step = window - len(start)
@@ -86,12 +86,12 @@ def measure(
     recording: Recording | None = None,
     on_progress: Callable[[Quality], None] = lambda quality: None,
 ) -> Quality:
-    """Score the windows `cut` (ids, BOS included) with every type; `recording`, if there is one, is of the first.
+    """Score the windows `cut` (ids with BOS) with every type. recording: of the first window, if it was made already.
 
     on_progress: called after each type with all results so far.
 
-    Each type has its own engine, one after another, so that two copies of the weights are in memory. The reference's
-    hidden states, (window, E) float32 for each window, are kept for all types. Raises FlagError or EngineError.
+    The types' engines are loaded in turn, so two copies of the weights are in memory. The reference's hidden states,
+    (window, E) float32 for each window, are kept for all types. Raises FlagError or EngineError.
     """
     for cache_type in types:
         cache_type.check(reference.model.config.attention.head_dim)
@@ -112,7 +112,7 @@ def measure(
 
 
 def kept_scores(reference: Reference, cut: Sequence[Sequence[int]]) -> Callable[[int], Score]:
-    """The reference's score of window i of `cut`: kept for the next time if the logits of all take at most 2 GiB."""
+    """A function: i → the reference's score of window i of `cut`, cached if the logits of all take at most 2 GiB."""
 
     def score(window: int) -> Score:
         return reference.score(cut[window])
@@ -122,7 +122,7 @@ def kept_scores(reference: Reference, cut: Sequence[Sequence[int]]) -> Callable[
 
 
 def passes(windows: int) -> int:
-    """Passes over windows for each type: the reference and each scoring, and attention errors over the first window."""
+    """The number of passes over windows per type: reference and scorings, and attention errors of the first window."""
     return windows * (1 + len(SCORINGS)) + len(SCORINGS)
 
 
@@ -140,7 +140,7 @@ def _measure_type(
     recording: Recording,
     progress: Callable[[], Any],
 ) -> list[Row]:
-    """The rows of the type. exact: the reference's hidden states of a window."""
+    """The rows of the type. exact: window → the reference's hidden states."""
     found: dict[str, list[Scored]] = {name: [] for name in SCORINGS}
     attention: dict[str, list[float]] = {}
     replay = Replay()
@@ -164,7 +164,7 @@ def _measure_type(
 def row_of(
     cache_type: CacheType, bits_per_value: float, scoring: str, windows: Sequence[Scored], attention: list[float]
 ) -> Row:
-    """The figures of a type over all windows."""
+    """The figures of a type and scoring over all windows."""
     logprobs = np.concatenate([window.logprobs for window in windows])
     kl = np.concatenate([window.divergence.kl for window in windows])
     return Row(
@@ -183,7 +183,7 @@ def row_of(
 
 
 def by_position(windows: Sequence[np.ndarray]) -> list[Stretch]:
-    """The mean KL of windows (T,), T differing, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …"""
+    """The mean KL of windows (T,) of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …"""
     longest, edges = max(map(len, windows)), [0, FIRST_STRETCH]
     while edges[-1] < longest:
         edges.append(2 * edges[-1])
@@ -195,14 +195,14 @@ def by_position(windows: Sequence[np.ndarray]) -> list[Stretch]:
 
 
 def position_cells(rows: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table of KL by position, from labels and the stretches of each, as dictionaries, which are
-    those of the same windows."""
+    """Header and rows of a table of KL by position. rows: label, and the stretches as dictionaries, which must be those
+    of the same windows."""
     header = ["KL at positions", *(f"{one['start']:,} to {one['end'] - 1:,}" for one in rows[0][1])]
     return header, [[label, *(small(one["kl_mean"]) for one in stretches)] for label, stretches in rows]
 
 
 def format_table(quality: Quality) -> str:
-    """A table of all figures; the change of perplexity is relative to the float32 prefill."""
+    """A table of all figures. The change of perplexity is relative to the float32 prefill."""
     header = ["cache type", "scored", "bits/value", "PPL", "change", "KL mean", "KL 99 %", "same top-1"]
     header += ["attention error", "worst layer"]
     first = ("float32 prefill", "reference", "—", f"{quality.exact_perplexity:.3f}", "—", "0", "0", "100.0 %", "0", "0")
@@ -225,5 +225,5 @@ def format_table(quality: Quality) -> str:
 
 
 def small(figure: float) -> str:
-    """A figure of divergence for a table."""
+    """A divergence as text for a table."""
     return f"{figure:.1e}" if figure < 1e-3 else f"{figure:.4f}"

@@ -1,7 +1,6 @@
-"""How fast a model runs with each cache type: a prompt, and generation after it, through the engine.
+"""The speed of a model with each cache type: a prompt, and generation after it, through the engine.
 
-All types share one set of weights and are measured in turn, round after round, so that what else the machine does
-meets all of them.
+All types share one set of weights and are measured in rounds, so that the machine's other work affects all of them.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.speed.ours import Ours
 from polarlm.engine import EngineError
 
-_PROMPTS = (1024, 512, 256, 128, 64)  # tokens; the longest of which there is time for two rounds
+_PROMPTS = (1024, 512, 256, 128, 64)  # tokens; the longest with time for two rounds is taken
 _STEPS = 32
-_TRIED = 64  # tokens of the prompt that warms up
-_ROUNDS = 5  # at most
+_TRIED = 64  # tokens of the warm-up prompt
+_ROUNDS = 5  # most rounds
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens a second, the medians of all rounds."""
+    """Tokens per second, medians of all rounds."""
 
     type: str
     prompt: float | None = None
@@ -33,7 +32,7 @@ class Rates:
 
 
 class Speeds:
-    """The speed of several cache types."""
+    """Measures the speed of several cache types."""
 
     def __init__(
         self,
@@ -43,14 +42,14 @@ class Speeds:
         settings: dict[str, Any],
         clock: Callable[[], float],
     ) -> None:
-        """ids: of a text, for prompts. settings: further fields of EngineConfig. clock: seconds."""
+        """ids: of a text, for prompts. settings: further fields of EngineConfig. clock: returns seconds."""
         self._weights, self._types, self._ids, self._settings, self._clock = weights, types, ids, settings, clock
         self._runs: dict[str, list[tuple[float, float]]] = {}
         self._problems: dict[str, str] = {}
-        self.prompt_tokens = 0  # of each type's prompt; 0 before the first round
+        self.prompt_tokens = 0  # tokens of the prompt; 0 before the first round
 
     def rates(self) -> dict[str, Rates]:
-        """Label → what has been measured so far, of the types that were tried."""
+        """Label → rates so far, for the types that were tried."""
         found = {label: Rates(label, problem=problem) for label, problem in self._problems.items()}
         for label, runs in self._runs.items():
             prompt, generation = (median(column) for column in zip(*runs, strict=True))
@@ -58,14 +57,14 @@ class Speeds:
         return found
 
     def measure(self, end: float) -> Iterator[None]:
-        """Measure rounds until the clock comes to `end`, one at least; yields after each run. Raises EngineError."""
+        """Measure rounds until the clock reaches `end`, at least one; yields after each run. Raises EngineError."""
         context = min(len(self._ids), max(_PROMPTS)) + _STEPS + 2
         first = Ours(self._weights, context, 0, {**self._settings, "cache_type": "f16", "kept_sequences": 0})
         try:
             engines = {}
             for one in self._types:
                 try:
-                    engines[one.label] = first.beside(one.settings())
+                    engines[one.label] = first.with_settings(one.settings())
                     engines[one.label].rates(self._ids[:_TRIED], 3)  # compiles kernels
                 except EngineError as error:
                     self._problems[one.label] = str(error)
@@ -85,6 +84,7 @@ class Speeds:
             first.close()
 
     def _longest(self, rate: float, seconds: float) -> int:
-        """The longest prompt of which two runs of a type take two thirds of its `seconds`; the text may be shorter."""
+        """The tokens of the longest prompt of which two runs take at most two thirds of a type's `seconds`; at most
+        those of the text."""
         most = int(rate * seconds / 3)
         return min(next((tokens for tokens in _PROMPTS if tokens <= most), _PROMPTS[-1]), len(self._ids))

@@ -1,6 +1,6 @@
-"""Hidden states of a text, in full precision and with a cache type, and what follows from comparing them.
+"""Hidden states of a text, in full precision and with a cache type, and the divergence that follows from them.
 
-Logits are computed from hidden states some rows at a time, so memory does not depend on the vocabulary.
+Logits are computed from hidden states a few rows at a time, so that all logits are never in memory together.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from polarlm.bench.quality.divergence import Divergence, compare
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import logprobs_of, states
 
-_ROWS = 64  # of logits at a time
+_ROWS = 64  # rows of logits to compute at a time
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A text whose every id after the first was predicted from those before it."""
+    """The score of a text each of whose ids after the first was predicted from the earlier ones."""
 
-    logprobs: np.ndarray  # (T − 1,) float32, of the ids
-    divergence: Divergence  # of T − 1 distributions from full precision
+    logprobs: np.ndarray  # (T − 1,) float32: log-probabilities of the ids
+    divergence: Divergence  # divergence of T − 1 distributions from full precision
 
 
 def exact_states(model: Transformer, ids: Sequence[int]) -> np.ndarray:
@@ -63,9 +63,9 @@ def exact_logprobs(model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -
 def scored(
     reference: Transformer, exact: np.ndarray, model: Transformer, hidden: np.ndarray, ids: Sequence[int]
 ) -> Scored:
-    """The score of ids (T,) from their hidden states (T, E) in `model`, next to `exact` ones of `reference`.
+    """The score of ids (T,) from their hidden states (T, E) in `model`, and from `exact` (T, E) of `reference`.
 
-    States of the last id predict nothing of the text and are left out.
+    The states of the last id predict nothing of the text and are ignored.
     """
     count = len(ids) - 1
     logprobs, kl, same = np.empty(count, np.float32), np.empty(count), np.empty(count, bool)

@@ -1,4 +1,4 @@
-"""Cache types side by side: one set of weights, a KV store for each type, and the same windows of a text for all."""
+"""Compares cache types: one set of weights, a KV store for each type, and the same windows of a text for all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.files.weights import WeightSource
 
 _SCORING = "as served"
-_ARITHMETIC_SHARE = 0.7  # of the free memory that weights as float32 may take
+_ARITHMETIC_SHARE = 0.7  # share of the free memory that weights as float32 may take
 
 
 def arithmetic(source: WeightSource, threads: int) -> Ops:
-    """NumPy's float32 arithmetic; where the weights as float32 do not fit well, that of compiled kernels."""
+    """NumPy's ops, in float32; if the weights as float32 take too much memory, those of compiled kernels."""
     plain = NumpyOps(threads)
     if weight_bytes(plain, source) <= _ARITHMETIC_SHARE * plain.free_memory():
         return plain
@@ -31,10 +31,10 @@ def arithmetic(source: WeightSource, threads: int) -> Ops:
 
 
 class Survey:
-    """Scores windows with every type as they come. Full precision is a prefill with the same weights.
+    """Scores windows with every type, one window at a time. Full precision is a prefill with the same weights.
 
-    Types of one window are compared with each other, so those that the last window has not come to lack it in `quality`
-    for all, unless it is the first.
+    Types are compared on the same windows, so `quality` ignores the last window if not all types have been scored on
+    it, unless it is the first.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Survey:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest window that all KV stores have room for."""
+        """The tokens of the longest window that all KV stores have room for."""
         return min(parts.plan.tokens for parts in (self._parts, *self._others))
 
     def tokenize(self, text: str) -> list[int]:
@@ -67,7 +67,7 @@ class Survey:
         return self._parts.source.tokenizer.bos_id
 
     def score(self, ids: Sequence[int], *, keep: bool = True) -> Iterator[None]:
-        """Score a window (T,), in as many parts as there are types, and one before. keep: for `quality`."""
+        """Score a window (T,); yields after full precision and after each type. keep: whether `quality` counts it."""
         reference = self._parts.model
         exact = exact_states(reference, ids)
         logprobs = exact_logprobs(reference, exact, ids)
@@ -82,11 +82,11 @@ class Survey:
 
     @property
     def windows(self) -> int:
-        """The number of windows that `quality` is about."""
+        """The number of windows that `quality` counts."""
         return max(1, min(map(len, self._found))) if any(self._found) else 0
 
     def quality(self) -> Quality:
-        """All figures so far. There is a window that one type at least has been scored on."""
+        """All figures so far. At least one type must have been scored on a window."""
         windows = self.windows
         rows = [
             row_of(one, other.plan.shape.bits_per_value, _SCORING, found[:windows], [])

@@ -1,4 +1,4 @@
-"""The cache types that a quality measurement compares: the named ones, all, or one with parts switched off."""
+"""The cache types that a quality measurement compares: named ones, all, or one with parts switched off."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.state.cache_types import PRESETS
 
-_OWN = ("ring", "trellis")  # designs of this project, which are not published without conditioning
+_OWN = ("ring", "trellis")  # this project's designs, which have no published form without conditioning
 FULL_PRECISION = codecs.FULL
 
 
 def chosen_types(types: str | None, ablate: str | None, *, key_conditioning: bool) -> list[CacheType]:
-    """The types of --types and of --ablate, none if neither is given. Raises FlagError."""
+    """The types of --types and of --ablate; empty if neither is given. Raises FlagError."""
     chosen = [] if types is None else cache_types(types, key_conditioning=key_conditioning)
     return chosen if ablate is None else [*chosen, *_ablation(ablate)]
 
 
 def all_types(head_dim: int, *, key_conditioning: bool) -> list[CacheType]:
-    """Every codec that supports the head dim, published ones also as published, and the mixed presets."""
+    """Every codec that supports the head dim, published ones also without conditioning, and the mixed presets."""
     found = cache_types(",".join(_labels()), key_conditioning=key_conditioning)
     return [one for one in found if _serves(one, head_dim)]
 
 
 def _labels() -> Iterator[str]:
-    """Labels of all types. With a codec for keys only, values are in half precision; mixed presets come last."""
+    """Yields the labels of all types. With a codec for keys only, values have half precision; mixed presets are
+    last."""
     for name in codecs.available():
         label = name if "v" in codecs.get(name).serves else f"{name}/{FULL_PRECISION}"
         yield label
@@ -48,7 +49,7 @@ def _serves(cache_type: CacheType, head_dim: int) -> bool:
 
 
 def _ablation(text: str) -> list[CacheType]:
-    """The type with all parts of the encoding, without each one, and without any."""
+    """The type with all parts of the encoding, without each one, and without any. Raises FlagError."""
     try:
         whole = CacheType.read(text)
     except FlagError as error:

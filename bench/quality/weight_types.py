@@ -1,4 +1,4 @@
-"""What a weight type costs: matrices converted while they are loaded, against those that the file stores."""
+"""The cost of a weight type in quality: matrices converted on loading, compared with those that the file stores."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from polarlm.model_loaders.files.weights import WeightSource
 
 @dataclass(frozen=True)
 class WeightRow:
-    """Figures of one weight type over all windows."""
+    """The figures of one weight type over all windows."""
 
     type: str
-    bits_per_weight: float  # of all matrices, the embedding included, in the formats that `type` gives them
+    bits_per_weight: float  # over all matrices with the embedding, in the formats that `type` gives them
     perplexity: float
-    kl_mean: float  # nats, from the weights as stored
+    kl_mean: float  # divergence from the weights as stored, nats
     kl_99th_percentile: float
     same_top1: float  # share of positions
 
 
 @dataclass(frozen=True)
 class WeightQuality:
-    """A whole measurement. stored_bits, exact_perplexity: of the weights as stored."""
+    """The results of a measurement. stored_bits, exact_perplexity: of the weights as stored."""
 
     scored_tokens: int
     stored_bits: float
@@ -46,7 +46,7 @@ class WeightQuality:
 
 
 def chosen_weight_types(text: str) -> list[str]:
-    """Weight types separated by commas, each once. Raises FlagError for one that does not exist."""
+    """The distinct weight types in a list separated by commas. Raises FlagError for an unknown one."""
     names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
     for name in names:
         try:
@@ -62,7 +62,7 @@ def measure_weights(
     cut: Sequence[Sequence[int]],
     on_progress: Callable[[WeightQuality], None] = lambda quality: None,
 ) -> WeightQuality:
-    """Score the windows `cut` (ids, BOS included) with each weight type, in full precision otherwise.
+    """Score the windows `cut` (ids with BOS) with each weight type, and keys and values in full precision.
 
     on_progress: called after each type with all results so far. Raises EngineError.
     """
@@ -78,7 +78,7 @@ def measure_weights(
                     wanted, score = expected(window), engine.score(ids, logits=True)
                     exact.append(wanted.logprobs)
                     given.append(score.logprobs)
-                    # Logits after the last id predict nothing of the text and are left out.
+                    # The logits after the last id predict nothing of the text.
                     divergences.append(compare(wanted.logits[:-1], score.logits[:-1]))
                     bar.update()
             exact_perplexity = perplexity(np.concatenate(exact))
@@ -89,7 +89,7 @@ def measure_weights(
 
 
 def bits_per_weight(source: WeightSource, name: str) -> float:
-    """Bits of all matrices that are loaded with the weight type `name`, over their values."""
+    """Bits of all matrices, loaded with the weight type `name`, divided by the number of their values."""
     bits = values = 0
     for tensor in source.names():
         if len(shape := source.shape(tensor)) > 1:
@@ -123,7 +123,7 @@ def one_weight_line(row: WeightRow, exact_perplexity: float) -> str:
 
 
 def format_weight_table(quality: WeightQuality, stored: str) -> str:
-    """A table of all figures; the change of perplexity is relative to the weights as stored, in the type `stored`."""
+    """A table of all figures. The change of perplexity is relative to the weights as stored. stored: their type."""
     header = ["weight type", "bits/weight", "PPL", "change", "KL mean", "KL 99 %", "same top-1"]
     full = quality.exact_perplexity
     first = (f"as stored ({stored})", f"{quality.stored_bits:.2f}", f"{full:.3f}", "—", "0", "0", "100.0 %")

@@ -1,1 +1,1 @@
-"""A server under load."""
+"""Measurements of a server under load."""

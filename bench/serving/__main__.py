@@ -1,4 +1,4 @@
-"""`python -m polarlm.bench.serving`: a server under load, as its clients see it: speed, waiting times, cached tokens.
+"""`python -m polarlm.bench.serving`: a server under load, measured by its clients: speed, latencies, cached tokens.
 
 Requests arrive as a Poisson process, are sent by the first free client, and stream over HTTP. Their prompts are random
 tokens after a shared prefix. Client and server run on the same machine unless --url says otherwise,
@@ -42,7 +42,7 @@ _SHOWN = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Options:
-    """The server and its load."""
+    """The flags: the server and its load."""
 
     url: str | None = setting(
         None, "--url", metavar="URL", help=f"a running server, with its key in {KEY_VARIABLE}; else one is started"
@@ -138,7 +138,8 @@ def _model(url: str, headers: dict[str, str]) -> str:
 
 
 async def _measure(options: Options, url: str, headers: dict[str, str], load: Load) -> None:
-    """Run `load`. Raises FlagError if no request arrives, EngineError if none is answered."""
+    """Run `load` with the requests of the options. Raises FlagError if no request arrives, EngineError if none is
+    answered."""
     from polarlm.bench.serving.load import vocabulary
 
     rng = np.random.default_rng(options.seed)
@@ -163,7 +164,7 @@ async def _measure(options: Options, url: str, headers: dict[str, str], load: Lo
 
 
 def summary(options: Options, seen: Seen) -> dict[str, Any]:
-    """The JSON of the results; latencies are those of finished answers."""
+    """The results as JSON. Latencies are those of finished answers."""
     whole = [answer for answer in seen.answers if answer.error is None]
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
     pieces = [at for answer in seen.answers for at in answer.pieces]
@@ -198,13 +199,13 @@ def _gaps(answer: Answer) -> list[float]:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Percentiles 0 to 100 of the values, seconds; none without values."""
+    """Percentiles 0 to 100 of the values; an empty list without values."""
     percentiles = np.percentile(values, np.arange(101)).tolist() if values else []
     return {"count": len(values), "percentiles": percentiles}
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """A summary, and a table of waiting times."""
+    """The text of a summary and a table of latencies."""
     load, errors = result["load"], result["errors"]
     failed = ", ".join(f"{count} × {kind}" for kind, count in errors.items()) or "none"
     rows = [

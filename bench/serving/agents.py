@@ -1,8 +1,8 @@
-"""`python -m polarlm.bench.serving.agents`: time to the first token of conversations that come back.
+"""`python -m polarlm.bench.serving.agents`: time to the first token when conversations continue.
 
-Agents open conversations, one after the other, and come back with a next turn: to the same server, to the same server
-after a restart, and to another one, which takes blocks from the first (`--cache-remote`). Requests come alone, so that
-what is measured is where their beginning was found. Both servers run on this machine.
+Agents open conversations in turn and then send a next turn: to the same server, to the same server after a restart, and
+to another one, which fetches blocks from the first (`--cache-remote`). Only one request runs at a time, so that the
+time depends on the tier that has its prefix. Both servers run on this machine.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     import httpx
 
 _PATIENCE = 600.0  # seconds to wait for data
-_WRITTEN_SECONDS = 2.0  # in which a server that does nothing else has written its blocks
-_WORDS_PER_TOKEN = 0.75  # of English, about
+_WRITTEN_SECONDS = 2.0  # seconds after which an idle server has written its blocks
+_WORDS_PER_TOKEN = 0.75  # roughly, in English
 
 
 @dataclass(frozen=True)
 class Options:
-    """The servers and the conversations."""
+    """The flags: the servers and the conversations."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request as its agent saw it. seconds: to the first token. cached_from: cached tokens, by where they were."""
+    """A request as its agent saw it. seconds: to the first token. cached_from: tier → cached tokens."""
 
     seconds: float
     prompt_tokens: int
@@ -70,7 +70,7 @@ class Agent:
         self._messages: list[dict[str, str]] = []
 
     async def ask(self, http: httpx.AsyncClient) -> Turn:
-        """Send the next turn, and keep its answer. Raises EngineError."""
+        """Send the next turn and append its answer. Raises EngineError."""
         from polarlm.bench.serving.client import ask
 
         tokens = self._options.turn if self._messages else self._options.opening
@@ -114,7 +114,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
 
 
 def _measure(options: Options, flags: Sequence[str]) -> dict[str, list[Turn]]:
-    """The turns of all agents, by when or where they come. Raises EngineError."""
+    """When or where turns are sent → the turns of all agents. Raises EngineError."""
     import httpx
 
     agents = [Agent(options, number) for number in range(options.agents)]

@@ -13,16 +13,16 @@ import httpx
 
 @dataclass
 class Answer:
-    """Times are seconds from the beginning of the measurement."""
+    """The answer to a request. Times are seconds since the start of the measurement."""
 
     planned: float
     sent: float
-    pieces: list[float] = field(default_factory=list)  # when text arrived: a token each, but for split characters
+    pieces: list[float] = field(default_factory=list)  # times of text, one per token except within characters
     ended: float = 0.0
     text: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    cached_from: dict[str, int] = field(default_factory=dict)  # `cached_tokens`, by the place they were found in
+    cached_from: dict[str, int] = field(default_factory=dict)  # tier → its share of `cached_tokens`
     completion_tokens: int = 0
     error: str | None = None
 
@@ -35,10 +35,10 @@ class Answer:
 async def ask(
     http: httpx.AsyncClient, path: str, body: Mapping[str, Any], begun: float, planned: float | None = None
 ) -> Answer:
-    """The answer to a streamed request to `path`, with its error if there is one.
+    """The streamed answer to a request to `path`, with its error if there is one.
 
-    body: without the fields that ask for a stream. begun: the beginning of the measurement by `time.perf_counter`.
-    planned: when the request should have been sent; None for now.
+    body: without the fields that ask for a stream. begun: the start of the measurement by `time.perf_counter`. planned:
+    when the request should have been sent; None for now.
     """
     sent = time.perf_counter() - begun
     answer = Answer(sent if planned is None else planned, sent)
@@ -56,7 +56,7 @@ async def ask(
 
 
 async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
-    """Read an answer to its end, or record its error."""
+    """Read an answer up to its end, or record its error."""
     answer.error = "cut off"
     async for line in response.aiter_lines():
         data = line.removeprefix("data: ")
@@ -70,7 +70,7 @@ async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
 
 
 def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
-    """Add a part of a completion, or of a chat completion, which came at `now`."""
+    """Add an event of a completion or chat completion that arrived at `now`."""
     choices = event.get("choices", ())
     if text := "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices):
         answer.pieces.append(now)
@@ -91,5 +91,5 @@ def _code(body: str | bytes) -> str:
 
 
 def kind(error: Exception) -> str:
-    """The name of an error in a table: a status, or a Python class."""
+    """The name of an error for a table: a status code or a Python class."""
     return str(error.response.status_code) if isinstance(error, httpx.HTTPStatusError) else type(error).__name__

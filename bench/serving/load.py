@@ -16,7 +16,7 @@ from polarlm.bench.serving.plan import Plan
 from polarlm.engine import EngineError
 from polarlm.engine.loading.calibration import TEXT_FILE
 
-_SAMPLE_SECONDS = 0.25  # between two requests of /metrics
+_SAMPLE_SECONDS = 0.25  # seconds between two requests of /metrics
 _PATIENCE = 120.0  # seconds to wait for data
 
 
@@ -26,13 +26,13 @@ class Seen:
 
     seconds: float
     answers: list[Answer]
-    blocks: int  # in the server's store
-    peak_blocks: int  # held at a time, those of finished sequences included
+    blocks: int  # blocks in the server's store
+    peak_blocks: int  # most blocks held at a time, with those of finished sequences
     peak_running: int
 
 
 async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
-    """Ids of a text's tokens, for prompts of a known length. Raises EngineError if there is no such server."""
+    """The ids of a text's tokens, for prompts of a known length. Raises EngineError if the server does not answer."""
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_PATIENCE) as http:
             body = {"content": TEXT_FILE.read_text(encoding="utf-8")}
@@ -43,7 +43,7 @@ async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
 
 
 class Load:
-    """Clients that send the requests of a plan. Their results are available at any time, even after a stop."""
+    """Clients that send the requests of a plan. Their results are available at any time, even if interrupted."""
 
     def __init__(self) -> None:
         self.answers: dict[int, Answer] = {}
@@ -51,7 +51,7 @@ class Load:
         self._watch = _Watch()
 
     async def run(self, url: str, headers: dict[str, str], plan: Plan, on_answer: Callable[[], object]) -> None:
-        """Send all requests; one waits if no client is free. `on_answer` is called for each answer."""
+        """Send all requests; a request waits while no client is free. on_answer: called after each answer."""
         waiting: asyncio.Queue[int] = asyncio.Queue()
         self._begun = begun = time.perf_counter()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -87,7 +87,7 @@ async def _ask(http: httpx.AsyncClient, plan: Plan, number: int, begun: float) -
 
 
 class _Watch:
-    """Polls /metrics."""
+    """Polls /metrics, and keeps the store's blocks and the peaks of blocks held and of running requests."""
 
     def __init__(self) -> None:
         self.blocks = self.held = self.running = 0

@@ -1,4 +1,4 @@
-"""What is sent to a server, and when."""
+"""The requests for a server, and their times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Plan:
 
 
 def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Generator) -> list[float]:
-    """Arrivals of a Poisson process with `rate` per second: within `seconds`, and no more than `most`."""
+    """The arrival times of a Poisson process with `rate` per second: within `seconds`, and at most `most`."""
     starts: list[float] = []
     at = rng.exponential(1 / rate)
     while at < seconds and (most is None or len(starts) < most):
@@ -29,6 +29,6 @@ def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Genera
 
 
 def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.random.Generator) -> Sequence[Sequence[int]]:
-    """`count` prompts of random ids: `shared` ids that all begin with, then `own` ids of each."""
+    """`count` prompts of random ids: `shared` ids that are the same in all, then `own` ids of each."""
     prefix = rng.choice(ids, shared).tolist()
     return [prefix + rng.choice(ids, own).tolist() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The picture of a load: waiting times, and the server's output second by second."""
+"""The picture of a load: latencies, and the server's output in each second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CURVES = {
 
 
 def draw(result: Mapping[str, Any], output: Path) -> str:
-    """Draws next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
+    """Draw next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context

@@ -1,4 +1,4 @@
-"""A server for a measurement, in its own process."""
+"""Starts a server for a measurement in its own process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
 
-_LAST_SECONDS = 60.0  # for the process to end
+_LAST_SECONDS = 60.0  # seconds for the process to end
 
 
 @contextmanager
 def own_server(flags: Sequence[str]) -> Iterator[str]:
-    """The URL of a server with `flags` on a free port; it ends with the context. Raises EngineError."""
+    """A context with the URL of a server, started with `flags` on a free port. Raises EngineError."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "polarlm", "serve", "--port", "0", *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:

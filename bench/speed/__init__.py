@@ -1,1 +1,1 @@
-"""Tokens a second."""
+"""Measurements of tokens per second."""

@@ -1,8 +1,8 @@
-"""`polarlm speed`: tokens a second and memory, compared with llama-cpp-python on the same file.
+"""`polarlm speed`: tokens per second and memory, compared with llama-cpp-python on the same file.
 
-Each engine runs with each of its caches in a process of its own. Runs to be compared alternate, so that a machine that
-slows down slows all of them. A context is computed once; every run continues from there. docs/speed.md says what is
-compared with what.
+Each engine runs with each of its caches in its own process. Runs to be compared alternate, so that a machine that slows
+down slows all of them. A context is computed once; every run continues from it. docs/speed.md says what is compared
+with what.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OURS = "balanced,quality,compact,f16"
 
 @dataclass(frozen=True)
 class Options:
-    """The measurements."""
+    """The flags of the measurements."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
@@ -117,7 +117,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
 
 
 def _chosen(device: str) -> str:
-    """ "cpu" or "cuda". Raises EngineError where that one cannot be had."""
+    """The device to use, "cpu" or "cuda". Raises EngineError if a requested one is not available."""
     ops, sentence = select(device, 0)
     if sentence:
         note(sentence)
@@ -125,7 +125,7 @@ def _chosen(device: str) -> str:
 
 
 def _numbers(flag: str, text: str) -> list[int]:
-    """Raises FlagError."""
+    """The distinct numbers in a list separated by commas, ascending. Raises FlagError for one below 1."""
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < 1:
         raise FlagError(f"{flag} takes numbers from 1 up, separated by commas, not {text!r}")
@@ -133,7 +133,7 @@ def _numbers(flag: str, text: str) -> list[int]:
 
 
 def _peer_types(text: str) -> list[str]:
-    """Raises FlagError."""
+    """The distinct caches of the peer in a list separated by commas. Raises FlagError for an unknown one."""
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in peer.CACHES:
@@ -142,7 +142,7 @@ def _peer_types(text: str) -> list[str]:
 
 
 def _ask_peer(speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
-    """Add the peer's contestants to `speed`, and its version; or the reason why it has none."""
+    """Add the peer's version and contestants to `speed`, or the reason why there are none."""
     if subject.device != "cpu":
         speed.peer = "on the CPU only"
     elif not subject.path.is_file():
@@ -166,7 +166,7 @@ def _ask_peer(speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
 def _that_fit(
     prompts: Sequence[int], depths: Sequence[int], most: int, left_out: list[str]
 ) -> tuple[list[int], list[int]]:
-    """The lengths of prompts and contexts that fit into `most` tokens; sentences about the others go to `left_out`.
+    """The lengths of prompts and contexts that fit into `most` tokens; sentences about others are added to `left_out`.
 
     A context that leaves no room for the steps after it is shortened to whole blocks. Raises FlagError if no prompt
     fits.

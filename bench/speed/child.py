@@ -1,7 +1,8 @@
-"""A contestant in a process of its own, so that its crash is not the measurement's, and its memory can be read.
+"""A contestant in its own process, so that a crash does not end the measurement, and its memory can be read.
 
 Parent and child exchange lines of JSON on the child's standard input and output: a call is [name, arguments], an answer
-is {"result": …} or {"failure": sentence}. Needs nothing but the standard library: the child may be another Python.
+is {"result": …} or {"failure": sentence}. This file imports only the standard library: the child may run another
+Python.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any, TextIO
 
 import polarlm
 
-_ROOT = Path(polarlm.__file__).resolve().parents[1]  # where the package is
-# `polarlm` is this package, and everything else is the interpreter's own: beside an installed package lie others, which
-# may be for another version of Python.
+_ROOT = Path(polarlm.__file__).resolve().parents[1]  # the folder of the package
+# The child imports this `polarlm`, but everything else from its own interpreter: next to an installed package there are
+# others, which may be for another version of Python.
 _START = """
 import runpy, sys
 module, root = sys.argv[1:]
@@ -32,7 +33,7 @@ sys.path.append(sys.path.pop(0))
 del sys.argv[1:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-_LAST_SECONDS = 10.0  # for the process to end
+_LAST_SECONDS = 10.0  # seconds for the process to end
 
 
 class Failed(Exception):
@@ -53,7 +54,7 @@ class Child:
                 stderr=self._errors,
                 text=True,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for the parent, which ends it
+                start_new_session=True,  # Ctrl-C reaches only the parent, which ends the child
             )
         except OSError as error:
             self._errors.close()
@@ -61,7 +62,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -82,7 +83,7 @@ class Child:
         return found["result"]
 
     def _end(self) -> str:
-        """How the process ended, with the last line of what it wrote to standard error."""
+        """How the process ended, with the last line that it wrote to standard error."""
         code = self._process.wait(_LAST_SECONDS)
         try:
             end = f"crashed ({signal.Signals(-code).name})"
@@ -102,7 +103,7 @@ class Child:
             except BrokenPipeError:
                 pass
         try:
-            self._process.wait(_LAST_SECONDS)  # its input has ended
+            self._process.wait(_LAST_SECONDS)  # it exits when its input ends
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -110,10 +111,10 @@ class Child:
 
 
 def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> None:
-    """Answer the parent's calls. The process ends when the parent closes its end of the pipe, or has ended itself.
+    """Answer the parent's calls. The process exits when the parent closes its end of the pipe or exits.
 
-    start: makes the contestant, from the arguments of the first call, "start". failures: exceptions whose message is a
-    sentence; of others, the type is named as well.
+    start: makes the contestant from the arguments of the first call, "start". failures: exceptions whose message is a
+    sentence; for others, the answer also names the type.
     """
     calls, answers = _pipes()
     contestant: Any = None
@@ -134,7 +135,8 @@ def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> Non
 
 
 def _pipes() -> tuple[queue.SimpleQueue[str], TextIO]:
-    """The calls and the answers; what a library prints to standard output goes to standard error from now on."""
+    """A queue of calls and a file for answers. From now on, libraries that print to standard output print to standard
+    error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -142,7 +144,7 @@ def _pipes() -> tuple[queue.SimpleQueue[str], TextIO]:
     def read() -> None:
         for line in sys.stdin:
             calls.put(line)
-        os._exit(0)  # also in the middle of a call, whose answer is not wanted any more
+        os._exit(0)  # also during a call, whose answer nobody reads any more
 
     threading.Thread(target=read, daemon=True).start()
     return calls, answers

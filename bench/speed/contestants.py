@@ -22,7 +22,7 @@ class Contestant:
 
     engine: str
     cache: str
-    types: CacheType | None = field(default=None, compare=False)  # of ours
+    types: CacheType | None = field(default=None, compare=False)  # for our engine
 
     @property
     def is_ours(self) -> bool:
@@ -41,7 +41,7 @@ class Subject:
     peer_python: str = sys.executable
 
     def peer_cache_bytes(self, cache: str, tokens: int) -> int:
-        """Bytes of the K/V of `tokens` tokens in a cache of the peer."""
+        """Bytes of K/V of `tokens` tokens in a cache of the peer."""
         return round(2 * self.layers * self.kv_heads * self.head_dim * tokens * peer.CACHES[cache][1] / 8)
 
     def file_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Subject:
 
 
 class Children:
-    """Processes of contestants. One that has failed stays out, with the reason."""
+    """The processes of contestants. failures: why contestants are left out."""
 
     def __init__(self, subject: Subject) -> None:
         self.failures: dict[Contestant, str] = {}
@@ -65,9 +65,9 @@ class Children:
     def child(
         self, contestant: Contestant, threads: int, context: int, settings: Mapping[str, Any] | None = None
     ) -> Child:
-        """Its process with this number of threads and room for `context` tokens, started if there is none.
+        """The contestant's process with this many threads and room for `context` tokens, started if necessary.
 
-        settings: further fields of EngineConfig, for a process of ours that is started. Raises Failed.
+        settings: further fields of EngineConfig for starting our engine. Raises Failed.
         """
         key = contestant, threads, context
         if key not in self._children:

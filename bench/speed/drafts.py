@@ -1,9 +1,9 @@
-"""`python -m polarlm.bench.speed.drafts`: tokens a second with prompt lookup and without, in one process, in turn.
+"""`python -m polarlm.bench.speed.drafts`: tokens per second with and without prompt lookup, measured in turn.
 
-Three tasks: copying a text, editing a file of code, and writing prose. Answers are greedy, and the same with drafts and
-without. A model with random weights (`--replay`) writes nothing that drafts could be right about. Its own answers are
-drafted then, and right where prompt lookup would be: in the text that was to be copied, in the file as it is after the
-edit, and in the prose of the demonstration model.
+Three tasks: copying a text, editing a file of code, and writing prose. Answers are greedy, and the same with and
+without drafts. Answers of a model with random weights cannot be predicted by prompt lookup. With `--replay` they are
+drafted from themselves, correctly where prompt lookup would be correct in proper answers: the copied text, the edited
+file, and the demonstration model's prose.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _PLAIN, _DRAFTED = "none", "ngram-simple"
 
 @dataclass(frozen=True)
 class Options:
-    """The measurement."""
+    """The flags of the measurement."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     replay: bool = setting(
@@ -76,7 +76,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """A task: the number of tokens, runs in tokens a second with drafts and without, and drafted tokens."""
+    """The results of a task: tokens of the answer, tokens per second of runs with and without drafts, drafted
+    tokens."""
 
     task: str
     tokens: int
@@ -87,22 +88,22 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The median of the runs' ratios, each of two runs after each other."""
+        """The median ratio of two consecutive runs."""
         return statistics.median(b / a for a, b in zip(self.plain, self.drafted, strict=True))
 
 
 class Offer(NamedTuple):
-    """What prompt lookup drafts before a token: the number of tokens, and how many of them are right."""
+    """A draft of prompt lookup before a token: the number of drafted tokens, and how many of them are correct."""
 
     tokens: int
     right: int
 
 
 class Replay:
-    """Drafts as many tokens as were offered at each place of another answer, and as many of them are right."""
+    """A drafter with the numbers of drafted and correct tokens of another answer, at each position."""
 
     def __init__(self, prompt: int, answer: Sequence[int], offers: Sequence[Offer], vocabulary: int) -> None:
-        """prompt: its number of tokens. answer: the ids of the plain answer."""
+        """prompt: number of tokens. answer: ids of the answer without drafts."""
         self._prompt, self._answer, self._offers, self._vocabulary = prompt, answer, offers, vocabulary
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
@@ -119,7 +120,7 @@ class Replay:
 
 
 def offers(prompt: Sequence[int], answer: Sequence[int], size: int, vocabulary: int) -> list[Offer]:
-    """What prompt lookup offers before each token of an answer."""
+    """The draft of prompt lookup before each token of an answer."""
     lookup, ids, found = PromptLookup(size, vocabulary, prompt), [*prompt], []
     for place, token in enumerate(answer):
         given = lookup.draft(ids, MOST_DRAFTED)
@@ -172,7 +173,7 @@ def _engine(weights: str | None, threads: int) -> Engine:
 
 
 def _patterns(options: Options) -> dict[str, list[Offer]]:
-    """What prompt lookup offers in answers as they should be, and in the demonstration model's prose."""
+    """Task → the drafts of prompt lookup in the correct answer, or in the demonstration model's prose."""
     with _engine(None, options.threads) as engine:
         size, vocabulary = engine.config.spec_ngram_size_n, engine.model.vocabulary.stop
         found = {}
@@ -187,14 +188,14 @@ def _patterns(options: Options) -> dict[str, list[Offer]]:
 
 
 def _params(kind: str, tokens: int, *, goes_on: bool) -> SamplingParams:
-    """Greedy. goes_on: after the end of an answer, too."""
+    """Greedy parameters. goes_on: whether the answer continues after its end."""
     return SamplingParams(
         max_tokens=tokens, temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=goes_on, spec_type=kind
     )
 
 
 def _measure(engine: Engine, options: Options, task: str, pattern: Sequence[Offer] | None) -> Row:
-    """Runs of both kinds in turn, after one of each. pattern: what is drafted in place of what prompt lookup finds."""
+    """Runs of both kinds in turn, after a warm-up of each. pattern: drafts to replay instead of prompt lookup's."""
     prompt = engine.prompt_ids([{"role": "user", "content": TASKS[task]}])
     tokens = options.tokens if pattern is None else len(pattern)
 

@@ -15,20 +15,20 @@ PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
 
 @dataclass
 class Cell:
-    """Runs of one contestant in one row, in tokens a second; or why there are none."""
+    """The runs of one contestant in one row, in tokens per second, or the reason why there are none."""
 
     contestant: Contestant
     threads: int
     runs: list[float] = field(default_factory=list)
     failure: str | None = None
-    read: Mapping[str, int] | None = None  # bytes that a step reads: of "weights" and of the "cache"
+    read: Mapping[str, int] | None = None  # bytes of "weights" and "cache" that a step reads
 
     @property
     def median(self) -> float:
         return statistics.median(self.runs)
 
     def as_json(self, bandwidth: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-        """bandwidth: number of threads → bytes a second, of which a step reaches a share."""
+        """The cell as JSON. bandwidth: number of threads → bytes per second of each measurement."""
         found: dict[str, Any] = {"engine": self.contestant.engine, "cache": self.contestant.cache}
         if self.failure is not None or not self.runs:
             return {**found, "failure": self.failure or "not measured"}
@@ -42,30 +42,30 @@ class Cell:
 
 @dataclass
 class Row:
-    """All contestants at one task."""
+    """The results of all contestants in one task."""
 
     section: str
     name: str
-    tokens: int  # of the prompt, or before the steps; for batches, sequences
+    tokens: int  # tokens of the prompt or before the steps; for batches, the number of sequences
     cells: list[Cell] = field(default_factory=list)
 
 
 @dataclass
 class Speed:
-    """A whole measurement."""
+    """The results of a measurement."""
 
     model: str
-    weights: str  # how the file stores them
+    weights: str  # the format in which the file stores them
     device: str
     contestants: Sequence[Contestant]
-    peer: str  # its version, or why it is missing
+    peer: str  # its version, or the reason why it is missing
     peer_built_with: str = ""
-    ours: dict[str, Any] = field(default_factory=dict)  # what our first contestant says about itself
+    ours: dict[str, Any] = field(default_factory=dict)  # `Ours.about` of our first contestant
     most_threads: int = 1
-    # Engine → number of threads → steps a second of short generation; what decides the number for generation.
+    # Engine → number of threads → steps per second of short generation, by which the number is chosen.
     tried: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     chosen: dict[str, int] = field(default_factory=dict)
-    bandwidth: dict[int, list[float]] = field(default_factory=dict)  # threads → bytes a second
+    bandwidth: dict[int, list[float]] = field(default_factory=dict)  # threads → bytes per second
     rows: list[Row] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # sentences

@@ -18,22 +18,22 @@ from polarlm.bench.speed.referee import Referee, Runs
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
 
-# Short generation: from this context up to 64 tokens.
+# Short generation: from this context to 64 tokens.
 SHORT_DEPTH, SHORT_STEPS = 8, 56
-# As many steps as a block has tokens, so that each run has its share of encoding: one block.
+# As many steps as a block has tokens, so that each run encodes one block.
 DEEP_STEPS = EngineConfig.block_size
-# Steps of several sequences together, after prompts of their own.
+# Numbers of sequences in steps of several sequences, each with its own prompt.
 SEQUENCES = (1, 8, 16)
 _BATCH_DEPTH, _BATCH_STEPS = 128, 24
-_WHOLE = 256  # tokens; the peer rounds the size of its cache up to a multiple
-# How the expected time of a step and of a prompt's token grows, for the progress bar.
-_CACHE_WEIGHT = 2.0  # a byte of the cache takes so much longer than a byte of the weights
+_WHOLE = 256  # tokens; the peer rounds its cache size up to a multiple
+# Growth of the expected times of a step and of a prompt's token, for the progress bar.
+_CACHE_WEIGHT = 2.0  # time of a byte of the cache relative to a byte of the weights
 _PROMPT_DOUBLES = 7000  # tokens of context after which a token of a prompt takes twice as long
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. All tokens fit into the model's context."""
+    """The parameters of the measurement. All tokens fit into the model's context."""
 
     prompts: Sequence[int]
     depths: Sequence[int]
@@ -50,12 +50,12 @@ class Plan:
 
     @property
     def memory_tokens(self) -> int:
-        """Tokens before the steps after which the memory is read: the longest prompt."""
+        """Tokens before the steps for measuring memory: the longest prompt."""
         return max(self.prompts)
 
     @property
     def memory_context(self) -> int:
-        """Tokens of context when the memory is read: little more than are in use."""
+        """Tokens of context for measuring memory: little more than are in use."""
         return self._whole(self.memory_tokens + DEEP_STEPS + 1)
 
     def _whole(self, tokens: int) -> int:
@@ -72,13 +72,13 @@ class Measurement:
         self._children, self._on_progress = children, on_progress
         self._referee = Referee(children, plan.repeat)
         self._rng = np.random.default_rng(0)
-        self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and depths begin with the same tokens
+        self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and contexts start with these tokens
         self._step: dict[str, float] = {}  # engine → seconds of a step with a short context
         self._token: dict[str, float] = {}  # engine → seconds of a token of the shortest prompt
         self._weights: dict[str, int] = {}  # engine → bytes of its matrices
 
     def run(self) -> None:
-        """Everything. A contestant that fails is left out from then on; its cells say why."""
+        """Measure everything. A contestant that fails is left out from then on; its cells say why."""
         try:
             self._choose_threads()
             self._referee.show(self._expected())
@@ -97,16 +97,16 @@ class Measurement:
     # -- the machine -------------------------------------------------------------------------------------------
 
     def _measure_bandwidth(self) -> None:
-        """Add a run with each number of threads. The fastest of all runs counts, as a step cannot be faster."""
+        """Add a run with each number of threads. The fastest of all runs counts, since no step can be faster."""
         if self._speed.device == "cpu":
             memory = Memory()
             for threads in self._plan.threads:
                 self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
 
     def _choose_threads(self) -> None:
-        """Find for each engine the number of threads with which it generates faster, after a short context.
+        """Find for each engine the number of threads with which it generates fastest after a short context.
 
-        It is that of its first contestant. Prompts use the most threads: they have work for all.
+        Its first contestant decides. Prompts use the most threads, since they have work for all.
         """
         plan, speed = self._plan, self._speed
         leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
@@ -122,7 +122,7 @@ class Measurement:
         self._children.close(lambda contestant, threads: threads != speed.chosen[contestant.engine])
 
     def _expect(self, leader: Contestant, steps: float) -> None:
-        """Note what the runs of an engine cost, for the progress bar, and what ours says about itself."""
+        """Record the costs of an engine's runs, for the progress bar, and what our engine says about itself."""
         self._step[leader.engine] = 1 / steps
         if leader not in self._children.failures:
             try:
@@ -139,12 +139,12 @@ class Measurement:
     # -- sections ----------------------------------------------------------------------------------------------
 
     def _generate(self, name: str, depth: int, steps: int) -> None:
-        """Steps after `depth` tokens, which every contestant computes once, in the first of its runs."""
+        """Measure steps after `depth` tokens, which every contestant computes once, in its first run."""
         self._measure_bandwidth()
         row = Row(GENERATION, name, depth)
         row.cells += [Cell(c, self._speed.chosen[c.engine]) for c in self._speed.contestants]
         expected = sum(self._generation_seconds(cell.contestant, depth, steps) for cell in row.cells)
-        first = depth == SHORT_DEPTH  # deeper ones find everything warm
+        first = depth == SHORT_DEPTH  # later contexts need no warm-up
         runs = [self._generation(c, depth, steps) for c in row.cells]
         self._referee.measure(name, runs, warm_up=first, expected=expected)
         for cell in row.cells:
@@ -164,7 +164,7 @@ class Measurement:
         return Runs(cell, run)
 
     def _measure_prompt(self, tokens: int) -> None:
-        """Each run has a prompt of its own; the last is the beginning of the context of generation."""
+        """Measure prompts. Each run has its own prompt; the last one is the start of the context for generation."""
         row = Row(PROMPT, f"prompt of {tokens:,}", tokens)
         row.cells += [Cell(c, self._speed.most_threads) for c in self._speed.contestants]
         prompts = [self._ids(tokens) for _ in range(self._plan.repeat)]
@@ -176,13 +176,13 @@ class Measurement:
 
             return Runs(cell, run)
 
-        first = tokens == self._plan.prompts[0]  # longer ones find everything warm
+        first = tokens == self._plan.prompts[0]  # longer prompts need no warm-up
         expected = sum(self._prompt_seconds(cell.contestant, tokens) for cell in row.cells)
         self._referee.measure(row.name, [runs(cell) for cell in row.cells], warm_up=first, expected=expected)
         self._add(row)
 
     def _measure_batches(self) -> None:
-        """Steps of several sequences at once, and of one alone, with our first cache."""
+        """Measure steps of several sequences together, and of one alone, with our first cache."""
         leader = self._leader()
         if leader is None:
             return
@@ -192,7 +192,7 @@ class Measurement:
             Row(BATCHES, f"steps of {n} at {_BATCH_DEPTH}", n, [Cell(leader, self._speed.chosen[leader.engine])])
             for n in SEQUENCES
         ]
-        # Room for two sequences each: its prompt, which stays, and its continuation.
+        # Each sequence takes the room of two: its prompt, which is kept, and its continuation.
         settings = {"parallel": 2 * most, "kept_sequences": 0}
 
         def runs(row: Row) -> Runs:
@@ -214,7 +214,8 @@ class Measurement:
         return next(ours, None)
 
     def _measure_memory(self) -> None:
-        """Of fresh processes, after the longest prompt and some steps, with a cache for little more than that."""
+        """Measure the memory of fresh processes after the longest prompt and some steps, with a cache for little more
+        than these."""
         tokens = self._plan.memory_tokens
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
         context = self._plan.memory_context
@@ -242,7 +243,7 @@ class Measurement:
         return self._children.child(contestant, threads, self._plan.context)
 
     def _ids(self, count: int) -> list[int]:
-        """New random tokens with each call, the same in every measurement."""
+        """New random tokens with each call; the same sequence of calls gives the same tokens."""
         return self._rng.integers(self._plan.vocabulary, size=count).tolist()
 
     def _add(self, row: Row) -> None:
@@ -266,7 +267,7 @@ class Measurement:
     # -- expected seconds --------------------------------------------------------------------------------------
 
     def _expected(self) -> float:
-        """An estimate of the seconds of all sections, from the first runs; printed, too."""
+        """An estimate of the seconds of all sections from the first runs, which it also prints."""
         plan, contestants = self._plan, self._speed.contestants
         generation = [(SHORT_DEPTH, SHORT_STEPS), *((depth, DEEP_STEPS) for depth in plan.depths)]
         seconds = sum(
@@ -285,7 +286,7 @@ class Measurement:
         return step * (1 + _CACHE_WEIGHT * f16 / weights) if weights else step
 
     def _fill_seconds(self, contestant: Contestant, first: int, last: int) -> float:
-        """Of tokens `first` to `last` of a prompt."""
+        """The expected seconds of tokens `first` to `last` of a prompt."""
         return self._token.get(contestant.engine, 0) * (last - first) * (1 + (first + last) / 2 / _PROMPT_DOUBLES)
 
     def _prompt_seconds(self, contestant: Contestant, tokens: int) -> float:

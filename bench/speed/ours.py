@@ -1,4 +1,4 @@
-"""The engine as a contestant, through its public interface, in a process of its own; and many streams together."""
+"""The engine as a contestant, by its public interface, in its own process; and steps of several sequences together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, igno
 
 
 class Ours:
-    """An engine that keeps the newest sequence."""
+    """An engine that keeps its newest sequence."""
 
     def __init__(self, path: str, context: int, threads: int, settings: dict[str, Any]) -> None:
         """settings: further fields of EngineConfig. Raises EngineError."""
@@ -38,9 +38,9 @@ class Ours:
         self._engine = Engine(parts)
         self._streams: Streams | None = None
 
-    def beside(self, settings: dict[str, Any]) -> Ours:
-        """An engine with the same weights and a cache of its own, for fields of EngineConfig that are about the cache.
-        Closing one of both is enough. Raises EngineError."""
+    def with_settings(self, settings: dict[str, Any]) -> Ours:
+        """An engine with the same weights and its own cache. settings: fields of EngineConfig about the cache.
+        Closing either of the two is enough. Raises EngineError."""
         other = copy(self)
         other._use(with_cache(self._parts, settle(None, self._parts.config, settings), self._said.append))
         return other
@@ -50,7 +50,7 @@ class Ours:
         self._engine.close()
 
     def about(self) -> dict[str, Any]:
-        """The folder of its backend, the line that says what was loaded, and what was said meanwhile."""
+        """The backend's folder, the line about what was loaded, and the notes of loading."""
         return {"backend": self._backend, "loaded": self._engine.fit_line(), "said": self._said}
 
     def weight_bytes(self) -> int:
@@ -61,31 +61,31 @@ class Ours:
         )
 
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of the K/V of a sequence, which a step after `tokens` tokens reads."""
+        """Bytes of K/V that a step after `tokens` tokens reads."""
         return self._shape.sequence_bytes(tokens)
 
     def prompt_rate(self, ids: Sequence[int]) -> float:
-        """Tokens a second of a prompt that is computed as a whole, until its first token is there."""
+        """Tokens per second of a prompt that is computed completely, up to its first token."""
         started = time.perf_counter()
         (arrived,) = self._arrivals(ids, 1, PromptOptions(cache_prompt=False))
         return len(ids) / (arrived - started)
 
     def rates(self, ids: Sequence[int], steps: int) -> tuple[float, float]:
-        """Tokens a second of a prompt that is computed as a whole, and steps a second after it."""
+        """Tokens per second of a prompt that is computed completely, and steps per second after it."""
         started = time.perf_counter()
         first, *_, last = self._arrivals(ids, steps + 1, PromptOptions(cache_prompt=False))
         return len(ids) / (first - started), steps / (last - first)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        """Steps a second after `ids` and one more token; there are as many as `following` has tokens after its first.
+        """Steps per second after `ids` and one more token: len(following) − 1 steps.
 
-        What the store holds of `ids` is not computed again. The tokens are sampled and turned into text.
+        The prefix of `ids` in the store is not computed again. The tokens are sampled and turned into text.
         """
         first, *_, last = self._arrivals([*ids, following[0]], len(following), PromptOptions())
         return (len(following) - 1) / (last - first)
 
     def _arrivals(self, ids: Sequence[int], tokens: int, options: PromptOptions) -> list[float]:
-        """When each of `tokens` tokens arrived. Raises EngineError if there were fewer."""
+        """The arrival time of each of `tokens` tokens. Raises EngineError if there are fewer."""
         params = replace(_GREEDY, max_tokens=tokens)
         found = [time.perf_counter() for chunk in self._engine.stream(ids, params, options) if chunk.token_ids]
         if len(found) != tokens:
@@ -93,9 +93,9 @@ class Ours:
         return found
 
     def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
-        """Tokens a second of the first `batch` of `prompts` together, over `steps` steps.
+        """Tokens per second of the first `batch` of `prompts` together, over `steps` steps.
 
-        The prompts are those of the first call. The engine needs room for all of them, and for their steps beside.
+        The first call sets the prompts. The engine needs room for all of them and for their continuations.
         """
         if self._streams is None:
             self._streams = Streams(self._model, prompts)
@@ -103,9 +103,9 @@ class Ours:
 
 
 class Streams:
-    """Sequences with prompts of their own that take steps together, as an engine's requests do.
+    """Sequences with different prompts that take steps together, like an engine's requests.
 
-    Prompts are whole blocks, so that every run continues from the same ones.
+    Prompts are whole blocks, so that every run continues from the same blocks.
     """
 
     def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
@@ -125,7 +125,7 @@ class Streams:
         return sequence
 
     def rate(self, batch: int, steps: int) -> float:
-        """Tokens a second of the first `batch` sequences together, over `steps` steps from their prompts."""
+        """Tokens per second of the first `batch` sequences together, over `steps` steps after their prompts."""
         sequences = [self._prefixes.match_prefix(ids) for ids in self._prompts[:batch]]
         try:
             for _ in range(_UNTIL_RECORDED):
@@ -139,7 +139,7 @@ class Streams:
                 self._store.release(sequence)
 
     def _step(self, sequences: Sequence[SequenceKV]) -> None:
-        """One step with the same token for all; the time does not depend on it."""
+        """One step with the same token for all, since the time does not depend on it."""
         spans = [self._store.open_step(sequence) for sequence in sequences]
         self._model.step(spans, [0] * len(spans), [self._sampler_input] * len(spans))
         self._store.commit_steps(spans)

@@ -1,8 +1,8 @@
-"""llama-cpp-python as a yardstick: the same file, prompts, steps and numbers of threads, in a process of its own.
+"""llama-cpp-python for comparison: the same file, prompts, steps and numbers of threads, in its own process.
 
-It is no dependency: where it is not installed, the comparison is left out and says so. It may be installed for another
-Python, so this file needs nothing but it and the standard library. Its functions are called as they are in C: nothing
-is sampled and no text is made, which is in the peer's favour.
+It is not a dependency: without it, the report says that the comparison is left out. It may be installed for another
+Python, so this file imports only it and the standard library. Its C functions are called directly: nothing is sampled
+and no text is made, which favours the peer.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from polarlm.bench.speed.child import serve
 
 NAME = "llama-cpp-python"
-# Caches of the peer: GGML's numbers of the types, and bits of a value.
+# The peer's caches → GGML's number of the type, bits per value.
 CACHES = {"f16": (1, 16.0), "q8_0": (8, 8.5), "q4_0": (2, 4.5)}
-_BATCH = 2048  # tokens of a call; the library cuts them into 512, its default
+_BATCH = 2048  # tokens per call; the library splits them by 512, its default
 
 
 class NoPeer(Exception):
@@ -28,7 +28,7 @@ class Peer:
     """A model loaded by llama-cpp-python, with flash attention, which its quantized caches need."""
 
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
-        """Load a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
+        """Loads a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
         library = self._library = _library()
         self._quiet = library.llama_log_callback(lambda level, text, data: None)  # it must live as long as the library
         library.llama_log_set(self._quiet, None)
@@ -48,21 +48,21 @@ class Peer:
         self._held: list[int] = []  # the tokens in the cache
 
     def about(self) -> dict[str, str]:
-        """Its version, and the instructions that it was built with."""
+        """The library's version, and the instruction sets that it was built with."""
         return {
             "version": str(self._library.__version__),
             "built_with": self._library.llama_print_system_info().decode().strip(" |"),
         }
 
     def prompt_rate(self, ids: Sequence[int]) -> float:
-        """Tokens a second of a prompt, up to the logits of its last token. The prompt stays in the cache."""
+        """Tokens per second of a prompt, up to the logits of its last token. The prompt stays in the cache."""
         self._rewind(0)
         return len(ids) / self._seconds(ids)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        """Steps a second through `following`, token by token, after `ids` and the first token of `following`.
+        """Steps per second through `following`, token by token, after `ids` and the first token of `following`.
 
-        What the cache holds of `ids` is not computed again.
+        The prefix of `ids` in the cache is not computed again.
         """
         same = next((i for i, pair in enumerate(zip(ids, self._held, strict=False)) if pair[0] != pair[1]), None)
         self._rewind(min(len(ids), len(self._held)) if same is None else same)
@@ -77,7 +77,7 @@ class Peer:
         del self._held[length:]
 
     def _seconds(self, ids: Sequence[int]) -> float:
-        """Computes `ids` after what the cache holds."""
+        """The seconds of computing `ids` after the tokens in the cache. Raises NoPeer."""
         seconds = 0.0
         for first in range(0, len(ids), _BATCH):
             part = ids[first : first + _BATCH]

@@ -1,4 +1,4 @@
-"""The picture of a speed measurement: generated tokens a second against the context."""
+"""The picture of a speed measurement: generated tokens per second against the context."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import GENERATION
 from polarlm.bench.speed.tables import PEER
 
-# Ours in colours, solid; the peer in greys, dashed. The colours differ in lightness, too.
+# Our lines are solid and coloured; the peer's are dashed and grey. The colours also differ in lightness.
 _OURS = ("#c2410c", "#7c3aed", "#0d9488", "#1d4ed8", "#a16207", "#be123c")
 _PEER = ("#111827", "#6b7280", "#8d929c")
 
 
 def draw(measured: Mapping[str, Any], output: Path) -> str:
-    """Draws next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
+    """Draw next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
     lines = _lines(measured)
     if not any(len(points) > 1 for points in lines.values()):
         return "No picture: generation was measured after fewer than two contexts"
@@ -54,7 +54,7 @@ def draw(measured: Mapping[str, Any], output: Path) -> str:
 
 
 def _lines(measured: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """(engine, cache) → (tokens of context, tokens/s) of each row."""
+    """(engine, cache) → (tokens of context, tokens/s) for each row."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in measured["rows"]:
         if row["section"] == GENERATION:

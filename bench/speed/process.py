@@ -1,4 +1,4 @@
-"""The memory of a process, as the operating system counts it."""
+"""The memory of a process as the operating system reports it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Bytes of a process's memory: "now", and on Linux its "peak", and of now what is "private" and what is "file".
+    """Bytes of a process's memory: "now", and on Linux also the "peak", and the "private" and "file" parts of "now".
 
-    Pages of mapped files count as far as they have been touched, in "now", in "peak" and in "file".
+    Pages of mapped files that have been touched count in "now", "peak" and "file".
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         import psutil
 
         return {"now": int(psutil.Process(pid).memory_info().rss)}

@@ -1,4 +1,4 @@
-"""Alternates the runs of contestants, so that a machine that slows down slows all of them; and shows the progress."""
+"""Alternates the runs of contestants, so that a machine that slows down slows all of them, and shows progress."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import Children
 from polarlm.bench.speed.figures import Cell
 
-# Idle threads of a library may spin for a moment, which would slow the next run.
+# A library's idle threads may spin for a moment, which would slow down the next run.
 _REST_SECONDS = 0.1
 
 
 @dataclass
 class Runs:
-    """What a cell is measured by: run(number) is a rate; number −1 is a run before those that count."""
+    """The runs of a cell: run(number) measures a rate; number −1 is a warm-up, which does not count."""
 
     cell: Cell
     run: Callable[[int], float]
 
 
 class Referee:
-    """Runs contestants in turn. The progress bar counts seconds that were expected, not runs: some are much longer."""
+    """Runs contestants in turn. The progress bar counts expected seconds, since some runs are much longer."""
 
     def __init__(self, children: Children, repeat: int) -> None:
         self.repeat = repeat
@@ -33,7 +33,7 @@ class Referee:
         self._bar = tqdm(total=0, desc="Measuring", disable=True)
 
     def show(self, seconds: float) -> None:
-        """A progress bar for runs that are expected to take `seconds` in all."""
+        """Show a progress bar for runs that are expected to take `seconds` in all."""
         layout = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
         self._bar = tqdm(total=round(seconds, 1), desc="Measuring", bar_format=layout, disable=None)
 
@@ -41,9 +41,9 @@ class Referee:
         self._bar.close()
 
     def measure(self, name: str, runs: Sequence[Runs], warm_up: bool = True, expected: float = 0) -> None:
-        """`repeat` runs of each, one after the other in turn, after one that does not count if `warm_up`.
+        """Measure each `repeat` times, in turn, with `warm_up` after a run that does not count.
 
-        expected: seconds of all of them.
+        expected: the seconds that all runs should take.
         """
         self._bar.set_postfix_str(name)
         numbers = range(-1 if warm_up else 0, self.repeat)
@@ -55,7 +55,7 @@ class Referee:
                 self.advance(expected / (len(numbers) * len(runs)))
 
     def advance(self, seconds: float) -> None:
-        """Work of which `seconds` were expected is done."""
+        """Advance the progress bar by work that was expected to take `seconds`."""
         self._bar.update(min(seconds, self._bar.total - self._bar.n))  # sums of parts are rounded
 
     def _run(self, one: Runs, number: int) -> float | None:

@@ -1,4 +1,4 @@
-"""The tables of a speed measurement, from its JSON: for the terminal, the README and docs/speed.md."""
+"""The tables of a speed measurement, made from its JSON for the terminal, the README and docs/speed.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "—"
 
 
 def format_tables(measured: Measured) -> str:
-    """All tables with a line about each, for the terminal."""
+    """All tables, each with a title, for the terminal."""
     parts = [_about(measured)]
     if any(row["section"] == PROMPT for row in measured["rows"]):
         parts.append(f"Prompts, tokens/s\n\n{rates_table(measured, [PROMPT], spread=True)}")
@@ -33,10 +33,11 @@ def format_tables(measured: Measured) -> str:
 
 
 def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:
-    """A line per prompt or context, a column per contestant; ours with the ratio to the peer's fastest cache there.
+    """A table with a line per prompt or context and a column per contestant; ours with the ratio to the peer's fastest
+    cache.
 
-    sections: those of the rows, in this order. spread: whether half the distance between the slowest and the fastest
-    run is shown, too.
+    sections: whose rows to show, in this order. spread: whether to show half the distance between the slowest and the
+    fastest run, too.
     """
     rows = []
     for row in (row for section in sections for row in measured["rows"] if row["section"] == section):
@@ -46,7 +47,7 @@ def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = F
 
 
 def bandwidth_table(measured: Measured) -> str:
-    """Bytes of weights and of the cache that a step reads, and the share of the memory's bandwidth that this makes."""
+    """A table of the bytes of weights and cache that a step reads, and of the share of memory bandwidth."""
     rows = []
     for row in measured["rows"]:
         if row["section"] == GENERATION:
@@ -55,7 +56,7 @@ def bandwidth_table(measured: Measured) -> str:
 
 
 def batches_table(measured: Measured) -> str:
-    """Tokens/s of several sequences together, and how many times those of one."""
+    """A table of tokens/s of several sequences together, and their ratio to those of one."""
     rows = [row for row in measured["rows"] if row["section"] == BATCHES]
     one = next((row["cells"][0].get("median") for row in rows if row["tokens"] == 1), None)
     lines = []
@@ -70,7 +71,7 @@ def batches_table(measured: Measured) -> str:
 
 
 def memory_table(measured: Measured) -> str:
-    """The peak of each contestant's process, and what it takes after the steps."""
+    """A table of each contestant's memory: the peak, and the parts after the steps."""
     lines = []
     for row, column in zip(measured["memory"], _columns(measured), strict=True):
         if "failure" in row:
@@ -82,7 +83,7 @@ def memory_table(measured: Measured) -> str:
 
 
 def source(measured: Measured) -> str:
-    """What was measured, where, how and when, in Markdown."""
+    """A description of the measurement in Markdown: what was measured, where, how and when."""
     machine, threads = measured["machine"], measured["threads"]
     runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
     chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
@@ -112,7 +113,7 @@ def _about(measured: Measured) -> str:
 
 
 def _columns(measured: Measured) -> list[str]:
-    """A heading for each contestant; that of the default cache in bold."""
+    """A heading for each contestant; the default cache is in bold."""
     found = []
     for contestant in measured["contestants"]:
         cache = contestant["cache"]

@@ -1,4 +1,4 @@
-"""Signed Hadamard matrices: rotations that a fast transform applies with n · log n additions."""
+"""Signed Hadamard matrices: rotations that the fast Walsh-Hadamard transform applies with n · log n additions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 
 
 class Signs(NamedTuple):
-    """diag(before) · H/√order · diag(after), with D/order Hadamard matrices H on the diagonal; signs (D,) float32."""
+    """diag(before) · H/√order · diag(after), where H has D/order Hadamard matrices on its diagonal.
+
+    before, after (D,) float32: ±1.
+    """
 
     order: int
     before: np.ndarray

@@ -1,4 +1,4 @@
-"""How ops are told where K/V lie: formats of caches, full-precision blocks, and the spans of sequences.
+"""What ops are told about K/V: formats of caches, locations of full-precision blocks, and spans of sequences.
 
 Letters as in `engine.backends.ops`.
 """
@@ -22,7 +22,7 @@ Buffer = Any  # a prompt's full-precision K/V of one layer
 class CacheFormat:
     """How one layer stores its K/V, and the error metrics that its encoder minimises.
 
-    metric_k, metric_v: None rounds every value to the nearest code.
+    metric_k, metric_v: with None, every value is rounded to the nearest code.
     mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
     """
 
@@ -37,14 +37,14 @@ class CacheFormat:
 
 
 class KVLocation(NamedTuple):
-    """Where N tokens lie in full precision: in a block of `buffer`, or in a slot of the layer's cache."""
+    """The location of N tokens in full precision: a block of `buffer`, or a slot of the layer's cache."""
 
     buffer: Buffer | None  # None: a slot
-    block: int  # number of the block in the buffer, or of the slot
+    block: int  # index of the block in the buffer, or of the slot
 
 
 class FilledBlocks(NamedTuple):
-    """N tokens at each of `sources`, which go to the block of `blocks` at the same index, in each of `caches`."""
+    """Complete blocks to encode: in each of `caches`, the N tokens at sources[i] become quantized block blocks[i]."""
 
     caches: Sequence[Cache]
     blocks: Sequence[int]
@@ -53,12 +53,11 @@ class FilledBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadTransform:
-    """The transform of heads between their projection and the cache of one layer, and its inverse for attention's
-    result; NumPy arrays, float32.
+    """The transform of one layer's heads into the stored space, and back for the result of attention; NumPy float32.
 
     kv_heads: K. scale (H + 2K, D): multiplies queries and keys after RoPE, and values. key_rotation (D, D): applied to
-    queries and keys as x @ rotation, value_rotation (D, D) to values. scale_back (H,): multiplies the attention result
-    of each query head, before the inverse of value_rotation. None leaves a factor out.
+    queries and keys as x @ rotation; value_rotation (D, D): to values. scale_back (H,): multiplies the attention result
+    of each query head, before the inverse of value_rotation. None means no such factor.
     """
 
     kv_heads: int
@@ -70,7 +69,7 @@ class HeadTransform:
 
 @dataclass(frozen=True)
 class SpanView:
-    """One sequence's new rows as the layers of one window see them: where their K/V go, and what they attend to.
+    """One sequence's new rows, for the layers with the same window: where their K/V go, and what they attend to.
 
     Positions count tokens. The sequence is [sink | quantized blocks | current]: `current` holds the earlier tokens of
     the current block and all new ones in full precision, in consecutive blocks of a prompt's buffer, or in
@@ -78,10 +77,10 @@ class SpanView:
     """
 
     rows: slice  # rows of q, k, v that belong to this sequence, in order of position
-    position: int  # of the first of these rows
+    position: int  # position of the first of these rows
     current: KVLocation  # first block of `current`: block 0 of a buffer, or the slot of a step's current block
     current_start: int  # position of its first token
-    sink: int | None  # full-precision slot of the first block (attention sink); None before it is complete
+    sink: int | None  # full-precision slot of the sink block, the first; None before it is complete
     table: Sequence[int]  # block table: ids of the quantized blocks
     table_start: int  # position of the first token of table[0]
     following: Sequence[int] = ()  # slots of the blocks after `current` that a step's rows extend into

@@ -19,7 +19,7 @@ from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import ModelConfig
 
-STEP_ROWS = 16  # rows of one sequence in a step, at most
+STEP_ROWS = 16  # most rows of one sequence in a step
 
 Array = Any
 PreparedTransform = Any
@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Load:
-    """The largest work that ops will get: a prompt of `tokens`, a step of `rows` sequences.
+    """The largest work that ops will get: a prompt of `tokens` tokens, a step of `rows` sequences.
 
-    format: of the layer with the widest K/V.
+    format: that of the layer with the widest K/V.
     """
 
     model: ModelConfig
@@ -42,12 +42,12 @@ class Load:
 
 
 class WarmUp(NamedTuple):
-    """Ops that compute nothing, and whose `load` reads nothing: what they need is compiled in the background."""
+    """Ops that compute nothing and whose `load` reads nothing: the kernels that they need compile in the background."""
 
     ops: Ops
     wait: Callable[[Callable[[int, int], None]], None]  # calls progress(done, all); raises KernelError
-    # Ascending numbers of rows with kernels of their own, each for as many rows or fewer, that no first request waits
-    # for: they are warmed up when the model is loaded.
+    # Ascending row counts with kernels of their own, which serve up to as many rows. No first request waits for them:
+    # they are warmed up after the model is loaded.
     rows: Sequence[int]
 
 
@@ -56,7 +56,7 @@ class Ops(Protocol):
 
     Objects that outlive a call (from `load`, `prepare`, `cache`, `buffer`, `spans`) are passed to the ops that need
     them. The backend itself only knows its machine: device memory, compiled kernels and recorded graphs, or the CPU's
-    cores and how fast steps ran on them. "CUDA:" names the kernels of an op that takes more than one.
+    cores and how fast steps ran on them. "CUDA:" names the kernels of an op that has more than one.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Ops(Protocol):
         """
 
     def threads(self) -> Threads | None:
-        """The number of CPU threads of the last step, and why; None where steps do not run on the CPU."""
+        """The number of CPU threads, and why; None if steps do not run on the CPU."""
 
     def wait(self) -> None:
         """Block until the device has finished all work."""
@@ -102,12 +102,12 @@ class Ops(Protocol):
         """Device bytes of `count` values of a matrix that the file stores in `format`."""
 
     def free_memory(self) -> int:
-        """Bytes of the device's memory that are free."""
+        """Free bytes of the device's memory."""
 
     def room_beside(self, weights: int) -> int:
         """Bytes that remain for the KV store and for activations once `weights` bytes of weights are loaded.
 
-        Raises EngineError if the weights alone cannot fit; its number "lacking" is the bytes that they lack.
+        Raises EngineError if the weights alone do not fit; its "lacking" is the number of bytes that are missing.
         """
 
     def work_bytes(self, load: Load) -> int:
@@ -120,7 +120,7 @@ class Ops(Protocol):
         """The format in which the device keeps matrices that come to it in `format`."""
 
     def warm_up(self) -> WarmUp | None:
-        """Ops for a warm-up, and a wait for what they cannot do without; None if nothing is compiled."""
+        """Ops for a warm-up, and a function that waits for the kernels they need; None if nothing is compiled."""
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
@@ -129,13 +129,13 @@ class Ops(Protocol):
         """
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
-        """Rows of a matrix, or of the parts of a `Linear` stacked, as NumPy float32: (rows, in)."""
+        """Rows of a matrix, or of the stacked parts of a `Linear`: NumPy float32 (rows, in)."""
 
     def to_device(self, x: Any) -> Array:
         """A copy of a host array on the device: integers as int32, floats as float32."""
 
     def to_host(self, x: Array) -> Any:
-        """A device array as NumPy float32."""
+        """A copy of a device array as NumPy float32."""
 
     def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         """Rows `ids` (T,) int32 of table (V, E), times `scale` → (T, E)."""
@@ -182,7 +182,7 @@ class Ops(Protocol):
 
         norms: weights (D,) of an RMS norm of each query and of each key, and eps. rope: cos, sin (T, D/2); channel j
         pairs with channel j + D/2. transform: scale and rotation.
-        CUDA: transform_heads, and rotate_dense for rotations that are no signed Hadamard matrices.
+        CUDA: transform_heads, and rotate_dense for rotations that are not signed Hadamard matrices.
         """
 
     def pack_sampler_inputs(self, sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs:
@@ -196,18 +196,18 @@ class Ops(Protocol):
         """
 
     def fetch_tokens(self, chosen: Array, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
-        """The tokens that `sample` chose, on the host: ids, with log-probabilities where an input asks for them, or the
-        error that left a row without a token.
+        """The tokens that `sample` chose, on the host: ids, with log-probabilities if the row's input asks for them, or
+        the error because of which the row has no token.
 
         Only rows that ask for log-probabilities pay for them. CUDA: logprobs, for those rows.
         """
 
     @property
     def fetch_later(self) -> Callable[[Array, Sequence[SamplerInput]], Fetch] | None:
-        """fetch_later(chosen, sampler_inputs) begins to fetch the tokens that `sample` chose.
+        """fetch_later(chosen, sampler_inputs) starts to fetch the tokens that `sample` chose.
 
-        Another `run_graph` may begin before they are waited for, and take their ids as its own. No input asks
-        for log-probabilities. None where the host would only wait for a step.
+        Another `run_graph` may start before they have arrived, with their ids as its input. No input may ask for
+        log-probabilities. None if fetching later has no use, since the host computes the step itself.
         """
 
     # -- the KV store --------------------------------------------------------------------------------------------
@@ -221,23 +221,23 @@ class Ops(Protocol):
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
         """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
 
-        Slots hold halves: numbers beyond ±65504 become these, and NaN stays NaN; on the CPU infinity becomes NaN.
+        Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity becomes NaN.
         """
 
     def in_numpy(self, cache: Cache) -> Mapping[str, str]:
-        """What NumPy computes of a layer with this cache for want of compiled kernels → why.
+        """The parts of a layer with this cache that NumPy computes for lack of compiled kernels → why.
 
-        Empty where kernels compute all of it, and where NumPy is the whole backend.
+        Empty if kernels compute all of it, or if NumPy is the whole backend.
         """
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
-        """Memory for `rows` tokens' K/V of one layer in full precision: halves on a GPU; on the CPU float32, or halves
-        with `as_slots`."""
+        """Memory for `rows` tokens' K/V of one layer in full precision: float16 on a GPU; on the CPU float32, or
+        float16 with `as_slots`."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, or those of a step, in order of their rows.
 
-        block_size: N. No rows lie between those of two spans.
+        block_size: N. The rows of consecutive spans are contiguous.
         """
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
@@ -284,7 +284,8 @@ class Ops(Protocol):
         """Copy the first `tokens` ≤ N tokens of `source` to `target`."""
 
     def round_trip(self, cache: Cache, place: KVLocation, tokens: int) -> None:
-        """Replace the first `tokens` ≤ N of a place by what a block of them, filled up with their mean, decodes to."""
+        """Replace the first `tokens` ≤ N tokens at `place` by what a block of them, padded with their mean, decodes
+        to."""
 
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 

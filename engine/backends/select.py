@@ -1,4 +1,4 @@
-"""The backend of a --device."""
+"""Chooses the backend for a --device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ COMPILED = True
 def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, str]:
     """The ops of `device` ("auto", "cpu" or "cuda"), and a note for the user, empty if there is nothing to say.
 
-    The note says why "auto" does not use a GPU although the machine has an NVIDIA driver, and why a CPU computes with
-    NumPy. compiled: on a CPU, prefer compiled kernels to NumPy. Raises EngineError for an unknown or unavailable
-    device.
+    The note says why "auto" does not use a GPU although the machine has an NVIDIA driver, and why NumPy computes on a
+    CPU. compiled: on a CPU, use compiled kernels if they work. Raises EngineError for an unknown or unavailable device.
     """
     if device == "cpu":
         return _cpu(threads, compiled)
@@ -39,7 +38,7 @@ def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, s
 
 
 def _cpu(threads: int, compiled: bool) -> tuple[Ops, str]:
-    """The ops of the CPU, and a note. Raises EngineError for a level that POLARLM_CPU_LEVEL names wrongly."""
+    """The ops of the CPU, and a note. Raises EngineError if POLARLM_CPU_LEVEL names no level of this CPU."""
     if not compiled:
         return NumpyOps(threads), ""
     if importlib.util.find_spec("llvmlite") is None:
@@ -52,14 +51,14 @@ def _cpu(threads: int, compiled: bool) -> tuple[Ops, str]:
         return NumpyOps(threads), without_kernels(str(error))
     except EngineError:
         raise
-    except Exception as error:  # a llvmlite that is broken, or too old
+    except Exception as error:  # llvmlite is broken or too old
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return NumpyOps(threads), without_kernels(f"llvmlite cannot be used ({reason}; pip install 'polarlm[cpu]')")
     return ops, ops.note
 
 
 def without_kernels(reason: str) -> str:
-    """A sentence for users whose CPU computes with NumPy."""
+    """A note for users whose CPU computes with NumPy."""
     return f"{reason}: NumPy computes in place of compiled kernels, more slowly and with all weights as float32."
 
 

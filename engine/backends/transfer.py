@@ -2,12 +2,12 @@
 
 Arrays of B blocks of K KV heads, each (B, K, *shape):
 
-    FIELDS   those of the codecs: "k.<field>" and "v.<field>", and "mean.<field>" of the means of keys
-    TILES    "k.tiles" and "v.tiles", as compiled kernels of a CPU read them, and the fields of the means; the fields of
-             a layer that these kernels do not read
+    FIELDS   the codecs' fields: "k.<field>", "v.<field>", and "mean.<field>" of the block means of keys
+    TILES    "k.tiles" and "v.tiles", as compiled kernels of a CPU read them, and the fields of the means; for a layer
+             that these kernels do not read, FIELDS
     RECORDS  "keys" and "values", as a GPU reads them
 
-Tiles and records are bytes, which hold a field's floating-point numbers as they are, each at a multiple of its size.
+Tiles and records are bytes. They contain a field's floating-point numbers unchanged and aligned to their size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, np.ndarray]
 
 FIELDS = "fields"
-TILES = "tiles 1"  # with the version of their bytes, which sessions and tiers contain
+TILES = "tiles 1"  # includes the version of the layout, since sessions and tiers store tiles
 RECORDS = f"records {records.VERSION}"
 REPRESENTATIONS = FIELDS, TILES, RECORDS
 
@@ -45,7 +45,7 @@ def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
 
 
 def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
-    """The tiles of keys and of values; None where compiled kernels do not read both. Raises ValueError without LLVM."""
+    """The tiles of keys and of values; None if no compiled kernel reads them. Raises ValueError without llvmlite."""
     try:
         from polarlm.engine.backends.native import cache_tiles
     except ImportError as error:
@@ -55,13 +55,13 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
 
 
 def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
-    """The record layouts of keys and of values. Raises ValueError where no kernel reads them."""
+    """The record layouts of keys and of values. Raises ValueError if no CUDA kernel reads them."""
     n, d = format.block_size, format.head_dim
     return records.layout(format.codec_k, False, n, d, format.mean_bits), records.layout(format.codec_v, True, n, d)
 
 
 def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
-    """The arrays of one block of one KV head. Raises ValueError for a representation that these layers do not have."""
+    """The arrays of one block of one KV head. Raises ValueError for a representation that this format does not have."""
     if stored_as == RECORDS:
         return {name: Field((of.nbytes,), _BYTES) for name, of in zip(("keys", "values"), layouts(format), strict=True)}
     if stored_as not in REPRESENTATIONS:
@@ -73,12 +73,12 @@ def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
 
 
 def nbytes(format: CacheFormat, stored_as: str) -> int:
-    """Bytes of a block of all KV heads."""
+    """Bytes of one block, all KV heads, keys and values."""
     return format.kv_heads * sum(field.nbytes for field in block_arrays(format, stored_as).values())
 
 
 def converted(format: CacheFormat, blocks: int, given: Arrays, stored_as: str) -> dict[str, np.ndarray]:
-    """`blocks` blocks in any representation, in this one. Raises ValueError if `given` are not such blocks."""
+    """`blocks` blocks in any representation, converted to `stored_as`. Raises ValueError for other arrays."""
     found = RECORDS if "keys" in given else TILES if "k.tiles" in given else FIELDS
     checked = {
         name: _checked(given, name, (blocks, format.kv_heads, *field.shape), field.dtype)
@@ -96,7 +96,7 @@ def converted(format: CacheFormat, blocks: int, given: Arrays, stored_as: str) -
 
 
 def _to_fields(format: CacheFormat, given: Arrays) -> dict[str, dict[str, np.ndarray]]:
-    """Checked arrays of any representation as the fields of each side."""
+    """Checked arrays of any representation → the fields of "k", "v" and "mean"."""
     if "keys" in given:
         (k, mean), (v, _) = (
             layout.unpack(given[name]) for name, layout in zip(("keys", "values"), layouts(format), strict=True)
@@ -113,8 +113,8 @@ def _to_fields(format: CacheFormat, given: Arrays) -> dict[str, dict[str, np.nda
 
 @cache
 def exponents(format: CacheFormat, stored_as: str) -> dict[str, np.ndarray]:
-    """The bits of a block's arrays that are those of the exponents of floating-point numbers, uint8 (bytes,) each: all
-    of a number's are set only if it is not finite. format: without metrics."""
+    """For each array of a block a mask of its exponent bits, uint8 (bytes,): a floating-point number has all of them
+    set only if it is not finite. format: one without metrics."""
     zeros = {
         name: np.zeros((1, format.kv_heads, *field.shape), field.dtype)
         for name, field in block_arrays(format, FIELDS).items()
@@ -129,7 +129,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def full_tokens(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
-    """The number of tokens of k and v (K, tokens, D). Raises ValueError where a block cannot hold them."""
+    """The number of tokens of k and v (K, tokens, D). Raises ValueError if a block cannot hold them."""
     tokens = k.shape[1] if k.ndim == 3 else 0
     fits = 0 < tokens <= format.block_size and k.shape == v.shape == (format.kv_heads, tokens, format.head_dim)
     if not fits or {k.dtype, v.dtype} - {np.dtype(np.float16), np.dtype(np.float32)}:

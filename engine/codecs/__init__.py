@@ -30,12 +30,12 @@ KEYS_AND_VALUES = frozenset({"k", "v"})
 class Table(Protocol):
     """The table of a codec, for an encoder that chooses codes by its own metric (`engine.quantization.encode`).
 
-    A code stands for a point of the table; `decode` of assembled codes returns norm · point.
+    A code stands for a point of the table; the codec decodes assembled fields to norm · point.
     """
 
     @property
     def width(self) -> int:
-        """Values of one code: 2 (pairs of channels 2j, 2j+1) or 1."""
+        """Values per code: 2 (channels 2j, 2j+1) or 1."""
 
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D / width), norms (..., N) float32 → the codec's fields."""
@@ -46,12 +46,12 @@ class Rounding(Table, Protocol):
     """A table by which each value or pair is rounded independently."""
 
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x (R, width) float32, unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
+        """x (R, width) float32 of unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
 
 
 @runtime_checkable
 class PathRounding(Table, Protocol):
-    """A table in which a code's point depends on the codes before it, so that a vector is rounded as a whole."""
+    """A table in which a code's point depends on earlier codes, so that a vector is rounded as a whole."""
 
     def best_path(
         self,
@@ -62,20 +62,20 @@ class PathRounding(Table, Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, unit variance → codes (K, R, P) uint8, their points (K, R, D) float32; P = D / width.
 
-        Returns the path with the least weighted sum of squared distances from its targets. For each of K heads:
-        feedback (K, D, D), strictly lower in blocks of `width`: the target of j is x_j + F_j·e_{<j}, with the errors e
-        of the codes before it on the same path. weights (K, P): the weight of each squared distance. survivors: paths
-        kept for each state, a power of two: more cost time, and find better paths if feedback is strong.
+        The path has the least weighted sum of squared distances from its targets. For each of K heads: feedback
+        (K, D, D), strictly lower triangular in blocks of `width`: the target of j is x_j + F_j·e_{<j}, with the errors
+        e of earlier codes on the same path. weights (K, P): the weight of each squared distance. survivors: paths to
+        keep for each state, a power of two: more take longer, and find better paths if feedback is strong.
         """
 
 
 class Codec(ABC):
     """The contract of a codec. N tokens in a block, D values in a vector; `...` stands for any leading dimensions.
 
-    A codec maps vectors to streams of codes and numbers, and back; what fields have of them follows from the schema.
-    Codecs are values: two of the same name are equal, and have the same hash. name: the cache type that `get` makes
-    this codec from, options included. serves: the sides it can store: keys ("k"), values ("v"), or both. per_layer:
-    whether it learns from the first blocks it encodes; each layer then needs one for keys and one for values.
+    A codec maps vectors to streams of codes and numbers, and back; how fields store them follows from the schema.
+    Codecs are values: two of the same name are equal and have the same hash. name: the cache type that `get` makes this
+    codec from, with its options. serves: the sides that it can store: keys ("k"), values ("v"), or both. per_layer:
+    whether it learns from the first blocks that it encodes; each layer then needs one for keys and one for values.
     """
 
     name: str
@@ -96,23 +96,23 @@ class Codec(ABC):
 
     @abstractmethod
     def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
-        """Streams (M, *shape) → their values in `out` (M, N, D) float32, still rotated; all are C-contiguous."""
+        """Streams (M, *shape) → their values in `out` (M, N, D) float32, still rotated; all arrays are C-contiguous."""
 
     @property
     def rounding(self) -> Rounding | PathRounding | None:
-        """Its table of values or pairs; None if it has none."""
+        """The codec's table of values or pairs; None if it has no table."""
         return None
 
     def check(self, head_dim: int, block_size: int) -> None:
-        """Raises ValueError, with a sentence for the user, if it does not support this head dim or block size."""
+        """Raises ValueError, with a sentence for the user, for a head dim or block size that it does not support."""
         return
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
-        """Orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None: not rotated."""
+        """An orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None without rotation."""
         return None
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        """The arrays of one encoded block, one for each stream, in the order in which they are stored."""
+        """The arrays of one encoded block, one per stream, in the order in which they are stored."""
         return {name: stream.field for name, stream in self.schema(block_size, head_dim).items()}
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
@@ -128,7 +128,7 @@ class Codec(ABC):
         return {name: field.reshape(*lead, *field.shape[1:]) for name, field in fields.items()}
 
     def decode(self, fields: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        """Fields of `encode` → (..., N, D) float32, C-contiguous, still rotated; written to `out` if given."""
+        """Fields of `encode` → (..., N, D) float32, C-contiguous, still rotated; in `out` if it is given."""
         block_size, head_dim = self.sizes(fields)
         schema = _schema(self, block_size, head_dim)
         out = destination(out, (*leading(schema, fields), block_size, head_dim))
@@ -137,7 +137,7 @@ class Codec(ABC):
             name: np.ascontiguousarray(fields[name]).reshape(len(blocks), *stream.field.shape)
             for name, stream in schema.items()
         }
-        streams = unpack(schema, flat)  # of all blocks: that takes many short steps, each of which has a fixed cost
+        streams = unpack(schema, flat)  # for all blocks at once: it makes many small NumPy calls with a fixed cost
         for part in slabs(len(blocks), block_size * head_dim):
             self.dequantize({name: stream[part] for name, stream in streams.items()}, blocks[part])
         return out
@@ -145,13 +145,13 @@ class Codec(ABC):
 
 @cache
 def _schema(codec: Codec, block_size: int, head_dim: int) -> Schema:
-    """The codec's schema: a single block is decoded in little more time than it takes to make one."""
+    """The codec's schema, cached: making one takes nearly as long as decoding a block."""
     return codec.schema(block_size, head_dim)
 
 
 @cache
 def _modules() -> dict[str, ModuleType]:
-    """Codec name → the module that creates it, in the order of file names."""
+    """Cache type → the module that creates its codec, in the order of file names."""
     stems = sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_"))
     modules = [importlib.import_module(f"{__name__}.{stem}") for stem in stems]
     return {name: module for module in modules for name in module.NAMES}
@@ -168,7 +168,7 @@ def is_quantized(codec: Codec) -> bool:
 
 
 def get(name: str) -> Codec:
-    """The codec called `name`, such as "polarquant" or, with an option, "polarquant+dense".
+    """The codec of cache type `name`, such as "polarquant" or, with an option, "polarquant+dense".
 
     Raises ValueError, with a sentence for the user, on an unknown name or option.
     """
@@ -180,11 +180,11 @@ def get(name: str) -> Codec:
 
 
 def file_of(codec: Codec) -> str:
-    """The name of the codec's file, without `.py`; its record and its CUDA source have the same name."""
+    """The name of the codec's file without `.py`; its record and its CUDA source have the same name."""
     return _modules()[codec.name.split("+")[0]].__name__.rsplit(".", 1)[1]
 
 
 def bits_per_value(codec: Codec, block_size: int, head_dim: int) -> float:
-    """Bits of one encoded block over its number of values."""
+    """Bits of an encoded block divided by its number of values."""
     stored = sum(field.nbytes for field in codec.fields(block_size, head_dim).values())
     return 8 * stored / (block_size * head_dim)

@@ -1,4 +1,4 @@
-"""Two neighbouring codes in one, the first in the low bits: one lookup decodes both."""
+"""Two adjacent codes joined into one, the first in the low bits: one lookup decodes both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def join(codes: np.ndarray, bits: int) -> np.ndarray:
-    """codes (..., 2n) uint8 below 2^bits, at most four → (..., n) uint8."""
+    """codes (..., 2n) uint8 below 2^bits, with bits ≤ 4 → (..., n) uint8."""
     return codes[..., 0::2] | codes[..., 1::2] << np.uint8(bits)
 
 
@@ -23,6 +23,6 @@ def join_wide(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def joined_table(points: np.ndarray, bits: int) -> np.ndarray:
-    """points (2^bits, width) → those of joined codes, (4^bits, 2·width)."""
+    """points (2^bits, width) → the points of joined codes, (4^bits, 2·width)."""
     both = np.arange(4**bits)
     return np.concatenate([points[both & 2**bits - 1], points[both >> bits]], axis=1)

@@ -1,9 +1,9 @@
 """Exact nearest-point search in a table of points in the plane, for millions of pairs.
 
 The square [−4, 4)² is cut into 256 × 256 cells. In most cells one point is nearest everywhere, and the cell's entry is
-its code. The entry of any other cell is a short list of the points that can be nearest in it. A pair on the rim of the
-square or outside it, one in ten thousand of unit variance, is compared with every point. So are all pairs of a small
-array, which costs less than the fixed cost of the cells.
+its code. The entry of any other cell is a short list of the points that can be nearest in it. Pairs on the rim of the
+square or outside it, one in ten thousand at unit variance, are compared with every point. So are all pairs of a small
+array, since that costs less than the fixed cost of the cells.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import numpy as np
 
 from polarlm.engine.codecs._arrays import slabs
 
-_CELLS = 256  # along an axis: two bytes number a cell
-_PER_UNIT = 32  # cells in a length of 1; a power of two, so that scaling rounds nothing
-_COARSE = 16  # cells along the side of a coarse cell, by which the search for the lists begins
+_CELLS = 256  # cells along each axis: two bytes index a cell
+_PER_UNIT = 32  # cells per unit of length; a power of two, so that scaling is exact
+_COARSE = 16  # cells along the side of a coarse cell, which narrows down the points for the lists of its cells
 
 # Scores in the square are sums of three terms below 24: their float32 error is less than 1e-5.
 _TOLERANCE = 1e-4
-_RIM = 0  # the list of the rim: compare with all points
+_RIM = 0  # the rim's list number: compare with all points
 
 _FEW = 1 << 15  # pairs times points: up to this, comparison with every point is faster (512 pairs and 64 points)
 
 
 class NearestPoint:
-    """Finds the nearest of `points` (P, 2), all within a radius of 4; of equally near points the first.
+    """Finds the nearest of `points` (P, 2), all within a radius of 4; the first of equally near points.
 
-    Nearest is the least float32 score |p|²/2 − x·p, which is half the squared distance less |x|²/2: see `scores`.
+    The nearest point has the least float32 score |p|²/2 − x·p, half the squared distance minus |x|²/2: see `scores`.
     """
 
     def __init__(self, points: np.ndarray) -> None:
@@ -49,7 +49,7 @@ class NearestPoint:
         return (self._half[codes] - x[..., 0] * p[..., 0]) - x[..., 1] * p[..., 1]
 
     def _round(self, x: np.ndarray) -> np.ndarray:
-        """x (R, 2) → codes (R,), by the cells."""
+        """x (R, 2) → codes (R,), found by cells."""
         scaled = x * np.float32(_PER_UNIT)
         scaled += np.float32(_CELLS / 2)
         np.clip(scaled, 0, _CELLS - 1, out=scaled)
@@ -62,7 +62,7 @@ class NearestPoint:
         return codes
 
     def _best_of_list(self, x: np.ndarray, lists: np.ndarray) -> np.ndarray:
-        """x (A, 2), numbers of lists (A,) → codes (A,). Lists ascend, so the first of equals is the lowest code."""
+        """x (A, 2), numbers of their lists (A,) → codes (A,). Lists ascend, so the lowest code wins a tie."""
         best = self._lists[lists, 0]
         lowest, rows = self.scores(x, best), np.arange(len(x))
         for place in range(1, self._lists.shape[1]):
@@ -75,7 +75,7 @@ class NearestPoint:
         return best
 
     def _best_of_all(self, x: np.ndarray) -> np.ndarray:
-        """x (A, 2) → codes (A,), by comparison with every point."""
+        """x (A, 2) → codes (A,), found by comparison with every point."""
         codes, (px, py) = np.empty(len(x), np.intp), self._by_axis
         for part in slabs(len(x), len(self.points)):
             scores = self._half - x[part, :1] * px
@@ -108,9 +108,9 @@ class NearestPoint:
     def _can_win(self, middles: np.ndarray, codes: np.ndarray, side: int) -> np.ndarray:
         """(A, C) bool: True where one of `codes` (C,) can be nearest somewhere in the cell around `middles` (A, 2).
 
-        Middles and the side of these larger cells are counted in cells. The difference of two points' scores is linear
-        in x, so over half a side in either direction it changes by at most half a side times |Δx| + |Δy| of the two
-        points.
+        middles and side of these (possibly coarse) cells are in units of cells. The difference of two points' scores is
+        linear in x, so over half a side in either direction it changes by at most half a side times |Δx| + |Δy| of the
+        two points.
         """
         p, half = self.points[codes].astype(np.float64), self._half[codes]
         scores = half - (middles - _CELLS / 2) / _PER_UNIT @ p.T
@@ -121,7 +121,7 @@ class NearestPoint:
 
     @staticmethod
     def _by_bytes(entries: np.ndarray) -> np.ndarray:
-        """entries (x cell, y cell) → (65536,), indexed by the two bytes of a cell as this machine orders them."""
+        """entries (x cell, y cell) → (65536,), indexed by a cell's two bytes as a uint16 of this machine."""
         cells = np.moveaxis(np.indices(entries.shape, np.uint8), 0, -1).copy()
         flat = np.empty(entries.size, entries.dtype)
         flat[cells.view(np.uint16)[..., 0]] = entries

@@ -4,9 +4,9 @@ A byte holds a logarithm. Code 0 is a norm of zero. Codes 128 + i and 128 − i,
 
     2^±(i/32 + max(i − 88, 0)²/256)
 
-so that norms between 1/6.7 and 6.7, the range of keys and values, have steps of 1/32 octave and an error of 1.1 % at
-most. The steps widen outwards, to a third of an octave at the ends, 1/960 and 960. A norm takes the code that is
-nearest in logarithm; below half of the smallest it is zero, beyond the largest it is the largest.
+so that norms between 1/6.7 and 6.7, the range of keys and values, have steps of 1/32 octave and an error of at most
+1.1 %. The steps widen outwards, to a third of an octave at the ends, 1/960 and 960. A norm is rounded to the nearest in
+logarithm; norms below half the smallest become zero, and larger norms saturate.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class NormFormat(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of stored norms."""
+        """The dtype of stored norms."""
 
     @property
     def largest(self) -> np.float32:
         """The largest norm; larger ones saturate."""
 
     def pack(self, norms: np.ndarray) -> np.ndarray:
-        """norms (...) float32 ≥ 0, infinity included → (...) stored."""
+        """norms (...) float32 ≥ 0, infinity included → stored norms (...)."""
 
     def unpack(self, stored: np.ndarray) -> np.ndarray:
-        """(...) stored → float32."""
+        """Stored norms (...) → (...) float32."""
 
 
 @cache
@@ -48,7 +48,7 @@ def _table() -> np.ndarray:
 
 @cache
 def _thresholds() -> np.ndarray:
-    """The least norm of each code but the first, (255,) float32."""
+    """The least norm of each code but the first, (255,) float32, ascending."""
     norms = _table()
     return np.concatenate([norms[1:2] / 2, np.sqrt(norms[1:-1] * norms[2:])])
 
@@ -77,7 +77,7 @@ class ByteNorm:
 
 @dataclass(frozen=True)
 class HalfNorm:
-    """A norm in sixteen bits. reach: the largest factor of a norm; no product exceeds half precision."""
+    """A norm in half precision. reach: the largest factor of a norm; norms saturate so that no product overflows."""
 
     reach: float
 

@@ -1,4 +1,4 @@
-"""Common part of codecs of pairs with a norm for each vector: all but the table."""
+"""What codecs of pairs with a norm for each vector share: everything but the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NORM16 = "norm16"
 
 
 def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
-    """The preconditioning, and whether norms are stored in half precision.
+    """The preconditioning that the options name, and whether norms are stored in half precision.
 
     Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order.
     """
@@ -35,7 +35,7 @@ def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class PairStore:
-    """Formats of norms and codes. bits: of a pair; reach: the largest factor of a norm."""
+    """The formats of norms and codes. bits: bits per pair; reach: the largest factor of a norm."""
 
     bits: int
     half_norms: bool
@@ -56,7 +56,8 @@ class PairStore:
 
 @dataclass(frozen=True)
 class PairCodec(Codec):
-    """A codec of pairs with a norm for each vector. With `points`, its tiles and records follow: kernels read it."""
+    """A codec of pairs with a norm for each vector. If it has `points`, kernels can read it: tiles and records follow
+    from them."""
 
     name: str
     store: PairStore
@@ -68,9 +69,9 @@ class PairCodec(Codec):
 
     @property
     def points(self) -> np.ndarray | None:
-        """What each code of `rounding` stands for, (P, width) float32: a pair, or a value; codes of two are joined.
+        """The point of each code of `rounding`, (P, width) float32: a pair, or a value, two of whose codes are joined.
 
-        None if a point depends on the codes before it.
+        None if a point depends on earlier codes.
         """
         return None
 
@@ -82,7 +83,7 @@ class PairCodec(Codec):
         return codes if rounding.width == 2 else join(codes, self.store.bits // 2)
 
     def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """codes (M, N, D/2), C-contiguous → rows (M, N, U) of a table, and the table, (rows, D/U) float32."""
+        """codes (M, N, D/2), C-contiguous → row indices (M, N, U) into a table, and the table (rows, D/U) float32."""
         bits = self.store.bits
         return join_wide(codes, bits) if bits <= 8 else codes, _rows(self)
 
@@ -96,7 +97,7 @@ class PairCodec(Codec):
         return block_size, 16 * nbytes // (block_size * self.store.bits)
 
     def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        with np.errstate(over="ignore"):  # a square beyond float32 makes the norm infinite, and it saturates
+        with np.errstate(over="ignore"):  # if a square overflows, the norm is infinite and saturates
             norms = np.minimum(np.sqrt(np.square(x).mean(-1)), self.largest)
         unit = x / np.where(norms > 0, norms, np.float32(1))[..., None]
         codes = self.choose(unit.reshape(-1, x.shape[-1]))
@@ -109,7 +110,7 @@ class PairCodec(Codec):
 
 
 def pair_points(codec: PairCodec) -> np.ndarray:
-    """The pair of values that each code of a pair stands for, (2^bits, 2) float32."""
+    """The values of each pair code, (2^bits, 2) float32."""
     points = codec.points
     assert points is not None, "it depends on other codes"
     return points if points.shape[1] == 2 else joined_table(points, codec.store.bits // 2)
@@ -117,7 +118,7 @@ def pair_points(codec: PairCodec) -> np.ndarray:
 
 @cache
 def _rows(codec: PairCodec) -> np.ndarray:
-    """A row of values for each two codes, or for each code of ten bits."""
+    """The table of `PairCodec.lookup`: a row of four values for each two codes, or of two for each code of ten bits."""
     bits = codec.store.bits
     return joined_table(pair_points(codec), bits) if bits <= 8 else pair_points(codec)
 

@@ -1,12 +1,12 @@
-"""Codes of a few bits in bytes, without unused bits.
+"""Bit planes: codes of a few bits packed into bytes without unused bits.
 
-Vectors of codes share vectors of bytes, place by place: a run of n codes of b bits takes ⌈n · b / 8⌉ bytes. Code i lies
-in byte i, as far as there are bytes: all of its bits, or of ten the lowest eight. The bits that are left of the codes
-fill those that are left of the bytes, both in order and from the lowest up:
+Vectors of codes are packed elementwise into vectors of bytes: a run of n codes of b bits takes ⌈n · b / 8⌉ bytes. Byte
+i holds code i, or the low eight bits of a ten-bit code. The bits of the codes that remain then fill the bits of the
+bytes that remain, both in order and from the lowest up:
 
     7 bits    8 codes in 7 bytes    byte i has code i in its low seven bits; its top bit is bit i of code 7
     6 bits    4 in 3                byte i has code i in its low six bits; its top two are bits 2i and 2i + 1 of code 3
-    4 bits    2 in 1                code 0 in the low half
+    4 bits    2 in 1                code 0 in the low half, code 1 in the high half
     10 bits   4 in 5                four low bytes, then a byte with bits 8 and 9 of each code
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 
 class Piece(NamedTuple):
-    """`bits` bits of code `code`, from bit `low` on, are bits of byte `byte`, from bit `place` on."""
+    """`bits` bits of code `code`, from bit `low` on, are stored in byte `byte`, from bit `place` on."""
 
     code: int
     low: int
@@ -35,8 +35,8 @@ class Piece(NamedTuple):
 class Planes:
     """Codes of `bits` bits, 2 to 8 or 10.
 
-    vectors: how many share bytes, 0 for as few as fill them. top: whether codes lie in the top bits of their bytes, and
-    the bits that are left of the others below.
+    vectors: the length of a run; 0 for the least that fills whole bytes. top: whether codes take the top bits of their
+    bytes, and the remaining bits of other codes those below.
     """
 
     bits: int
@@ -45,20 +45,20 @@ class Planes:
 
     @cached_property
     def run(self) -> int:
-        """The number of vectors that share bytes."""
+        """The number of vectors of a run, which share bytes."""
         return self.vectors or 8 // math.gcd(self.bits, 8)
 
     def stored(self, count: int) -> int:
-        """The number of vectors of bytes that `count` vectors of codes take: runs, and a shorter one at the end."""
+        """The number of vectors of bytes for `count` vectors of codes: whole runs, and a shorter one at the end."""
         runs, rest = divmod(count, self.run)
         return runs * -(-self.run * self.bits // 8) + -(-rest * self.bits // 8)
 
     def pieces(self, count: int) -> tuple[Piece, ...]:
-        """Where the codes of a run of `count` vectors lie. The first piece of each code has its lowest bits."""
+        """The pieces of the codes of a run of `count` vectors. The first piece of each code has its lowest bits."""
         return _pieces(self.bits, count, self.top)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
-        """codes (..., V, W) below 2^bits, of any unsigned type → (..., stored(V), W) uint8."""
+        """codes (..., V, W) below 2^bits, of any unsigned dtype → (..., stored(V), W) uint8."""
         *lead, count, width = codes.shape
         packed = np.zeros((*lead, self.stored(count), width), np.uint8)
         for size, own, out in self._runs(codes, packed):
@@ -77,7 +77,7 @@ class Planes:
         return codes
 
     def _runs(self, codes: np.ndarray, packed: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Vectors of a run, and views of codes and of bytes (..., runs, vectors, W): of whole runs, and of the rest."""
+        """Yields, for whole runs, then for the rest: vectors per run, views (..., runs, vectors, W) of codes, bytes."""
         *lead, count, width = codes.shape
         whole, rest = divmod(count, self.run)
         for first, runs, size in ((0, whole, self.run), (whole * self.run, 1, rest)):
@@ -91,7 +91,7 @@ class Planes:
 
 
 def _unpack_run(pieces: Sequence[Piece], packed: np.ndarray, codes: np.ndarray) -> None:
-    """Vectors of bytes (..., n, W) → vectors of codes (..., V, W)."""
+    """packed (..., n, W) → codes (..., V, W), which is written."""
     whole = min(packed.shape[-2], codes.shape[-2])
     _, _, _, place, bits = pieces[0]
     first = packed[..., :whole, :]
@@ -110,7 +110,7 @@ def _unpack_run(pieces: Sequence[Piece], packed: np.ndarray, codes: np.ndarray) 
 
 
 def code_type(bits: int) -> np.dtype:
-    """The type of unpacked codes."""
+    """The dtype of unpacked codes."""
     return np.dtype(np.uint8 if bits <= 8 else np.uint16)
 
 

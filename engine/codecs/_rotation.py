@@ -1,6 +1,6 @@
-"""Random orthogonal matrices that never change: codes on disk depend on them.
+"""Random orthogonal matrices that never change, since codes on disk depend on them.
 
-Random bits come from PCG64's raw stream, which NumPy keeps stable between versions; those of a Generator may change.
+Random bits come from PCG64's raw stream, which is the same in all versions of NumPy; a Generator's may change.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def _frozen(matrix: np.ndarray) -> np.ndarray:
 
 
 def _signs(head_dim: int) -> np.ndarray:
-    """Two rows of ±1, (2, D) float64."""
+    """Two rows of random signs ±1, (2, D) float64."""
     return np.where(np.random.PCG64(_SEED).random_raw((2, head_dim)) >> 63, -1.0, 1.0)
 
 
 def preconditioning(kind: str, head_dim: int) -> np.ndarray | None:
-    """The rotation of an option: "hadamard", "dense", or None for "none"."""
+    """The rotation of an option: the matrix (D, D) of "hadamard" or "dense", None for "none"."""
     if kind == "none":
         return None
     return dense(head_dim) if kind == "dense" else signed_hadamard(head_dim)
@@ -55,8 +55,8 @@ def twice_signed_hadamard(head_dim: int) -> np.ndarray:
 def dense(head_dim: int) -> np.ndarray:
     """An orthogonal matrix from the uniform (Haar) distribution, (D, D) float32, read-only.
 
-    The Q of a Gaussian matrix, with the signs of its columns chosen so that R has a positive diagonal; otherwise Q is
-    not uniform (Mezzadri, Notices of the AMS 54(5), 2007).
+    It is the Q of a Gaussian matrix, with the signs of its columns such that the diagonal of R is positive; otherwise Q
+    would not be uniform (Mezzadri, Notices of the AMS 54(5), 2007).
     """
     uniform = (np.random.PCG64(_SEED).random_raw((2, head_dim, head_dim)) >> 11) * 2.0**-53
     gaussian = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * np.pi * uniform[1])

@@ -1,8 +1,8 @@
-"""Sections: the bytes of a block as a device reads them, tiles of a CPU and records of a GPU.
+"""Sections: the bytes of a block as a device reads them, in tiles of a CPU and records of a GPU.
 
-A section is data: an order of a stream's codes, and `Planes` by which vectors of them share bytes. An order is an array
-of the numbers of codes, counted from 1; 0 stands for no code, and a zero is stored. `arrange` makes orders. Packing and
-its inverse follow from them.
+A section is data: an order of a stream's codes, and the `Planes` that pack vectors of them. An order is an array of
+code numbers, counted from 1; 0 stands for padding, stored as zero. `arrange` makes orders. Packing and its inverse
+follow from them.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from polarlm.engine.codecs._streams import Stream
 
 
 def numbered(*shape: int) -> np.ndarray:
-    """The numbers of the codes of a stream: 1, 2, … in this shape."""
+    """The code numbers of a stream: 1, 2, … in this shape, int32."""
     return np.arange(1, math.prod(shape) + 1, dtype=np.int32).reshape(shape)
 
 
 def arrange(x: np.ndarray, cuts: Sequence[tuple[int, ...]], order: Sequence[int]) -> np.ndarray:
-    """x with each axis cut into pieces, and the pieces of all axes in another order.
+    """x with each axis i reshaped to the axes cuts[i], and all these axes transposed to `order`.
 
-    An axis that is shorter than the product of its pieces is filled up with zeros.
+    An axis that is shorter than the product of its cuts is padded with zeros.
     """
     ends = [(0, math.prod(pieces) - size) for pieces, size in zip(cuts, x.shape, strict=True)]
     return np.pad(x, ends).reshape(*itertools.chain(*cuts)).transpose(order)
 
 
 class Stored(Protocol):
-    """Some of the streams of a block, as bytes."""
+    """The bytes of one or more streams of a block."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The number of bytes."""
 
     def pack(self, streams: Mapping[str, np.ndarray]) -> np.ndarray:
         """Streams (..., *shape) → (..., nbytes) uint8."""
@@ -50,9 +50,9 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The stream `name`. order (P, V, W): in each of P parts V vectors of codes, which become bytes by `planes`.
+    """The bytes of the stream `name`. order (P, V, W): P parts of V vectors of codes, which `planes` packs.
 
-    Without planes each code or number is stored as it is.
+    Without planes each code or number is stored unpacked.
     """
 
     name: str
@@ -64,19 +64,19 @@ class Section:
     def numbers(
         cls, name: str, stream: Stream, cuts: Sequence[tuple[int, ...]] = (), order: Sequence[int] = ()
     ) -> Section:
-        """Numbers in the order that `arrange` gives them, or in their own."""
+        """A section of numbers, in the order of `arrange`, or in their own if `order` is empty."""
         own = numbered(*stream.shape)
         return cls(name, stream, (arrange(own, cuts, order) if order else own).reshape(1, 1, -1))
 
     @property
     def vectors(self) -> int:
-        """Vectors of bytes of a part."""
+        """Vectors of bytes per part."""
         count = self.order.shape[1]
         return count if self.planes is None else self.planes.stored(count)
 
     @property
     def width(self) -> int:
-        """Bytes of a vector."""
+        """Bytes per vector."""
         return self.order.shape[2] * (self.stream.dtype.itemsize if self.planes is None else 1)
 
     @property
@@ -85,7 +85,7 @@ class Section:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Where each code stands in the order, of the shape of the stream."""
+        """The index of each code in the flattened order, in the stream's shape, intp."""
         places, order = np.zeros(self.stream.size + 1, np.intp), self.order.reshape(-1)
         places[order] = np.arange(order.size)
         return places[1:].reshape(self.stream.shape)
@@ -118,7 +118,7 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Sections:
-    """Sections one after another, each at a multiple of `alignment` bytes, and zeros up to a multiple of `line`."""
+    """Consecutive sections, each aligned to `alignment` bytes, padded with zeros to a multiple of `line` bytes."""
 
     sections: tuple[Stored, ...]
     alignment: int
@@ -126,7 +126,7 @@ class Sections:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each section begins, and the end of the last one."""
+        """The offset of each section in bytes, and the end of the last one."""
         ends = [0]
         for section in self.sections:
             ends.append(ends[-1] + -(-section.nbytes // self.alignment) * self.alignment)

@@ -1,4 +1,4 @@
-"""Streams: the codes and numbers that a codec makes of a block, before anything is said about bytes."""
+"""Streams: the codes and numbers of a block, independent of how bytes store them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Field(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The codes or the numbers of one kind in a block of one KV head. Make them by `codes` and `numbers`.
+    """The codes or numbers of one kind in a block of one KV head. `codes` and `numbers` make streams.
 
-    shape: one for each token, pair or group. bits: of a code, which is stored without unused bits; None for a number,
-    which is stored as it is. dtype: of numbers, and of unpacked codes.
+    shape: one entry per token, pair or group. bits: bits per code, which are packed without unused bits; None for
+    numbers, which are stored unchanged. dtype: of numbers, and of unpacked codes.
     """
 
     shape: tuple[int, ...]
@@ -41,13 +41,13 @@ class Stream(NamedTuple):
 
     @property
     def field(self) -> Field:
-        """The array that stores it."""
+        """The array that stores the stream."""
         if self.bits is None:
             return Field(self.shape, self.dtype)
         return Field((self.size * self.bits // 8,), np.dtype(np.uint8))
 
     def pack(self, x: np.ndarray) -> np.ndarray:
-        """x (..., *shape) → (..., *field.shape). Codes are cut into the vectors of one run of `Planes`."""
+        """x (..., *shape) → (..., *field.shape). Codes are packed as the vectors of one run of `Planes`."""
         if self.bits is None:
             return x.astype(self.dtype, copy=False)
         lead, planes = x.shape[: x.ndim - len(self.shape)], _planes(self.bits)
@@ -55,7 +55,7 @@ class Stream(NamedTuple):
         return planes.pack(vectors).reshape(*lead, *self.field.shape)
 
     def unpack(self, field: np.ndarray) -> np.ndarray:
-        """The inverse of `pack`, C-contiguous where it was packed."""
+        """The inverse of `pack`; codes are C-contiguous."""
         if self.bits is None:
             return field
         *lead, nbytes = field.shape
@@ -72,12 +72,12 @@ Schema = Mapping[str, Stream]
 
 
 def codes(bits: int, *shape: int) -> Stream:
-    """Codes of 2 to 8 or of 10 bits, unpacked uint8 or uint16; their number is a multiple of a run of `Planes`."""
+    """A stream of codes of 2 to 8 or 10 bits, uint8 or uint16. Their number is a multiple of a run of `Planes`."""
     return Stream(shape, None if bits == 8 else bits, code_type(bits))
 
 
 def numbers(dtype: DTypeLike, *shape: int) -> Stream:
-    """Numbers that are stored as they are."""
+    """A stream of numbers, which are stored unchanged."""
     return Stream(shape, None, np.dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Tables of `trellis`: bits per pair → x and y of each point in state 0, in thousandths.
+"""The tables of `trellis`: bits per pair → x and y of each point in state 0, in thousandths.
 
 Printed by `scripts/train_trellis.py`.
 """

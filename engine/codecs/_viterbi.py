@@ -10,10 +10,10 @@ import numpy as np
 from polarlm.engine.codecs._cosets import STATES, Cosets
 
 _CLIP = np.float32(1e6)  # pairs are clipped to this, so that squared distances stay finite
-_UNREACHABLE = np.float32(1e30)  # the cost of beginning in any state but the first
+_UNREACHABLE = np.float32(1e30)  # the cost of starting in any state but the first
 
-_SLAB = 2048  # survivors in each state, extended together: enough to hide the cost of a call, few enough for the cache
-_RECENT = 8  # pairs whose errors are reordered at every step; errors of older pairs once in so many steps
+_SLAB = 2048  # survivors of a state that are extended together: enough to hide NumPy's overhead, and they fit the cache
+_RECENT = 8  # latest pairs, whose errors are reordered at every step; older errors once every _RECENT steps
 
 _QUARTERS = np.array([1, 1j, -1, -1j], np.complex64)  # the exact rotation of a pair in each state
 
@@ -25,10 +25,10 @@ def rotate_quarters(pairs: np.ndarray, quarters: int) -> np.ndarray:
 
 
 class PathSearch:
-    """Viterbi's algorithm over codes of pairs: finds the path with the least sum of squared errors.
+    """Viterbi's algorithm over codes of pairs: it finds the path with the least sum of squared errors.
 
-    base: (2^m, 2) float32. In state s, code c stands for base[c] rotated by s right angles, and leads to state c & 3.
-    Every vector begins in state 0.
+    base (2^m, 2) float32: in state s, code c stands for base[c] rotated by s right angles, and leads to state c & 3.
+    Every vector starts in state 0.
     """
 
     def __init__(self, base: np.ndarray) -> None:
@@ -46,10 +46,10 @@ class PathSearch:
     ) -> tuple[np.ndarray, np.ndarray]:
         """x (K, R, D) float32 of unit variance → codes (K, R, P) uint8, their points (K, R, D) float32.
 
-        feedback: (K, D, D) float32, strictly lower in blocks of pairs: the target of pair j is x_j + F_j·e_{<j}, with
-        the errors e of the pairs before it on the same path. weights: (K, P) float32, of the squared error of each
-        pair. survivors: L, a power of two, paths kept for each state. Without feedback one is enough. With feedback
-        later costs depend on all earlier errors, so no number guarantees the best path.
+        feedback (K, D, D) float32, strictly lower triangular in blocks of pairs: the target of pair j is
+        x_j + F_j·e_{<j}, with the errors e of earlier pairs on the same path. weights (K, P) float32: of each pair's
+        squared error. survivors: L, a power of two, paths to keep for each state. Without feedback one is enough. With
+        feedback, costs depend on all earlier errors, so no number guarantees the best path.
         """
         codes, points = np.empty((*x.shape[:2], x.shape[2] // 2), np.uint8), np.empty_like(x)
         step = max(1, _SLAB // max(1, len(x) * survivors))
@@ -60,7 +60,7 @@ class PathSearch:
         return codes, points
 
     def points(self, codes: np.ndarray) -> np.ndarray:
-        """codes (..., P) of whole vectors → (..., D) float32."""
+        """codes (..., P) of whole vectors → their points (..., D) float32."""
         return np.take(self._points, self.states(codes).astype(np.intp) << self._bits | codes).view(np.float32)
 
     @staticmethod
@@ -80,7 +80,7 @@ class PathSearch:
         points = np.repeat(self._points, survivors, axis=0)
         cost = np.full((STATES * survivors, heads * count), _UNREACHABLE)
         cost[0] = 0
-        # A link is the survivor before, times 2^m, plus the last code.
+        # A link is the previous survivor's index, times 2^m, plus the code.
         links = np.empty((dim // 2, *cost.shape), np.uint16)
         for j, pair in enumerate(pairs):
             target = np.broadcast_to(pair, cost.shape) if history is None else history.targets(j)
@@ -93,10 +93,10 @@ class PathSearch:
     def _step(
         self, target: np.ndarray, cost: np.ndarray, weight: np.ndarray | None, links: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Extend survivors by one pair: from each state to each state, the best L into each.
+        """Extend survivors by one pair from each state to each state, and keep the best L of each new state.
 
-        target, cost (4L, S); weight (S,). Fills links (4L, S) of the new survivors. Returns their cost (4L, S), and the
-        flat index of the survivor before each, (4L, S) intp.
+        target, cost (4L, S); weight (S,). Writes the links (4L, S) of the new survivors. Returns their cost (4L, S),
+        and the flat index of each one's predecessor, (4L, S) intp.
         """
         survivors = len(cost) // STATES
         state = np.arange(len(cost))[:, None] // survivors
@@ -112,8 +112,8 @@ class PathSearch:
         if weight is not None:
             total *= weight
         total += cost
-        # Non-negative floats have the order of their bits as integers. The lowest bits are replaced by the number of
-        # the survivor, so that a minimum over integers gives the least cost and the survivor together.
+        # Floats ≥ 0 compare like their bits. The lowest bits are replaced by the survivor's index, so that a minimum
+        # over integers gives the least cost together with the survivor.
         tagged = total.view(np.uint32)
         tagged &= np.uint32(2**32 - len(cost))
         tagged |= np.arange(len(cost), dtype=np.uint32)[:, None]
@@ -129,7 +129,7 @@ class PathSearch:
         return best.view(np.float32), before
 
     def _trace(self, survivor: np.ndarray, links: np.ndarray) -> np.ndarray:
-        """The last survivor of each vector (S,), links (P, 4L, S) → codes (P, S) of its path."""
+        """The best last survivor of each vector (S,), links (P, 4L, S) → the codes (P, S) of its path."""
         codes, columns = np.empty(links.shape[::2], np.uint8), np.arange(links.shape[2])
         for j in reversed(range(len(links))):
             link = links[j, survivor, columns]
@@ -139,24 +139,24 @@ class PathSearch:
 
 
 def _least(numbers: np.ndarray, count: int) -> np.ndarray:
-    """numbers (4, M, S) uint32 below 2³¹, different along M → the `count` least along M, ascending, (4, count, S)."""
+    """numbers (4, M, S) uint32 below 2³¹, distinct along M → the `count` least along M, ascending, (4, count, S)."""
     least = np.empty((len(numbers), count, numbers.shape[2]), np.uint32)
     offset: np.ndarray | np.uint32 = np.uint32(0)
     for place in range(count):
         lowest = numbers.min(axis=1)
         least[:, place] = lowest + offset
         if place < count - 1:
-            numbers -= (lowest + np.uint32(1))[:, None]  # the lowest wraps around to the largest
+            numbers -= (lowest + np.uint32(1))[:, None]  # the lowest wraps around and becomes the largest
             offset = least[:, place] + np.uint32(1)
     return least
 
 
 class _ErrorHistory:
-    """Errors of the earlier pairs on each survivor's path, and the targets of its next pair that follow from them.
+    """The errors of earlier pairs on each survivor's path, and the targets of its next pair that follow from them.
 
-    A step replaces survivors by extensions of others, so their errors have to be reordered. Only errors of a few recent
-    pairs are reordered at every step. The others are reordered once every `_RECENT` pairs, when one product adds
-    their feedback to the targets of the next `_RECENT` pairs.
+    A step replaces survivors by extensions of other survivors, so their errors have to be reordered. Only the errors of
+    the latest pairs are reordered at every step. Older ones are reordered once every `_RECENT` pairs, when one product
+    adds their feedback to the targets of the next `_RECENT` pairs.
     """
 
     def __init__(self, pairs: np.ndarray, heads: int, feedback: np.ndarray, survivors: int) -> None:
@@ -165,11 +165,11 @@ class _ErrorHistory:
         rows = survivors * pairs.shape[1]
         self._old = np.zeros((rows, 2 * len(pairs)), np.float32)  # (4L·S, D), in the order of the last reordering
         self._ancestors = np.arange(rows)  # each survivor's row in `_old`
-        self._recent = np.zeros((rows, 2 * _RECENT), np.float32)  # of the pairs since then, in the order of survivors
-        self._targets = np.empty((rows, 0), np.complex64)  # of the pairs since then, with feedback of old errors only
+        self._recent = np.zeros((rows, 2 * _RECENT), np.float32)  # errors of later pairs, in the order of survivors
+        self._targets = np.empty((rows, 0), np.complex64)  # targets of later pairs, with feedback of old errors only
 
     def targets(self, j: int) -> np.ndarray:
-        """Targets of pair j for each survivor, (4L, S) complex64. To be called in order, each followed by `extend`."""
+        """The targets of pair j for each survivor, (4L, S) complex64. Call it for j = 0, 1, …, each before `extend`."""
         place = j % _RECENT
         if place == 0:
             self._begin(j)
@@ -179,13 +179,13 @@ class _ErrorHistory:
         return targets.reshape(self._survivors, -1)
 
     def extend(self, j: int, before: np.ndarray, errors: np.ndarray) -> None:
-        """Pair j: before (4L, S) intp, flat indices of the survivors it extends; its errors (4L, S) complex64."""
+        """Add pair j. before (4L, S) intp: flat indices of predecessors; errors (4L, S) complex64: the pair's."""
         self._ancestors = np.take(self._ancestors, before.reshape(-1))
         self._recent = np.take(self._recent, before.reshape(-1), axis=0)
         self._recent.view(np.complex64)[:, j % _RECENT] = errors.reshape(-1)
 
     def _begin(self, j: int) -> None:
-        """Reorder the errors of all pairs before j, and compute their feedback to the next pairs."""
+        """Reorder the errors of all pairs before j, and compute their feedback to the next `_RECENT` pairs."""
         if j:
             self._old = np.take(self._old, self._ancestors, axis=0)
             self._old[:, 2 * (j - _RECENT) : 2 * j] = self._recent

@@ -1,4 +1,4 @@
-"""Half precision: every value rounded to a float16. Not rotated.
+"""Half precision: every value is rounded to float16. No rotation.
 
 Bits per value: 16. Decode: three integer passes and one multiplication (`_arrays.widen`).
 """
@@ -38,6 +38,6 @@ class Half(Codec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Half:
-    """Raises ValueError on any option."""
+    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Half()

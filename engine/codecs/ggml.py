@@ -1,4 +1,4 @@
-"""The two ggml types most used for llama.cpp's KV cache: 32 values share one scale. Not rotated.
+"""The two ggml types most used for llama.cpp's KV cache: 32 values share one scale. No rotation.
 
     q8_0: d = max|x| / 127, x ≈ d·(code − 128), codes 1 … 255
     q4_0: d = −m / 8, m the value of largest magnitude with its sign, x ≈ d·(code − 8), codes 0 … 15
@@ -39,14 +39,14 @@ _GROUP = 32
 
 @dataclass(frozen=True)
 class Grouped(Codec):
-    """The common part of both types: groups of 32 channels of one token, and codes that count from that of 0."""
+    """What both types share: groups of 32 channels of one token, and codes with a zero point."""
 
     name: str
     bits: ClassVar[int]
 
     @property
     def zero(self) -> int:
-        """The code of the value 0."""
+        """The zero point: the code of the value 0."""
         return 1 << self.bits - 1
 
     def check(self, head_dim: int, block_size: int) -> None:
@@ -71,7 +71,7 @@ class Grouped(Codec):
 
     @abstractmethod
     def round(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """groups (M, N, G, 32) → d (M, N, G, 1), and whole numbers (M, N, G, 32), float32 both."""
+        """groups (M, N, G, 32) → d (M, N, G, 1), and codes minus the zero point (M, N, G, 32), both float32."""
 
 
 class Q8(Grouped):
@@ -84,7 +84,7 @@ class Q8(Grouped):
         scaled = groups * _inverse(scale)
         size = np.abs(scaled)
         whole = np.floor(size)
-        whole += size - whole >= 0.5  # adding a half instead could round a value just under a half upwards
+        whole += size - whole >= 0.5  # adding 0.5 before `floor` could round up a value just under a half
         return scale, np.copysign(whole, scaled)
 
 
@@ -101,13 +101,13 @@ class Q4(Grouped):
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale float32, and 0 where that exceeds a float32."""
+    """1 / scale in float32, or 0 where that overflows."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = 1 / scale
     return np.where(np.isinf(inverse), np.float32(0), inverse)
 
 
 def create(name: str, options: tuple[str, ...]) -> Q8 | Q4:
-    """Raises ValueError on any option."""
+    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Q8(name) if name == "q8_0" else Q4(name)

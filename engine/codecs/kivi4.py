@@ -1,4 +1,4 @@
-"""KIVI at four bits: 32 values share a scale and a zero point. Keys by channel, values by token. Not rotated.
+"""KIVI at four bits: 32 values share a scale and a zero point. Keys by channel, values by token. No rotation.
 
     code = round((x − zero) / scale),  zero = min x,  scale = (max x − min x) / 15;  x ≈ scale·code + zero
 
@@ -82,7 +82,7 @@ class Kivi4(Codec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Kivi4:
-    """Raises ValueError on any option but "token"."""
+    """The codec of this name. Raises ValueError on any option but "token"."""
     if options not in ((), ("token",)):
         raise ValueError(f"Cache type {name} has one option, token: write {name} for keys, {name}+token for values.")
     return Kivi4("+".join((name, *options)), bool(options))

@@ -1,4 +1,4 @@
-"""PolarQuant by RoPE pairs, keys only: channels j and j + D/2, which RoPE rotates together, as a radius and an angle.
+"""PolarQuant of RoPE pairs, keys only: channels j and j + D/2, which RoPE rotates together, as a radius and an angle.
 
     (kⱼ, kⱼ₊ᴅ/₂) = r·(cos θ, sin θ);  θ ≈ π·code/2^(m−1) − π,  r ≈ code·s,  s = max r / (2^n − 1) of a group of tokens
 
@@ -14,7 +14,7 @@ Options: `+g32`, or another number that divides the block size: groups of 32 tok
 `+minmax-radius`: codes count from the smallest radius of the group, r ≈ (code + ½)·s + min r with
 s = (max r − min r)/2^n, for 16/(2G) bits more. `+minmax`: angles as well, θ ≈ (code + ½)·s + min θ with θ in [0, 2π),
 as in the authors' implementation, for 48/(2G) bits more than the paper's. This is better for pairs that rotate little
-within a group, and worse if their angles lie on both sides of 0, where the range becomes the whole circle.
+within a group, and worse if their angles are on both sides of 0, where the range becomes the whole circle.
 
 **Streams.** N tokens of one KV head in N/G groups. Code of pair j, stored channels 2j and 2j + 1: radius << 4 | angle.
 
@@ -45,15 +45,15 @@ NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 _ANGLES = 16  # m = 4
 _DIRECTIONS = np.pi / 8 * np.arange(_ANGLES) - np.pi
 COSINES, SINES = np.cos(_DIRECTIONS).astype(np.float32), np.sin(_DIRECTIONS).astype(np.float32)
-# The ends of the first two directions of a quadrant.
+# Tangents of the upper bounds of the first two directions of a quadrant.
 TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class PolarPair(Codec):
-    """Radii have `radius_bits`; `group` tokens share scales, all tokens of a block if None.
+    """PolarQuant of RoPE pairs. radius_bits: bits per radius. group: tokens that share scales, None for all of a block.
 
-    minmax: "" for none; "radius" or "both" (radius and angle) if codes count from the minimum of the group.
+    minmax: "radius" or "both" (radius and angle) if codes count from the minimum of the group, else "".
     """
 
     name: str
@@ -72,7 +72,7 @@ class PolarPair(Codec):
 
     @property
     def bits(self) -> int:
-        """Bits of a pair's code."""
+        """Bits per pair code."""
         return 4 + self.radius_bits
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
@@ -125,7 +125,7 @@ class PolarPair(Codec):
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Names of the streams of scales."""
+        """The names of the streams of scales."""
         radius, angle = ("radius_step", "radius_low"), ("angle_step", "angle_low")
         return {"": radius[:1], "radius": radius, "both": radius + angle}[self.minmax]
 
@@ -145,18 +145,19 @@ def _per_token(scale: np.ndarray) -> np.ndarray:
 
 
 def _divisor(step: np.ndarray) -> np.ndarray:
-    """A stored step (..., N/G, D/2) as a divisor for each token: 1 in place of 0."""
+    """A stored step (..., N/G, D/2), with 1 instead of 0 → a divisor (..., N/G, 1, D/2) float32."""
     return _per_token(np.where(step == 0, np.float16(1), step))
 
 
 def _quantize_from_zero(radius: np.ndarray, last: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """radius (..., N/G, G, D/2) → codes 0 … last uint8, and the stream of the step."""
+    """radius (..., N/G, G, D/2) → codes 0 … last, uint8, and the stream of steps."""
     step = (radius.max(-2) / np.float32(last)).astype(np.float16)
     return np.minimum(np.rint(radius / _divisor(step)), last).astype(np.uint8), {"radius_step": step}
 
 
 def _quantize_from_minimum(x: np.ndarray, count: int, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """x (..., N/G, G, D/2) ≥ 0 → codes 0 … count − 1 uint8 of equal cells between minimum and maximum, both streams."""
+    """x (..., N/G, G, D/2) ≥ 0 → codes 0 … count − 1, uint8, of equal cells from minimum to maximum; streams of steps
+    and minima."""
     smallest = x.min(-2)
     low, step = smallest.astype(np.float16), ((x.max(-2) - smallest) / np.float32(count)).astype(np.float16)
     codes = np.clip(np.floor((x - _per_token(low)) / _divisor(step)), 0, count - 1).astype(np.uint8)
@@ -164,7 +165,7 @@ def _quantize_from_minimum(x: np.ndarray, count: int, name: str) -> tuple[np.nda
 
 
 def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Codes of the nearest of the sixteen directions, uint8, by comparisons in a quadrant: no angle is computed."""
+    """Codes of the nearest of the sixteen directions, uint8, found by comparisons in a quadrant without an angle."""
     first, second = TANGENTS
     x, y = np.abs(a), np.abs(b)
     code = (y > first * x).view(np.uint8)
@@ -175,7 +176,7 @@ def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarPair:
-    """Raises ValueError on an unknown option, or on two of a kind."""
+    """The codec of this name. Raises ValueError on an unknown option, or on two of a kind."""
     known = {"minmax-radius": "radius", "minmax": "both"}
     minmax = [option for option in options if option in known]
     groups = [option for option in options if option[:1] == "g" and option[1:].isdecimal() and int(option[1:]) > 0]

@@ -1,6 +1,6 @@
 """PolarQuant: every 16 values as one radius and 15 quantized angles.
 
-    (x₂ⱼ, x₂ⱼ₊₁) = r·(cos θ, sin θ), then the same with neighbouring radii r, on four levels: 16 values → 1 radius
+    (x₂ⱼ, x₂ⱼ₊₁) = r·(cos θ, sin θ), then the same with adjacent radii r, on four levels: 16 values → 1 radius
 
 Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025: Definition 1 and Algorithm 1
 (the transform and its inverse), Lemma 2 (the densities of the angles), §4.1 (four levels, bits 4/2/2/2, fp16 radius).
@@ -89,13 +89,13 @@ def _quarter(squares: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _level1_table() -> np.ndarray:
-    """For each two codes of level 1 their four values at radius 1, (256, 4) float32."""
+    """The four values of each two codes of level 1 at radius 1, (256, 4) float32."""
     return joined_table(np.stack([np.cos(CENTRES[1]), np.sin(CENTRES[1])], -1), 4).astype(np.float32)
 
 
 @cache
 def upper_table(levels: int) -> np.ndarray:
-    """For each code of a half (`level4 << 6` if there is a level 4, and six bits), factors of its 8 values.
+    """The factors of the 8 values of a half, for each of its codes (six bits, and `level4 << 6` if there is a level 4).
 
     (4 ** levels, 8) float32: the radius of each pair, twice. Level 4 multiplies a first half by the cosine of its angle
     and a second half by the sine, which is the cosine at the complement of the code.
@@ -162,7 +162,7 @@ class PolarQuant(Codec):
     def angles(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
 
-        A square beyond float32 is infinite, and its norm saturates.
+        A norm whose square overflows is infinite.
         """
         with np.errstate(over="ignore"):
             negative = (x < 0).view(np.uint8)
@@ -178,7 +178,7 @@ class PolarQuant(Codec):
 
 
 def rows_of(streams: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Streams → rows of `upper_table` for every 8 values, (..., N, D/8) uint8: level 4, if any, and the six bits."""
+    """Streams → the row of `upper_table` for every 8 values, (..., N, D/8) uint8: level 4, if any, and the six bits."""
     if "upper8" not in streams:
         return streams["upper6"]
     first, second = streams["upper8"], streams["upper6"]
@@ -190,7 +190,7 @@ def rows_of(streams: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def from_rows(rows: np.ndarray, levels: int) -> dict[str, np.ndarray]:
-    """The streams of the levels above the first: the inverse of `rows_of`."""
+    """The streams of the levels above the first; the inverse of `rows_of`."""
     if levels == 3:
         return {"upper6": rows}
     return {"upper8": rows[..., 0::2], "upper6": rows[..., 1::2] & 63}
@@ -205,7 +205,7 @@ def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:
-    """Raises ValueError on any option but one preconditioning."""
+    """The codec of this name. Raises ValueError on any option but one preconditioning."""
     return PolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))
 
 

@@ -1,15 +1,15 @@
-"""PolarQuant with codebooks learned from each prompt and layer, for measuring only.
+"""PolarQuant with codebooks learned from each prompt and layer, for measurements only.
 
-The fields and the bits per value are those of `polarquant`. The centres are not constants but found by k-means on the
-angles in the first blocks that the codec encodes: sixteen on [0, 2π) for level 1, four on [0, π/2] for each level
-above. So only the instance that encoded a block can decode it: no prefix is shared, no session is saved, and each layer
-needs an instance for keys and one for values.
+The fields and the bits per value are those of `polarquant`. Its centres are found by k-means on the angles of the first
+blocks that the codec encodes: sixteen on [0, 2π) for level 1, four on [0, π/2] for each higher level. So only the
+instance that encoded a block can decode it: no prefix is shared, no session is saved, and each layer needs an instance
+for keys and one for values.
 
 Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025, §4.1 and the online variant of
 §5 (1-D k-means++ on the angles of the prompt, at prefill). Seeds: Arthur and Vassilvitskii, "k-means++: The Advantages
 of Careful Seeding", 2007. One start is the offline codebook, so no level has a larger error on its samples than that.
 Decode, per value: one lookup of a cosine or a sine and one multiplication for level 1, and nearly as many for all
-levels above.
+higher levels together.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, angles_of, cho
 
 NAMES = ("polarquant-online",)
 
-_TOKENS = 4096  # the most to learn from
-_STARTS = 4  # of k-means++, besides the offline codebook
+_TOKENS = 4096  # most tokens to learn from
+_STARTS = 4  # starts from k-means++, besides the offline codebook
 _SEED = 20250204
 
 
 @dataclass(frozen=True)
 class OnlinePolarQuant(PolarQuant):
-    """PolarQuant with its own codebook, which has no part in comparisons.
+    """PolarQuant with its own codebook, which comparisons of codecs ignore.
 
     codebook: level → ascending centres, (16,) or (4,) float32, radians. Empty until the first block that is not all
-    zeros is encoded, and fixed from then on.
+    zeros is encoded; fixed after that.
     """
 
     codebook: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
@@ -70,7 +70,7 @@ class OnlinePolarQuant(PolarQuant):
 
 
 def _polar(radii: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
-    """radii (..., 2n), for level 1 values → angles (..., n) in [0, 2π), above level 1 in [0, π/2]; radii (..., n)."""
+    """radii (..., 2n), for level 1 values → angles (..., n), in [0, 2π) for level 1, else [0, π/2]; radii (..., n)."""
     a, b = radii[..., 0::2], radii[..., 1::2]
     angles = np.arctan2(b, a)
     if level == 1:
@@ -80,7 +80,7 @@ def _polar(radii: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _learn(tokens: np.ndarray) -> dict[int, np.ndarray]:
-    """tokens (M, D), not all zero → level → centres. Angles of pairs of zeros are left out."""
+    """The codebook, level → centres, for tokens (M, D), not all zero. Angles of pairs of zeros are ignored."""
     radii = tokens[:: 1 + len(tokens) // _TOKENS]
     codebook = {}
     for level in range(1, level_count(tokens.shape[-1]) + 1):
@@ -90,12 +90,12 @@ def _learn(tokens: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _k_means(samples: np.ndarray, offline: np.ndarray) -> np.ndarray:
-    """The best of several local optima for samples (S,): as many ascending centres as in `offline`, float64."""
+    """The best of several local optima for samples (S,): ascending centres, as many as in `offline`, float64."""
     values = np.sort(samples.astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(values)])
 
     def explained(centres: np.ndarray) -> float:
-        """Σ value² less the squared error of the centres."""
+        """Σ value² minus the squared error of the centres."""
         edges = _edges(values, centres)
         return float((2 * centres * np.diff(sums[edges]) - centres**2 * np.diff(edges)).sum())
 
@@ -104,12 +104,12 @@ def _k_means(samples: np.ndarray, offline: np.ndarray) -> np.ndarray:
 
 
 def _edges(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Ascending values, ascending centres (C,) → the bounds of their cells among the values, (C + 1,)."""
+    """Ascending values, ascending centres (C,) → the bounds of the centres' cells among the values, (C + 1,)."""
     return np.concatenate([[0], np.searchsorted(values, (centres[1:] + centres[:-1]) / 2), [len(values)]])
 
 
 def _lloyd(values: np.ndarray, sums: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Lloyd's iteration from `centres` until no sample changes its cell; `sums`: cumulative sums of the values."""
+    """Centres from Lloyd's iteration until no sample changes its cell; sums: cumulative sums of the values."""
     edges = _edges(values, centres)
     while True:
         counts = np.diff(edges)
@@ -122,7 +122,8 @@ def _lloyd(values: np.ndarray, sums: np.ndarray, centres: np.ndarray) -> np.ndar
 
 
 def _seeds(values: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    """k-means++: samples drawn with probability proportional to the squared distance from the centres so far."""
+    """Yields k-means++ seeds: samples drawn with a probability proportional to the squared distance from the centres
+    so far."""
     random = np.random.default_rng(_SEED)
     for _ in range(_STARTS):
         centres = [random.choice(values)]
@@ -135,5 +136,5 @@ def _seeds(values: np.ndarray, count: int) -> Iterator[np.ndarray]:
 
 
 def create(name: str, options: tuple[str, ...]) -> OnlinePolarQuant:
-    """Raises ValueError on any option but one preconditioning."""
+    """The codec of this name. Raises ValueError on any option but one preconditioning."""
     return OnlinePolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))

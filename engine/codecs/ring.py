@@ -1,11 +1,11 @@
-"""Ring: every pair of rotated channels as one of 64, 128, 256 or 1,024 points on circles, and one norm per vector.
+"""Ring: every pair of rotated channels becomes one of 64, 128, 256 or 1,024 points on circles; one norm per vector.
 
     x = n·y,  n = rms(x);  (y₂ⱼ, y₂ⱼ₊₁) is close to a circular Gaussian pair, and takes the nearest of 2^m points
 
 Source: unrestricted polar quantization, with more phases on larger circles: Wilson, "Magnitude/phase quantization of
 independent Gaussian variates", IEEE Trans. Commun. 28(11), 1980; Swaszek & Thomas, "Optimal circularly symmetric
-quantizers", J. Franklin Inst. 313(6), 1982. Ours: these designs, an exact search among all points, and the use for a KV
-cache.
+quantizers", J. Franklin Inst. 313(6), 1982. Our own: these designs, an exact search among all points, and the use for a
+KV cache.
 Bits per value: m/2 + 8/D for `ring3`, `ring3.5`, `ring4` and `ring5` with m = 6, 7, 8, 10, and m/2 + 16/D with the
 option `norm16`. Mean squared error on Gaussian vectors of 128 values: .0292, .0151, .0077, .0020 per variance.
 Decode, per value: a quarter of a lookup of four values (`ring5`: half a lookup of two), one multiplication by the norm.
@@ -87,7 +87,7 @@ RINGS: dict[int, tuple[tuple[int, float], ...]] = {
 
 @cache
 def points_of(bits: int) -> np.ndarray:
-    """Code → its point, (2^bits, 2) float32, read-only."""
+    """The point of each code, (2^bits, 2) float32, read-only."""
     rings = []
     for number, (phases, radius) in enumerate(RINGS[bits]):
         angle = (np.arange(phases) + number % 2 / 2) * (2 * np.pi / phases)
@@ -129,7 +129,7 @@ class Ring(RotatedPairs):
 
 
 def create(name: str, options: tuple[str, ...]) -> Ring:
-    """Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order."""
+    """The codec of this name. Raises ValueError for options other than one preconditioning and `norm16`."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("ring")))
     return Ring("+".join((name, *options)), RingTable(bits, half_norms, RINGS[bits][-1][1]), preconditioning)

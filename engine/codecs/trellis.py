@@ -1,12 +1,12 @@
-"""Trellis: like `ring`, but the table of a pair depends on the code before it, at no cost in bits.
+"""Trellis: like `ring`, but the table of a pair depends on the previous code, at no cost in bits.
 
     x = n·y,  n = rms(x);  (y₂ⱼ, y₂ⱼ₊₁) = point of the window (last two bits of code j − 1, all m bits of code j)
 
-A window of m + 2 bits slides over the codes of a vector. It names four times as many points as m bits; the previous
-code allows a quarter of them, and the encoder searches the best path (Viterbi). Every vector begins with two zero bits,
-so that each token can be decoded alone.
+A window of m + 2 bits slides over the codes of a vector. It selects among four times as many points as m bits; the
+previous code allows a quarter of them, and the encoder searches for the best path (Viterbi). Every vector starts with
+two zero bits, so that each token can be decoded on its own.
 Source: trellis-coded quantization: Marcellin & Fischer, IEEE Trans. Commun. 38(1), 1990; bit-shift trellises, whose
-decoder is a window on the stream of codes: Tseng et al., "QTIP", 2024. Ours: pairs, states that rotate one table by
+decoder is a window on the stream of codes: Tseng et al., "QTIP", 2024. Our own: pairs, states that rotate one table by
 right angles, and these tables.
 Bits per value: m/2 + 8/D for `trellis3`, `trellis3.5` and `trellis4` with m = 6, 7, 8, and m/2 + 16/D with the option
 `norm16`. Mean squared error on Gaussian vectors of 128 values: .0228, .0116, .0058 per variance.
@@ -42,7 +42,7 @@ NAMES = ("trellis3", "trellis3.5", "trellis4")
 
 @cache
 def points_of(bits: int) -> np.ndarray:
-    """Code → its point in state 0, (2^bits, 2) float32, read-only."""
+    """The point of each code in state 0, (2^bits, 2) float32, read-only."""
     points = np.array(THOUSANDTHS[bits].split(), np.float32).reshape(-1, 2) / np.float32(1000)
     points.flags.writeable = False
     return points
@@ -55,7 +55,7 @@ def _search(bits: int) -> PathSearch:
 
 @cache
 def _table(bits: int, pairs: int) -> np.ndarray:
-    """A row of values for each window: one pair or two, the state in the top bits; (4 · 2^(bits·pairs), 2·pairs)."""
+    """The values of each window: a state in the top bits, then one or two codes; (4 · 2^(bits·pairs), 2·pairs)."""
     points = np.stack([rotate_quarters(points_of(bits), state) for state in range(STATES)])
     window = np.arange(STATES << bits * pairs)
     state, values = window >> bits * pairs, []
@@ -100,7 +100,8 @@ class Trellis(RotatedPairs):
         return self.store.best_path(unit[None])[0][0]
 
     def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A window has two pairs, but one of 8 bits: a table of two, indexed by 18 bits, would not fit the cache."""
+        """See `PairCodec.lookup`. A window has two pairs, but only one of 8 bits: a table for two, with an index of 18
+        bits, would not fit the cache."""
         bits, pairs = self.store.bits, 1 if self.store.bits == 8 else 2
         units = codes.astype(np.uint16) if pairs == 1 else join_wide(codes, bits)
         windows, flat = units.copy(), units.reshape(-1)
@@ -110,7 +111,7 @@ class Trellis(RotatedPairs):
 
 
 def create(name: str, options: tuple[str, ...]) -> Trellis:
-    """Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order."""
+    """The codec of this name. Raises ValueError for options other than one preconditioning and `norm16`."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("trellis")))
     reach = float(np.hypot(*points_of(bits).T).max())

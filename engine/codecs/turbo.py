@@ -64,14 +64,14 @@ def levels_of(bits: int) -> np.ndarray:
 
 @cache
 def thresholds_of(bits: int) -> np.ndarray:
-    """Thresholds between neighbouring levels, (2^b − 1,) float32. A value on a threshold takes the lower level."""
+    """Thresholds between adjacent levels, (2^b − 1,) float32. A value on a threshold takes the lower level."""
     levels = levels_of(bits)
     return (levels[1:] + levels[:-1]) / 2
 
 
 @dataclass(frozen=True)
 class TurboTable:
-    """The table of `turbo`: values of unit variance are rounded to the nearest level. bits: of a value."""
+    """The table of `turbo`: values of unit variance are rounded to the nearest level. bits: bits per value."""
 
     bits: int
 
@@ -88,7 +88,7 @@ class TurboTable:
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32."""
         codes = np.zeros(len(x), np.uint8)
-        for threshold in thresholds_of(self.bits):  # for so few, vectorised comparisons beat a search
+        for threshold in thresholds_of(self.bits):  # so few vectorized comparisons beat a search
             codes += x[:, 0] > threshold
         return codes, levels_of(self.bits)[codes][:, None]
 
@@ -101,11 +101,11 @@ class TurboTable:
 class Turbo(PairCodec):
     """Turbo at two, three or four bits."""
 
-    largest = np.float32(np.inf)  # vectors whose norm overflows have the codes next to 0
+    largest = np.float32(np.inf)  # so vectors whose norm overflows get the codes next to 0
 
     @property
     def bits(self) -> int:
-        """Bits of a value."""
+        """Bits per value."""
         return self.store.bits // 2
 
     @property
@@ -124,6 +124,6 @@ class Turbo(PairCodec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:
-    """Raises ValueError on any option."""
+    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Turbo(name, TurboTable(int(name.removeprefix("turbo"))).store)

@@ -1,7 +1,7 @@
-"""Records: the bytes of one quantized block of one KV head, its keys or its values, in the memory of a GPU.
+"""Records: the bytes of the keys, or of the values, of one quantized block of one KV head in the memory of a GPU.
 
-A record consists of the codec's sections (`Record`), the block's mean if keys are centred, and zeros up to a multiple
-of 128 bytes.
+A record has the codec's sections (`Record`), then the block mean if keys are centred, and is padded with zeros to a
+multiple of 128 bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from polarlm.engine.codecs._sections import Section, Sections, numbered
 from polarlm.engine.codecs._streams import Schema, numbers, pack, unpack
 from polarlm.engine.records.fragments import ALIGNMENT, Geometry, Record
 
-VERSION = 2  # of the byte layout of records, which session files contain
+VERSION = 2  # version of the byte layout, since session files contain records
 
 _LINE = 128  # bytes; records are a multiple of it
 _LARGEST_HEAD_DIM = 256
 _MEAN_TYPES = {8: np.int8, 16: np.float16}
 
-# A row of the tables in shared memory: 128 bytes for the keys' tables, 128 for the values'.
+# Bytes of a row of the tables in shared memory: 128 for the keys' tables, 128 for the values'.
 ROW_BYTES = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The bytes of a record of a codec's streams.
+    """The byte layout of records of a codec.
 
     mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred.
     """
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def codec(self) -> str:
-        """Name of `cuda/codecs/<codec>.cuh` and of the struct template in it."""
+        """The name of `cuda/codecs/<codec>.cuh` and of the struct template in it."""
         return self.record.codec
 
     @property
@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def tables(self) -> np.ndarray:
-        """The tables that kernels read beside the records, (bytes,) uint8, a multiple of 16."""
+        """The tables that kernels read in addition to records, (bytes,) uint8, a multiple of 16 bytes."""
         return self.record.tables
 
     @property
@@ -67,7 +67,7 @@ class Layout:
         return layout(codecs.get(codecs.FULL), geometry.values, geometry.block_size, geometry.head_dim)
 
     def text(self, struct_name: str) -> str:
-        """A C++ struct of constants, the argument of the codec's struct template."""
+        """The text of a C++ struct of constants, the argument of the codec's struct template."""
         mean_at, *after_mean = self._sections.offsets[len(self.record.sections) :]
         constants = {
             **self.record.geometry.constants,
@@ -82,11 +82,11 @@ class Layout:
         return f"struct {struct_name} {{\n{lines}}};\n"
 
     def pack(self, fields: Mapping[str, np.ndarray], mean_fields: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
-        """Fields of `Codec.encode` (..., *shape) and of `conditioning.centre` → records (..., nbytes) uint8."""
+        """Fields of `Codec.encode` (..., *shape), and of `conditioning.centre` → records (..., nbytes) uint8."""
         return self._sections.pack({**self.record.from_streams(unpack(self.schema, fields)), **(mean_fields or {})})
 
     def unpack(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The inverse of `pack`: fields, and mean fields (empty if there is no mean)."""
+        """The inverse of `pack`: fields, and the fields of the mean (empty if there is no mean)."""
         stored = self._sections.unpack(records)
         means = {section.name: stored.pop(section.name) for section in self._means}
         return pack(self.schema, self.record.to_streams(stored)), means
@@ -106,7 +106,7 @@ class Layout:
 
 
 def record_of(codec: Codec, geometry: Geometry) -> Record | None:
-    """The record of a codec, from the module here that has the name of the codec's module in `engine.codecs`.
+    """The record of a codec, from the module here with the name of the codec's module in `engine.codecs`.
 
     None if no kernel reads the codec.
     """
@@ -126,7 +126,7 @@ def _names() -> frozenset[str]:
 def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits: int = 0) -> Layout:
     """The layout of keys or of values in blocks of `block_size` tokens; the same object for the same arguments.
 
-    Raises ValueError, with a sentence for the user, where no kernel reads this codec or serves this shape.
+    Raises ValueError, with a sentence for the user, if no kernel reads this codec or this shape.
     """
     if head_dim % 8 or head_dim > _LARGEST_HEAD_DIM:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Records of full precision, and of the codec `f16`: halves. Twin: `cuda/codecs/f16.cuh`."""
+"""Records of the codec `f16`, which are also the full-precision records. Twin: `cuda/codecs/f16.cuh`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polarlm.engine.records.fragments import Geometry, Record
 
 @dataclass(frozen=True, eq=False)
 class HalfRecord(Record):
-    """Halves in fragment order, tile by tile. No tables."""
+    """float16 values in fragment order, tile by tile. No tables."""
 
     geometry: Geometry
     values: Stream
@@ -32,5 +32,5 @@ class HalfRecord(Record):
 
 
 def record(codec: Codec, geometry: Geometry) -> HalfRecord:
-    """The record of a block of keys or values."""
+    """The codec's record for a block of keys or values."""
     return HalfRecord(geometry, codec.schema(geometry.block_size, geometry.head_dim)["values"])

@@ -1,12 +1,12 @@
-"""Fragment order: the order of codes in a record, in which a CUDA kernel loads them into registers.
+"""Fragment order: the order of codes in a record, which is that of the registers that a CUDA kernel loads them into.
 
 A warp loads the codes of a record as A operands of the matrix instruction m16n8k16: the codes of each lane are
-contiguous, so that 16-byte loads of 32 lanes read 512 contiguous bytes. The head of `cuda/fragments.cuh` describes the
+contiguous, so that 16-byte loads of 32 lanes read 512 contiguous bytes. The top of `cuda/fragments.cuh` describes the
 bytes; this module has their order.
 
 Letters: N tokens of a block, D head dim, DP = D rounded up to 16. Lane 4·g + tg has g < 8 and tg < 4. A tile is one A
-operand: 16 × 16 values, in four registers of two halves per lane; codes of pairs are numbered r = 0 … 3 like the
-registers. Channels from D to DP have codes and values of zero.
+operand: 16 × 16 values, in four registers of two float16 per lane; pair codes are numbered r = 0 … 3 like the
+registers. Channels D … DP − 1 have codes and values of zero.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from polarlm.engine.codecs._sections import Section, Sections, Stored, arrange, 
 from polarlm.engine.codecs._streams import Stream
 
 LANES = 32
-ALIGNMENT = 16  # of every section of a record
-_CHUNK = 4  # 4-byte words of a lane in one load
+ALIGNMENT = 16  # bytes, of every section of a record
+_CHUNK = 4  # words of 4 bytes that a lane loads at a time
 
 
 class Record(ABC):
     """The sections of one codec's record. Its twin is the struct template `codec` in `cuda/codecs/<codec>.cuh`.
 
-    codec: the name of the file and of the struct. geometry: side, N and D of the block. points: (P, 1 or 2) float32,
-    the value or pair of each code, if the kernel encodes by search in it; else None.
+    codec: the name of the file and of the struct. geometry: side, N and D of the block. points (P, 1 or 2) float32: the
+    value or pair of each code, if the kernel encodes by a search among them; else None.
     """
 
     codec: str
@@ -46,16 +46,16 @@ class Record(ABC):
     @property
     @abstractmethod
     def sections(self) -> tuple[Stored, ...]:
-        """The bytes of a record."""
+        """The sections of a record, in order."""
 
     @property
     @abstractmethod
     def constants(self) -> dict[str, int]:
-        """Constants of the struct beside those of the geometry."""
+        """Constants of the C++ struct, besides those of the geometry."""
 
     @property
     def tables(self) -> np.ndarray:
-        """Constants in global memory, (bytes,) uint8, a multiple of 16; `constants` has offsets into them."""
+        """Tables in global memory, (bytes,) uint8, a multiple of 16 bytes; `constants` has offsets into them."""
         return np.zeros(0, np.uint8)
 
     @property
@@ -74,7 +74,7 @@ class Record(ABC):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Side, N and D of a block, and how its tiles are ordered. values: whether it holds values, not keys."""
+    """Side, N and D of a block, and the order of its tiles. values: whether the block has values, not keys."""
 
     values: bool
     block_size: int
@@ -82,12 +82,12 @@ class Geometry:
 
     @property
     def padded(self) -> int:
-        """DP."""
+        """DP, which is D rounded up to a multiple of 16."""
         return -(-self.head_dim // 16) * 16
 
     @property
     def part(self) -> int:
-        """Tokens of a part: a warp holds their codes in registers at once."""
+        """Tokens of a part, whose codes a warp holds in registers at the same time."""
         return min(self.block_size, 64 if self.padded <= 128 else 32)
 
     @property
@@ -96,12 +96,12 @@ class Geometry:
 
     @property
     def tiles(self) -> int:
-        """Tiles of a part."""
+        """Tiles per part."""
         return self.part // 16 * self.padded // 16
 
     @property
     def constants(self) -> dict[str, int]:
-        """The constants of the layout structs in CUDA."""
+        """The constants of the C++ layout structs."""
         return {
             "N": self.block_size,
             "D": self.head_dim,
@@ -140,23 +140,21 @@ class Geometry:
         return arrange(x, ((self.padded // 16, 2, 4, 2),), (2, 0, 1, 3)).reshape(-1)
 
     def pair_codes(self, stream: Stream, bits: int) -> Section:
-        """Codes of pairs (N, D/2) as words of lanes: byte r of word t has the upper bits of the code of tile t."""
+        """The section of pair codes (N, D/2) as words of lanes: the top bits of byte r of word t are tile t's code."""
         order = self.pairs(numbered(*stream.shape)).reshape(self.parts, self.tiles, LANES * 4)
         return Section("codes", stream, order, Planes(bits, self.tiles, top=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """Sections whose vectors are words of 32 lanes: those of each part together, in chunks of four words of a lane.
-
-    The last chunk may have fewer.
-    """
+    """Sections whose vectors are words of 32 lanes. The words of all sections in a part are stored together, in chunks
+    of four words per lane; the last chunk may have fewer."""
 
     sections: tuple[Section, ...]
 
     @property
     def count(self) -> int:
-        """Words of a lane in a part."""
+        """Words per lane and part."""
         return sum(section.vectors for section in self.sections)
 
     @property
@@ -181,6 +179,6 @@ class Words:
 
     @cached_property
     def _chunks(self) -> np.ndarray:
-        """The words of a part (count · 32,), in the order in which they are stored."""
+        """The indices of a part's words, (count · 32,), in the order in which they are stored."""
         words = np.arange(self.count * LANES).reshape(self.count, LANES)
         return np.concatenate([words[at : at + _CHUNK].T.reshape(-1) for at in range(0, self.count, _CHUNK)])

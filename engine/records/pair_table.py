@@ -1,6 +1,6 @@
 """Records of codecs whose codes index a table of pairs, with a norm for every token.
 
-Sections: codes, and the norms in `Geometry.tokens` order, one byte or a half each. Twin: `cuda/pair_table.cuh`.
+Sections: codes, then norms in the order of `Geometry.tokens`, uint8 or float16. Twin: `cuda/pair_table.cuh`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FLOAT = np.dtype(np.float32)
 
 @dataclass(frozen=True, eq=False)
 class PairRecord(Record):
-    """Codes of pairs, and norms.
+    """The record of pair codes and norms.
 
     points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
-    (2^bits, 2) float32: the pair of values of each pair code.
+    (2^bits, 2) float32: the values of each pair code.
     """
 
     codec: str
@@ -35,7 +35,7 @@ class PairRecord(Record):
 
     @property
     def rows(self) -> int:
-        """A row for each byte, and rows for the 256 norms of one-byte norms."""
+        """A row for each byte, and 8 more for the 256 norms if norms are bytes."""
         return 256 + (8 if self.store.norms.dtype.itemsize == 1 else 0)
 
     @cached_property
@@ -73,7 +73,7 @@ class PairRecord(Record):
 
     @cached_property
     def _tables(self) -> dict[str, np.ndarray]:
-        """Name of its offset → table, each a multiple of 16 bytes."""
+        """Name of the constant with a table's offset → the table, a multiple of 16 bytes."""
         tables: dict[str, np.ndarray] = {
             "PAIRS": self.pairs.astype(np.float16).reshape(-1),
             "POINTS_F32": self.points.astype(_FLOAT).reshape(-1),
@@ -85,7 +85,7 @@ class PairRecord(Record):
 
 
 def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
-    """The record of a block; None if points depend on other codes."""
+    """The codec's record; None if points depend on other codes."""
     if codec.points is None:
         return None
     return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec))

@@ -1,4 +1,4 @@
-"""Records of `polarpair`, keys only: codes of pairs, then their scales. Twin: `cuda/codecs/polarpair.cuh`."""
+"""Records of `polarpair`, keys only: pair codes, then their scales. Twin: `cuda/codecs/polarpair.cuh`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HALF = np.dtype(np.float16)
 
 @dataclass(frozen=True, eq=False)
 class PolarPairRecord(Record):
-    """Codes of pairs, and the scales of groups of tokens."""
+    """The record of pair codes and the scales of groups of tokens."""
 
     quantizer: PolarPair
     geometry: Geometry
@@ -37,7 +37,7 @@ class PolarPairRecord(Record):
 
     @property
     def rows(self) -> int:
-        """A row for each byte; none if every group has its own angles."""
+        """A row for each byte; no rows if every group has its own angles."""
         return 256 if len(self.scales) < 4 else 0
 
     @property
@@ -55,7 +55,7 @@ class PolarPairRecord(Record):
 
     @property
     def tables(self) -> np.ndarray:
-        """A pair of halves for each code, two tangents, and eight bytes of padding."""
+        """Two float16 for each code, then two tangents as float32, and eight bytes of padding."""
         codes = np.arange(2**self.quantizer.bits)
         points = np.stack([COSINES, SINES], -1)[codes & 15]
         if len(self.scales) == 1:
@@ -76,12 +76,12 @@ class PolarPairRecord(Record):
 
     @property
     def _width(self) -> int:
-        """Steps whose scales a lane loads, a multiple of the four that fill 16 bytes."""
+        """Steps of the matrix product whose scales a lane loads: a multiple of four, which fill 16 bytes."""
         return -(-self.geometry.padded // 64) * 4
 
 
 def record(codec: PolarPair, geometry: Geometry) -> PolarPairRecord | None:
-    """The record of a block of keys; None if groups are not whole tiles, or a group and a part overlap partially."""
+    """The record of a block of keys; None if a group is not whole tiles, or if groups and parts overlap partially."""
     group = codec.group or geometry.block_size
     if geometry.values or group % 16 or (group % geometry.part and geometry.part % group):
         return None

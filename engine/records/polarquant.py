@@ -1,6 +1,6 @@
 """Records of `polarquant`. Twin: `cuda/codecs/polarquant.cuh`, which describes the words.
 
-In arrays of words, (PARTS, words, 32, n), the last two axes are lanes and the codes or halves of a word.
+In arrays of words, (PARTS, words, 32, n), the last two axes are lanes and the codes or float16 of a word.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from polarlm.engine.codecs.polarquant import (
 )
 from polarlm.engine.records.fragments import LANES, Geometry, Record, Words
 
-_POINT_BYTES = 4 * 256 * 4  # two halves, by the pair of a row and eight bits
+_POINT_BYTES = 4 * 256 * 4  # bytes of the points: two float16 for each pair of a half and each byte
 
 
 class _Sharing(NamedTuple):
-    """32 lanes as (before, members, behind) whose members need the same words, so that each stores a share of them."""
+    """32 lanes as an array (before, members, after), all members of which need the same words: each stores a share."""
 
     before: int
     members: int
-    behind: int
+    after: int
 
     def share(self, words: np.ndarray) -> np.ndarray:
-        """The words (PARTS, words, 32, n) of every lane → those that it stores, fewer of them.
+        """The words (PARTS, words, 32, n) that every lane needs → the words that it stores, fewer of them.
 
         Member i stores words i, i + members, …
         """
         parts, count, _, size = words.shape
-        kept = np.zeros((parts, -(-count // self.members) * self.members, self.before, self.behind, size), words.dtype)
+        kept = np.zeros((parts, -(-count // self.members) * self.members, self.before, self.after, size), words.dtype)
         kept[:, :count] = words.reshape(parts, count, *self, size)[..., 0, :, :]
-        apart = kept.reshape(parts, -1, self.members, self.before, self.behind, size)
+        apart = kept.reshape(parts, -1, self.members, self.before, self.after, size)
         return apart.swapaxes(2, 3).reshape(parts, -1, LANES, size)
 
 
 @dataclass(frozen=True, eq=False)
 class PolarRecord(Record):
-    """Angles of pairs, rows of half groups and radii, each as words of lanes."""
+    """The record of angles of pairs, rows of half groups, and radii, each as words of lanes."""
 
     geometry: Geometry
 
@@ -91,7 +91,7 @@ class PolarRecord(Record):
         radius_sharing = _Sharing(1, 8, 4) if geometry.values and levels == 4 else row_sharing
         own_rows = geometry.pairs(np.repeat(numbered(*rows.shape), 4, axis=1))
         own_radii = geometry.pairs(np.repeat(numbered(*radius.shape), 2 ** (levels - 1), axis=1))
-        # Two registers each have the same radii on keys' four levels: one word for a tile.
+        # For keys with four levels, two registers have the same radii, so a tile needs one word.
         words = 2 if geometry.values or levels == 3 else 1
         radius_words = own_radii.reshape(parts, geometry.tiles, LANES, 2, 2)[..., :words, :].swapaxes(2, 3)
         orders = (
@@ -114,15 +114,15 @@ class PolarRecord(Record):
 
 
 def record(codec: PolarQuant, geometry: Geometry) -> PolarRecord:
-    """The record of a block."""
+    """The codec's record."""
     return PolarRecord(geometry)
 
 
 @cache
 def _tables() -> np.ndarray:
-    """Points by pair of a row and codes of levels 1 to 3, and tan² of the first threshold of each level."""
+    """Points for each pair of a half and each code of levels 1 to 3; then tan² of each level's first threshold."""
     four = np.arange(16, dtype=np.uint8)
-    # Codes of a half without level 4: level 3, second level 2, first level 2. Of the other level 2 any will do.
+    # Codes of a half without level 4: level 3, second level 2, first level 2. A pair needs only its own level 2.
     upper = np.stack([(four & 3) << 4 | four >> 2] * 2 + [four << 2] * 2)
     factors = upper_table(3)[upper, [[0], [2], [4], [6]]]
     angles = np.array(CENTRES[1])

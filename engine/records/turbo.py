@@ -1,3 +1,3 @@
-"""Records of `turbo`: a pair code is made of the codes of its two values. Twin: `cuda/codecs/turbo.cuh`."""
+"""Records of `turbo`: a pair code joins the codes of its two values. Twin: `cuda/codecs/turbo.cuh`."""
 
 from polarlm.engine.records.pair_table import record as record

@@ -108,8 +108,8 @@ FLOATS: dict[str, tuple[Callable[..., Value], Callable[[Any, Any], Any]]] = {
     "div": (lambda e, a, b: a / b, operator.truediv),
     "neg": (lambda e, a, b: -a, lambda a, b: -a),
     "constant": (lambda e, a, b: a * 0.1 + 2, lambda a, b: a * np.float32(0.1) + 2),
-    "maximum": (lambda e, a, b: e.maximum(a, b), np.fmax),
-    "minimum": (lambda e, a, b: e.minimum(a, b), np.fmin),
+    "maximum": (lambda e, a, b: e.fmax(a, b), np.fmax),
+    "minimum": (lambda e, a, b: e.fmin(a, b), np.fmin),
     "absolute": (lambda e, a, b: e.absolute(a), lambda a, b: abs(a)),
     "sqrt": (lambda e, a, b: e.sqrt(e.absolute(a)), lambda a, b: np.sqrt(abs(a))),
     "select": (lambda e, a, b: e.select(a < b, a, b), lambda a, b: np.where(a < b, a, b)),
@@ -137,8 +137,8 @@ def test_floats(name: str, level: Level) -> None:
 @every_level
 def test_integer_minima_and_maxima_are_signed(level: Level) -> None:
     a, b = np.random.default_rng(2).integers(-(2**31), 2**31, (2, 64), np.int32)
-    least = over_vectors(level, "least", lambda e, a, b: e.least(a, b), a, b, result="i4")
-    most = over_vectors(level, "most", lambda e, a, b: e.most(a, b), a, b, result="i4")
+    least = over_vectors(level, "least", lambda e, a, b: e.imin(a, b), a, b, result="i4")
+    most = over_vectors(level, "most", lambda e, a, b: e.imax(a, b), a, b, result="i4")
     np.testing.assert_array_equal(least, np.minimum(a, b))
     np.testing.assert_array_equal(most, np.maximum(a, b))
 
@@ -343,14 +343,14 @@ def test_lanes_change_places(level: Level) -> None:
 def test_reductions(level: Level) -> None:
     x = np.random.default_rng(7).standard_normal(160).astype(np.float32)
     total = over_vectors(level, "sum", lambda e, x: e.splat(e.sum_lanes(x), 16), x).reshape(-1, 16)
-    top = over_vectors(level, "max", lambda e, x: e.splat(e.maximum_lanes(x), 16), x).reshape(-1, 16)
+    top = over_vectors(level, "max", lambda e, x: e.splat(e.fmax_lanes(x), 16), x).reshape(-1, 16)
     rows = x.reshape(-1, 16)
     np.testing.assert_array_equal(top, np.repeat(rows.max(1, keepdims=True), 16, 1))
     np.testing.assert_allclose(total[:, 0], rows.astype(np.float64).sum(1), atol=3e-6)
     integers = np.random.default_rng(8).integers(-(2**20), 2**20, 160, np.int32)
     found = over_vectors(level, "int_sum", lambda e, x: e.splat(e.sum_lanes(x), 16), integers, result="i4")
     np.testing.assert_array_equal(found[::16], integers.reshape(-1, 16).sum(1))
-    found = over_vectors(level, "int_max", lambda e, x: e.splat(e.most_lanes(x), 16), integers, result="i4")
+    found = over_vectors(level, "int_max", lambda e, x: e.splat(e.imax_lanes(x), 16), integers, result="i4")
     np.testing.assert_array_equal(found[::16], integers.reshape(-1, 16).max(1))
 
 
@@ -440,8 +440,8 @@ MISTAKES: dict[str, Callable[[Emitter, Value, Value, Value, Value], Any]] = {
     "condition of many bits": lambda e, f, i, n, p: e.when(f < 0.0).__enter__(),
     "select by numbers": lambda e, f, i, n, p: e.select(i, f, f),
     "select of two types": lambda e, f, i, n, p: e.select(f < 0.0, f, i),
-    "maximum of integers": lambda e, f, i, n, p: e.maximum(i, 0),
-    "least of floats": lambda e, f, i, n, p: e.least(f, 0.0),
+    "maximum of integers": lambda e, f, i, n, p: e.fmax(i, 0),
+    "least of floats": lambda e, f, i, n, p: e.imin(f, 0.0),
     "fma of integers": lambda e, f, i, n, p: e.fma(i, i, i),
     "round of integers": lambda e, f, i, n, p: e.round(i),
     "exp of integers": lambda e, f, i, n, p: e.exp(i),

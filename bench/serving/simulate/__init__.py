@@ -1,1 +1,1 @@
-"""Capacity by simulation: how many machines a load needs, and what routing and the tiers of the cache change."""
+"""Capacity by simulation: the number of machines that a load needs, and the effects of routing and cache tiers."""

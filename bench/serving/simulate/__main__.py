@@ -1,8 +1,8 @@
 """`python -m polarlm.bench.serving.simulate`: how many machines a load needs, without the machines.
 
-Two questions are answered. How do hit rate and waiting times depend on the number of machines and on routing, at the
-same load for each machine? And how many machines does a given load need, so that 95 % of the requests have their first
-token in time, for each routing, cache type and set of tiers?
+It answers two questions. How do hit rate and latencies depend on the number of machines and on routing, at the same
+load per machine? And how many machines does a given load need so that 95 % of the requests get their first token in
+time, for each routing, cache type and set of tiers?
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import parse_size
 
-# Bytes a second and seconds of latency: host memory over PCIe, one NVMe disk.
+# Bytes per second and seconds of latency: host memory over PCIe, one NVMe disk.
 _RAM, _DISK = (25e9, 20e-6), (5e9, 200e-6)
 _NETWORK_LATENCY = 1e-3
-_MOST_REQUESTS = 400_000  # of a number of machines: more of them are simulated for a shorter time
-_MOST_MACHINES = 1024  # that are tried for a load
+_MOST_REQUESTS = 400_000  # most requests to simulate per number of machines: larger fleets run for a shorter time
+_MOST_MACHINES = 1024  # most machines to try for a load
 
 
 @dataclass(frozen=True)
 class Options:
-    """The load, the machines and what they cost."""
+    """The flags: the load, the machines and the costs of their work."""
 
     costs: str = setting(
         "",
@@ -70,7 +70,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulates, writes JSON and picture, prints the tables; returns the exit code."""
+    """Simulates, writes JSON and a picture, prints the tables; returns the exit code."""
     return run(_simulate_and_report, argv)
 
 
@@ -114,7 +114,7 @@ def _simulate_and_report(argv: Sequence[str]) -> None:
 
 
 def _compare(options: Options, costs: Costs, destination: Output, argv: Sequence[str]) -> None:
-    """Write and print what `bench.serving` measured, and its simulation."""
+    """Write and print a measurement of `bench.serving` and its simulation."""
     assert options.beside is not None
     output = destination.path("simulate-beside", costs.name)
     pair = {"costs": asdict(costs), **beside(Path(options.beside), costs)}
@@ -128,7 +128,7 @@ def _positive(value: float) -> str | None:
 
 
 def _numbers(flag: str, text: str) -> list[int]:
-    """Raises FlagError."""
+    """The numbers in a list separated by commas. Raises FlagError for one below 1."""
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < 1:
         raise FlagError(f"{flag} takes numbers from 1 up, separated by commas, not {text!r}")
@@ -195,7 +195,7 @@ def _trace(options: Options, rate: float) -> Trace:
 
 
 def _fleet(options: Options, costs: Costs, count: int, routing: str, tiers: Sequence[str | int]) -> Fleet:
-    """tiers: "ram", "disk", or Gbit/s of the network to a remote store, whose size is not limited."""
+    """A fleet of `count` machines. tiers: "ram", "disk", or Gbit/s of the network to an unlimited remote store."""
     nbytes = costs.bytes_per_token
     sizes = [TierSize(parse_size(options.store) / nbytes)]
     remote = None
@@ -210,9 +210,9 @@ def _fleet(options: Options, costs: Costs, count: int, routing: str, tiers: Sequ
 
 
 def needed(options: Options, trace: Trace, fleet: Fleet) -> tuple[int | None, Result]:
-    """The smallest number of machines, to about 2 %, with which 95 % of the requests get their first token in time.
+    """The least number of machines, to about 2 %, with which 95 % of the requests get their first token in time.
 
-    None if none is enough: where hits are rare, more machines make them rarer.
+    None if no number is enough: where hits are rare, more machines make them rarer.
     """
 
     def result(count: int) -> Result:

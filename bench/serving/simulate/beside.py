@@ -1,4 +1,4 @@
-"""A measured load of one server (`bench.serving`), and the same load simulated: how far the simulation is off."""
+"""Compares a measured load of one server (`bench.serving`) with its simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AFTER = 3600.0  # seconds that the simulation continues after the last arrival
 
 
 def beside(file: Path, costs: Costs) -> dict[str, Any]:
-    """What was measured and what the simulation says: hit rate, and seconds to the first token. Raises EngineError."""
+    """The measured and the simulated hit rate and seconds to the first token. Raises EngineError."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         load, waits = found["load"], found["latencies"]["first_token_seconds"]["percentiles"]
@@ -38,7 +38,7 @@ def beside(file: Path, costs: Costs) -> dict[str, Any]:
 
 
 def _trace(load: dict[str, Any]) -> Trace:
-    """The requests that `bench.serving` sends: each is a conversation of one turn after the same prefix."""
+    """The requests that `bench.serving` sends, each as a conversation of one turn after the same prefix."""
     starts = poisson(load["rate"], load["seconds"], load["requests"], np.random.default_rng(load["seed"]))
     count = len(starts)
     same = np.ones(count, int)
@@ -55,7 +55,7 @@ def _trace(load: dict[str, Any]) -> Trace:
 
 
 def format_beside(pair: dict[str, Any]) -> str:
-    """A table with the ratio of what was measured to what was simulated."""
+    """A table with the ratio of measured to simulated figures."""
     measured, simulated = pair["measured"], pair["simulated"]
     rows = [
         (

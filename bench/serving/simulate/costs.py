@@ -1,4 +1,5 @@
-"""What work costs on one machine: measured by `bench.speed` or `bench.serving`, or predicted by `bench.gpu.predict`."""
+"""The costs of work on one machine: measured by `bench.speed` or `bench.serving`, or predicted by
+`bench.gpu.predict`."""
 
 from __future__ import annotations
 
@@ -14,37 +15,37 @@ from polarlm.bench.command import CacheType
 from polarlm.engine import EngineError, codecs
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 
-_MEASURED_CACHE = "balanced"  # of the columns of a speed file
+_MEASURED_CACHE = "balanced"  # the column to read of a speed file
 _BLOCK = 64  # tokens
-_ANY = 1024  # sequences of a step
+_ANY = 1024  # sequences of a step, if nothing limits them
 _PREDICTED_SHAPES = {"8b": (32, 8, 128)}  # layers, KV heads, head dim
 _NEEDED = "bench.speed and bench.gpu.predict write such files"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a prefill of n tokens after h: prompt_token × n + pair × n (h + n / 2). Seconds of a step of b
-    sequences that have c tokens together: step + sequence × b + context_token × c.
+    """The costs of work in seconds. A prefill of n tokens after h tokens: prompt_token × n + pair × n (h + n / 2). A
+    step of b sequences with c tokens in all: step + sequence × b + context_token × c.
     """
 
     name: str
-    source: str  # how they are known: "measured: …" or "PREDICTED, …"
+    source: str  # where they come from: "measured: …" or "PREDICTED, …"
     cache: str  # the cache type
     prompt_token: float
     pair: float
     step: float
     sequence: float
     context_token: float
-    bytes_per_token: float  # of keys and values
-    most_sequences: int  # of a step that was measured or predicted
+    bytes_per_token: float  # bytes of keys and values
+    most_sequences: int  # most sequences of a step that was measured or predicted
 
     def prefill(self, tokens: int, before: int) -> float:
-        """Seconds of a prefill of `tokens` after `before`."""
+        """Seconds of a prefill of `tokens` tokens after `before` tokens."""
         return self.prompt_token * tokens + self.pair * tokens * (before + tokens / 2)
 
 
 def read(path: Path) -> Costs:
-    """The costs in a result file: for its cache type, the default one of a file with several. Raises EngineError."""
+    """The costs in a result file, for its cache type, or for the default one if it has several. Raises EngineError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.get("benchmark") == "speed":
@@ -59,9 +60,9 @@ def read(path: Path) -> Costs:
 
 
 def _measured(found: dict[str, Any]) -> Costs:
-    """Costs from rows of prompts, of generation at a depth, and of steps of several sequences."""
+    """Costs fitted to rows of prompts, of generation at a depth, and of steps of several sequences."""
     prompts: list[tuple[float, float]] = []  # tokens, seconds
-    steps: list[tuple[float, float, float]] = []  # sequences, tokens together, seconds
+    steps: list[tuple[float, float, float]] = []  # sequences, tokens of all of them, seconds
     ours = "polarlm", _MEASURED_CACHE
     for row in found["rows"]:
         cell = next((c for c in row["cells"] if (c.get("engine"), c.get("cache")) == ours), None)
@@ -83,7 +84,8 @@ def _measured(found: dict[str, Any]) -> Costs:
 
 
 def _alone(found: dict[str, Any]) -> Costs:
-    """Costs of requests that came one at a time, for their lengths alone; a step of several takes as long as of one."""
+    """Costs from requests that ran one at a time, valid for their lengths; a step of several counts as long as of
+    one."""
     load, waits = found["load"], found["latencies"]
     if load["clients"] != 1:
         raise EngineError("--costs: of a result of bench.serving, this needs one with --clients 1")
@@ -94,7 +96,7 @@ def _alone(found: dict[str, Any]) -> Costs:
 
 
 def _predicted(found: dict[str, Any]) -> Costs:
-    """Costs from predicted steps and prompts."""
+    """Costs fitted to predicted steps and prompts."""
     layers, heads, dim = _PREDICTED_SHAPES[found["model"]]
     prompts = [(prompt["tokens"], prompt["seconds"]) for prompt in found["prompts"]]
     steps = [(step["batch"], step["batch"] * step["context"], step["seconds"]) for step in found["steps"]]
@@ -114,7 +116,7 @@ def _fitted(
     steps: Sequence[tuple[float, float, float]],
     bytes_per_token: float,
 ) -> Costs:
-    """Least squares of relative errors, none of whose terms may be negative. Raises EngineError."""
+    """Costs by least squares of relative errors, with no negative term. Raises EngineError."""
     tokens, seconds = np.array(prompts).T
     sequences, together, step_seconds = np.array(steps).T
     if len(set(tokens)) < 2 or len(set(sequences)) < 2:
@@ -126,7 +128,7 @@ def _fitted(
 
 
 def _positive(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """The factors ≥ 0 of the terms that fit `seconds` best: terms that would get negative ones are left out."""
+    """The factors ≥ 0 of the terms that fit `seconds` best; terms that would get negative factors are left out."""
     used = list(range(terms.shape[1]))
     while True:
         factors = np.linalg.lstsq(terms[:, used] / seconds[:, None], np.ones_like(seconds), rcond=None)[0]

@@ -1,8 +1,7 @@
 """The simulation: requests arrive, are routed, find part of their prompt in a tier, and are computed.
 
-For each request, at most five events are put on the heap: its arrival, the end of its transfer from a slower tier, the
-beginning and the end of its prefill, and the end of its answer. So the number of machines does not matter, only the
-number of requests.
+Each request puts at most five events on the heap: its arrival, the end of its transfer from a slower tier, the start
+and the end of its prefill, and the end of its answer. So the time depends on the number of requests, not of machines.
 """
 
 from __future__ import annotations
@@ -19,34 +18,37 @@ from polarlm.bench.serving.simulate.routing import ROUTERS
 from polarlm.bench.serving.simulate.tiers import NAMES, STORE, Tier, Tiers, TierSize
 from polarlm.bench.serving.simulate.trace import Trace
 
-MOST_EVENTS = 5  # of a request
+MOST_EVENTS = 5  # most events of a request
 _ARRIVAL, _READY, _MACHINE = range(3)
-_OTHERS, _OTHER_KEYS = 16, 1 << 20  # entries that fill a store at the beginning
+_OTHERS, _OTHER_KEYS = 16, 1 << 20  # number and first key of the entries that fill a store at the start
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Machines that are alike. sizes: of the store, host memory and disk; remote: of the tier that all share."""
+    """Identical machines. sizes: of the store, host memory and disk; remote: of the tier that all share."""
 
     machines: int
     settings: Settings
     sizes: Sequence[TierSize]
     remote: TierSize | None = None
     routing: str = "affinity"
-    request_seconds: float = 0.0  # that every request takes besides: HTTP, template, tokenizer
+    request_seconds: float = 0.0  # further seconds of every request: HTTP, template, tokenizer
 
 
 @dataclass
 class Result:
-    """Of the requests that arrived from time 0 on; counts of all."""
+    """The results for requests that arrived from time 0 on; arrived, finished, under_way and events count all.
 
-    waits: np.ndarray  # seconds to the first token; of those without one, the time that they have waited so far
-    whole: np.ndarray  # seconds from arrival to the last token, of answers that ended
+    waits: seconds to the first token; for requests without one, seconds waited so far.
+    """
+
+    waits: np.ndarray
+    whole: np.ndarray  # seconds from arrival to the last token, for answers that ended
     prompt_tokens: int
-    hits: dict[str, int]  # tokens of prompts by the tier that they came from
-    answer_tokens: int  # of answers that ended
+    hits: dict[str, int]  # tier → tokens of prompts that it had
+    answer_tokens: int  # tokens of answers that ended
     seconds: float
-    busy: float  # part of the machines' time
+    busy: float  # share of the machines' time with work
     arrived: int
     finished: int
     under_way: int
@@ -54,7 +56,7 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """The part of the prompts' tokens that came from any tier."""
+        """The share of the prompts' tokens that any tier had."""
         return sum(self.hits.values()) / max(1, self.prompt_tokens)
 
     def wait(self, percent: float) -> float:
@@ -64,18 +66,18 @@ class Result:
 
 @dataclass
 class _Measured:
-    """What is measured from time 0 on."""
+    """Measurements from time 0 on."""
 
     waits: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
-    pending: dict[Job, None] = field(default_factory=dict)  # without a first token, by arrival
+    pending: dict[Job, None] = field(default_factory=dict)  # jobs without a first token, in order of arrival
     hits: list[int] = field(default_factory=lambda: [0] * len(NAMES))
     prompt_tokens: int = 0
     answer_tokens: int = 0
 
 
 class Simulation:
-    """A trace on a fleet. Time goes from the trace's beginning, which may be before 0, to `end`."""
+    """A trace on a fleet, from the trace's start, which may be before time 0, to `end`."""
 
     def __init__(self, trace: Trace, fleet: Fleet, end: float, seed: int = 0) -> None:
         self._trace, self._fleet, self._end = trace, fleet, end
@@ -84,9 +86,9 @@ class Simulation:
         self._router = ROUTERS[fleet.routing](fleet.machines, seed)
         self._tiers = [*fleet.sizes, *([TierSize(0)] * (len(NAMES) - 1 - len(fleet.sizes)))]
         self._tiers.append(fleet.remote or TierSize(0))
-        self._heap: list[tuple[float, int, int, int, object]] = []  # time, order, what, of which, more
+        self._heap: list[tuple[float, int, int, int, object]] = []  # time, order, kind, machine or conversation, more
         self._events = 0
-        # As lists: arrays are slow to read one by one.
+        # Lists, since single elements of arrays are slow to read.
         self._first, self._prompt = trace.first.tolist(), trace.prompt.tolist()
         self._answer, self._pause = trace.answer.tolist(), trace.pause.tolist()
         self._system, self._system_tokens = trace.system.tolist(), trace.system_tokens.tolist()
@@ -97,11 +99,11 @@ class Simulation:
         self._place_histories()
 
     def _place_histories(self) -> None:
-        """Put what conversations have had before the beginning where the router would have sent it."""
+        """Put the histories of conversations on the machines to which the router would have sent them."""
         for machine in self._machines:
             size = machine.tiers.store.capacity / _OTHERS
             if size < NEVER:
-                for number in range(_OTHERS):  # of conversations that have ended
+                for number in range(_OTHERS):  # entries of conversations that have ended
                     machine.tiers.put(-_OTHER_KEYS - number, int(size))
         for conversation, tokens in enumerate(self._history):
             if tokens:
@@ -114,7 +116,7 @@ class Simulation:
     def run(self) -> Result:
         """Simulate until `end`."""
         enabled = gc.isenabled()
-        gc.disable()  # there are no cycles, and looking for them in so many objects takes most of the time
+        gc.disable()  # there are no cycles, and searching so many objects for them takes most of the time
         try:
             return self._run()
         finally:
@@ -191,9 +193,9 @@ class Simulation:
     def _find(
         self, now: float, machine: Machine, pieces: Sequence[tuple[int, int]]
     ) -> tuple[list[tuple[int, int]], int, float]:
-        """([(tier, tokens)] of what is worth fetching, their tokens, seconds of the transfers)."""
+        """[(tier, tokens)] that are faster to fetch than to compute, the sum of tokens, seconds of the transfers."""
         found, cached, transfer = [], 0, 0.0
-        wait = max(0.0, machine.link_free - now)  # for transfers of other requests
+        wait = max(0.0, machine.link_free - now)  # until transfers of other requests have ended
         for key, tokens in pieces:
             if tokens == 0:
                 continue

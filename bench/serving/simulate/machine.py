@@ -1,8 +1,8 @@
-"""One machine: prompts one after the other, steps of all running requests, and how the two share its time.
+"""One machine: it computes prompts one at a time and steps of all running requests, which share its time.
 
-Time is fluid: while a prompt is computed and requests run, the prompt gets `prefill_share` of the time and steps the
-rest. A step gives each running request one token. How long it takes depends on how many run and on their contexts, each
-of which counts with its mean length.
+Time is fluid: while a prompt is computed and requests run, the prompt gets `prefill_share` of the time and steps get
+the rest. A step gives each running request one token. Its time depends on the number of requests and on their contexts,
+each of which counts with its mean length.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ NEVER = float("inf")
 
 
 class Job:
-    """A request on its way through a machine. Tokens of the system prompt are not in `tokens`."""
+    """A request on a machine."""
 
     __slots__ = ("answer", "arrived", "context", "conversation", "tokens", "work")
 
     def __init__(self, conversation: int, arrived: float, system: int, tokens: int, answer: int, work: float) -> None:
-        """system: tokens of the system prompt. tokens: of the conversation before, the prompt and the answer. work:
-        seconds of its prefill."""
+        """system: tokens of the system prompt. tokens: those of the conversation so far, the prompt and the answer,
+        without the system prompt. work: seconds of the prefill."""
         self.conversation, self.arrived = conversation, arrived
         self.tokens, self.answer, self.work = tokens, answer, work
-        self.context = system + tokens - answer / 2  # what a step attends to, on average
+        self.context = system + tokens - answer / 2  # tokens that a step attends to, on average
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of all machines."""
+    """The settings of all machines."""
 
     costs: Costs
     parallel: int
@@ -40,7 +40,7 @@ class Settings:
 
 
 class Machine:
-    """The state of one machine at `now`. Whoever changes it asks for `next_event` again."""
+    """The state of a machine at the time of the last `advance`. After each change `next_event` must be called again."""
 
     __slots__ = (
         "_contexts", "_left", "_now", "_prefilling", "_running", "_settings", "_steps", "_waiting",
@@ -51,22 +51,22 @@ class Machine:
         self._settings, self.tiers = settings, tiers
         self._waiting: deque[Job] = deque()
         self._prefilling: Job | None = None
-        self._left = 0.0  # seconds that the prefill needs if it has the machine for itself
-        self._running: list[tuple[float, int, Job]] = []  # a heap, by the number of the step that ends it
+        self._left = 0.0  # seconds that the prefill still needs if nothing else runs
+        self._running: list[tuple[float, int, Job]] = []  # a heap, by the number of a job's last step
         self._steps = 0.0  # steps so far
         self._contexts = 0.0  # tokens that a step attends to
         self._now = 0.0
         self.busy = 0.0  # seconds with work
         self.load = 0  # requests under way
-        self.link_free = 0.0  # when its network and disk have brought what was asked for
-        self.version = 0  # of the state that the last `next_event` was for
+        self.link_free = 0.0  # when its network and disk have finished all transfers
+        self.version = 0  # version of the state that the last `next_event` was for
 
     def _step_seconds(self) -> float:
         costs = self._settings.costs
         return costs.step + costs.sequence * len(self._running) + costs.context_token * self._contexts
 
     def advance(self, now: float) -> None:
-        """Let the time pass until `now`, which is not later than the next event."""
+        """Advance the time to `now`, which is not later than the next event."""
         passed, self._now = now - self._now, now
         if passed <= 0:
             return
@@ -84,7 +84,7 @@ class Machine:
             self.busy += passed
 
     def next_event(self) -> float:
-        """When a prefill or an answer ends next."""
+        """The time at which a prefill or an answer ends next."""
         share = self._settings.prefill_share
         if self._prefilling is None:
             if not self._running:
@@ -97,12 +97,12 @@ class Machine:
         return self._now + min(prefill, step)
 
     def enqueue(self, job: Job) -> bool:
-        """Queue a job at the time of the last `advance`; returns whether its prefill begins at once."""
+        """Queue a job at the time of the last `advance`; returns whether a prefill starts at once."""
         self._waiting.append(job)
         return self._admit()
 
     def _admit(self) -> bool:
-        """Begin the next prefill, if there is a job and room for it."""
+        """Start the next prefill if there is a job and room for it; returns whether it started."""
         if self._prefilling is not None or not self._waiting or len(self._running) >= self._settings.parallel:
             return False
         job, store = self._waiting[0], self.tiers.store
@@ -114,10 +114,10 @@ class Machine:
         return True
 
     def end_what_is_due(self) -> tuple[Job | None, list[Job]]:
-        """End the prefill and the answers that are due at the time of the last `advance`: (the job that has its first
-        token, the jobs that have their last)."""
+        """End the prefill and the answers that are due at the time of the last `advance`. Returns the job that got its
+        first token, if any, and the jobs that got their last."""
         first, ended = None, []
-        tiny = 1e-9 * (1 + abs(self._now))  # seconds: what sums of times are off by
+        tiny = 1e-9 * (1 + abs(self._now))  # seconds: the rounding error of sums of times
         if self._prefilling is not None and self._left <= tiny:
             first = job = self._prefilling
             self._prefilling = None

@@ -19,7 +19,7 @@ _CACHES = ("#c2410c", "#111827", "#1d4ed8", "#0d9488")
 
 
 def draw(result: Mapping[str, Any], output: Path) -> str:
-    """Draws next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
+    """Draw next to the JSON file `output`; returns a sentence about it. Raises EngineError."""
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context

@@ -1,4 +1,4 @@
-"""Which machine a request goes to."""
+"""Routing: the choice of the machine for a request."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-_TRIES = 8  # machines that affinity asks before it takes the one with the fewest requests of them
+_TRIES = 8  # choices that affinity tries before it takes the least loaded of them
 _MASK = (1 << 64) - 1
 
 
 class Router(Protocol):
-    """Chooses machines. `loads` are requests under way; a router is told of every change."""
+    """Chooses machines. It is told of every change of a machine's load, its number of unfinished requests."""
 
     def choose(self, conversation: int) -> int:
         """The machine for a conversation's next request."""
         ...
 
     def changed(self, machine: int, load: int) -> None:
-        """A machine has `load` requests under way now."""
+        """Record that a machine now has `load` unfinished requests."""
         ...
 
 
 class Random:
-    """Any machine."""
+    """Chooses a random machine."""
 
     def __init__(self, machines: int, seed: int) -> None:
         self._machines, self._random = machines, random.Random(seed).random
@@ -37,7 +37,7 @@ class Random:
 
 
 class LeastLoaded:
-    """The machine with the fewest requests under way; of several, the one that has been so for the longest."""
+    """Chooses the machine with the least load; among several, the one whose load changed longest ago."""
 
     def __init__(self, machines: int, seed: int) -> None:
         self._stamps = [0] * machines
@@ -58,11 +58,11 @@ class LeastLoaded:
 
 
 class Affinity:
-    """A conversation's first choice, unless that has more than `bound` times the mean of requests, and one more; then
-    its second choice, and so on.
+    """Chooses a conversation's first choice, unless its load exceeds `bound` times the mean load plus one; then its
+    second choice, and so on.
 
-    The choices are hashes of the conversation and the choice's number: as long as no machine comes or goes, their
-    distribution is that of rendezvous hashing, without a hash for each machine.
+    A choice is a hash of the conversation and the choice's number: while the set of machines does not change, choices
+    are distributed as in rendezvous hashing, without a hash per machine.
     """
 
     def __init__(self, machines: int, seed: int, bound: float = 1.5) -> None:
@@ -86,7 +86,7 @@ class Affinity:
 
 
 def _mixed(value: int) -> int:
-    """A hash of 64 bits: the finalizer of SplitMix64."""
+    """A 64-bit hash: the finalizer of SplitMix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""The results of a simulation as tables."""
+"""Tables of the results of a simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROUTING = {"random": "random", "least": "fewest requests", "affinity": "affinit
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """What was assumed, and the two tables."""
+    """The text of the assumptions and the two tables."""
     load = result["load"]
     sources = "\n".join(f"{cost['cache']}: {cost['source']}" for cost in result["costs"])
     return (
@@ -24,7 +24,7 @@ def format_result(result: Mapping[str, Any]) -> str:
 
 
 def by_machines(result: Mapping[str, Any]) -> str:
-    """A row for each number of machines and each routing."""
+    """A table with a row for each number of machines and routing."""
     rows = [
         (
             f"{row['machines']:,}, {_ROUTING[row['routing']]}",
@@ -52,7 +52,7 @@ def by_machines(result: Mapping[str, Any]) -> str:
 
 
 def needed(result: Mapping[str, Any]) -> str:
-    """A row for each routing and set of tiers, with the machines of every cache type."""
+    """A table with a row for each routing and set of tiers, and the number of machines for every cache type."""
     found = {(row["cache"], row["routing"], tuple(row["tiers"])): row for row in result["needed"]}
     caches = [cost["cache"] for cost in result["costs"]]
     rows = []

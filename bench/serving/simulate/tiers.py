@@ -1,4 +1,4 @@
-"""Where keys and values may be: in the store, the host memory and on the disk of a machine, and in a remote store."""
+"""The tiers that can have keys and values: a machine's store, host memory and disk, and a remote store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("store", "ram", "disk", "remote")
 
 @dataclass(frozen=True)
 class TierSize:
-    """Capacity in tokens, and how fast its tokens come back to the store."""
+    """A tier's capacity in tokens, and the speed of transfers to the store."""
 
     tokens: float
     tokens_per_second: float = float("inf")
@@ -20,24 +20,24 @@ class TierSize:
 
 
 class Tier:
-    """What was used last, up to a capacity. A conversation or a system prompt is kept or dropped as a whole."""
+    """An LRU cache of a given capacity. Conversations and system prompts are kept or evicted as a whole."""
 
     __slots__ = ("capacity", "kept", "pinned", "used")
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
-        self.kept: OrderedDict[int, int] = OrderedDict()  # key → tokens, the one used last at the end
-        self.used = 0  # tokens, pinned ones included
-        self.pinned = 0  # tokens of requests that are computed
+        self.kept: OrderedDict[int, int] = OrderedDict()  # key → tokens, least recently used first
+        self.used = 0  # tokens, with pinned ones
+        self.pinned = 0  # tokens of running requests
 
     def put(self, key: int, tokens: int) -> list[tuple[int, int]]:
-        """Add or replace `key` as the one used last; returns what has to leave for it."""
+        """Add or replace `key` as the most recently used; returns the evicted (key, tokens)."""
         self.used += tokens - self.kept.pop(key, 0)
         self.kept[key] = tokens
         return self.shrink()
 
     def shrink(self) -> list[tuple[int, int]]:
-        """Remove what was used longest ago until the rest fits, and return it."""
+        """Evict the least recently used until the rest fits; returns the evicted (key, tokens)."""
         gone = []
         while self.used > self.capacity and self.kept:
             key, tokens = self.kept.popitem(last=False)
@@ -50,7 +50,7 @@ class Tier:
 
 
 class Tiers:
-    """The tiers of one machine, and the remote one that all share. Nothing is in two tiers of a machine."""
+    """The tiers of one machine, and the remote one that all share. A machine has a key in at most one of its tiers."""
 
     __slots__ = ("_local", "_remote", "store")
 
@@ -61,7 +61,7 @@ class Tiers:
         self.store = self._local[STORE]
 
     def find(self, key: int) -> tuple[int, int]:
-        """(number of the fastest tier that has it, its tokens); (-1, 0) if none has it."""
+        """(index of the fastest tier that has `key`, its tokens); (-1, 0) if none has it."""
         for level, tier in enumerate(self._local):
             tokens = tier.kept.get(key)
             if tokens is not None:
@@ -71,18 +71,18 @@ class Tiers:
         return -1, 0
 
     def put(self, key: int, tokens: int) -> None:
-        """Store it: it is used now. What has to leave goes one tier further."""
+        """Put `key` into the store as the most recently used. Evicted keys move to the next tier."""
         for tier in self._local[1:]:
             tier.pop(key)
         self._move_down(self.store.put(key, tokens))
 
     def share(self, key: int, tokens: int) -> None:
-        """Write it to the remote tier, too."""
+        """Put `key` into the remote tier, too."""
         if self._remote is not None:
             self._remote.put(key, tokens)
 
     def pin(self, key: int, tokens: int) -> None:
-        """Take `tokens` of the store for a request that continues from `key`, which stays in no tier meanwhile."""
+        """Take `tokens` of the store for a request that continues `key`, which is in no local tier meanwhile."""
         for tier in self._local:
             tier.pop(key)
         self.store.pinned += tokens
@@ -90,7 +90,7 @@ class Tiers:
         self._move_down(self.store.shrink())
 
     def unpin(self, key: int, tokens: int) -> None:
-        """Give back what a request had; it can be found now."""
+        """Release a request's tokens; `key` with them can be found from now on."""
         self.store.pinned -= tokens
         self.store.used -= tokens
         self.put(key, tokens)

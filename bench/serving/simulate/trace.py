@@ -1,4 +1,4 @@
-"""Seeded loads: conversations of people and of agents, with shared system prompts, turns and pauses."""
+"""Random loads with a seed: conversations of people and agents, with shared system prompts, turns and pauses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from polarlm.engine import EngineError
 
-_LEAST, _MOST = 4, 16384  # tokens of one message
+_LEAST, _MOST = 4, 16384  # least and most tokens of a message
 
 
 @dataclass(frozen=True)
 class Lognormal:
-    """A distribution by its median and the standard deviation of its logarithm."""
+    """A log-normal distribution, given by its median and the standard deviation of its logarithm."""
 
     median: float
     sigma: float
@@ -29,17 +29,17 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of conversation. Tokens are of messages, pauses are seconds from an answer's end to the next turn."""
+    """A kind of conversation. Messages are in tokens; pauses are seconds from an answer's end to the next turn."""
 
-    systems: int  # how many system prompts there are, the first ones used most (Zipf)
+    systems: int  # number of system prompts, whose use follows Zipf's law
     system: Lognormal
     opening: Lognormal  # the first message
     message: Lognormal  # later ones
     answer: Lognormal
-    turns: float  # on average, geometrically distributed
+    turns: float  # mean number of turns, geometrically distributed
     pause: Lognormal
-    away: float  # part of the pauses that are long ones
-    away_seconds: float  # their mean, exponentially distributed
+    away: float  # share of long pauses
+    away_seconds: float  # mean of long pauses, exponentially distributed
 
 
 CHAT = Kind(
@@ -66,43 +66,43 @@ AGENT = Kind(
 )
 
 
-_ROWS = 1_000_000  # turns that are drawn at a time
-_PILOT = 2000  # conversations, for the mean number of turns
+_ROWS = 1_000_000  # turns to draw at a time
+_PILOT = 2000  # conversations from which the mean number of turns is estimated
 
 
 @dataclass(frozen=True)
 class Trace:
     """Conversations in the order of their first turns. Turns of conversation c are first[c] to first[c + 1] - 1."""
 
-    begins: np.ndarray  # seconds, of each conversation's first turn
-    system: np.ndarray  # its system prompt
-    history: np.ndarray  # tokens of turns that it had before, without the system prompt
+    begins: np.ndarray  # of each conversation: time of the first turn, seconds
+    system: np.ndarray  # of each conversation: index of the system prompt
+    history: np.ndarray  # of each conversation: tokens of earlier turns, without the system prompt
     first: np.ndarray
-    prompt: np.ndarray  # of each turn: new tokens, without the conversation before
-    answer: np.ndarray  # tokens
-    pause: np.ndarray  # seconds before the turn, after the answer before; not for the first turn
+    prompt: np.ndarray  # of each turn: new tokens, without the conversation so far
+    answer: np.ndarray  # of each turn: tokens
+    pause: np.ndarray  # of each turn: seconds since the previous answer; not for the first turn
     system_tokens: np.ndarray  # of each system prompt
 
     @property
     def requests(self) -> int:
-        """How many there are, at most: a turn whose answer before comes after the end is none."""
+        """The most requests: a turn is none if the previous answer ends after the simulation."""
         return len(self.prompt)
 
 
 def make(
     rate: float, begin: float, end: float, agents: float, context: int, seed: int, before: float = 1200.0
 ) -> Trace:
-    """About `rate` requests a second from `begin` to `end`.
+    """A trace with about `rate` requests per second from `begin` to `end`.
 
-    agents: the part of the requests that are agents'. context: a conversation ends before it has more tokens. before:
-    conversations that began within so many seconds before `begin` are under way then; answers of their turns until
-    then count as taking no time. Raises EngineError if there is no request.
+    agents: share of the requests that are agents'. context: a conversation ends before it has more tokens. before:
+    conversations that started up to this many seconds before `begin` have a history then; their answers until then are
+    assumed to take no time. Raises EngineError if there is no request.
     """
     rng = np.random.default_rng(seed)
     parts = []
     for kind, part, base in ((CHAT, 1 - agents, 0), (AGENT, agents, CHAT.systems)):
         pilot = _conversations(kind, np.zeros(_PILOT), context, base, rng)
-        turns_mean = pilot[2].mean()  # fewer than kind.turns: of some, the context ends
+        turns_mean = pilot[2].mean()  # less than kind.turns, since the context limits some
         windows = max(1, round(rate * part * (before + end - begin) / _ROWS))
         edges = np.linspace(begin - before, end, windows + 1)
         for left, right in pairwise(edges):
@@ -125,7 +125,7 @@ def make(
 def _conversations(
     kind: Kind, begins: np.ndarray, context: int, base: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, ...]:
-    """(begins, system, turns, prompt, answer, pause) of conversations of one kind."""
+    """Random (begins, system, turns, prompt, answer, pause) for conversations of one kind."""
     count = len(begins)
     weights = 1 / np.arange(1, kind.systems + 1)
     system = base + rng.choice(kind.systems, count, p=weights / weights.sum())
@@ -149,7 +149,8 @@ def _within(
     begins: np.ndarray, system: np.ndarray, turns: np.ndarray, prompt: np.ndarray, answer: np.ndarray,
     pause: np.ndarray,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """(begins, system, history, turns, prompt, answer, pause) of the turns from `begin` to `end`."""
+    """(begins, system, history, turns, prompt, answer, pause) of conversations, with their turns from `begin` to `end`
+    only."""
     owner, _ = _owners(turns)
     times = begins[owner] + _sums(pause, turns)
     kept = (times >= begin) & (times < end)
@@ -161,13 +162,13 @@ def _within(
 
 
 def _owners(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row: the number of its conversation, and which of its turns it is."""
+    """For each row, that is each turn: the index of its conversation, and its number within it."""
     owner = np.repeat(np.arange(len(turns)), turns)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(turns) - turns, turns)
 
 
 def _sums(values: np.ndarray, turns: np.ndarray) -> np.ndarray:
-    """Of each row: the sum of its conversation's values up to it."""
+    """For each row: the sum of its conversation's values up to and including it."""
     total = np.cumsum(values)
     starts = np.cumsum(turns) - turns
     return total - np.repeat((total - values)[starts], turns)

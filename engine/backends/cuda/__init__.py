@@ -1,1 +1,1 @@
-"""The op set on an NVIDIA GPU: launches of the kernels in `cuda/`."""
+"""The op set on an NVIDIA GPU: Python that launches the kernels in `cuda/`."""

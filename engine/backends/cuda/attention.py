@@ -1,4 +1,4 @@
-"""Attention on a GPU: launches of the kernels in `cuda/attention/`."""
+"""The attention op on a GPU, which launches the kernels in `cuda/attention/`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from polarlm.engine.weight_formats import Linear
 
 
 class _Parameters(NamedTuple):
-    """The arguments of the op that every launch takes."""
+    """The op's arguments that every launch takes."""
 
     scale: float
     window: int  # 0 for none
-    scale_back: Array | None  # (H,), of the result
+    scale_back: Array | None  # (H,), multiplies the result
 
 
 class AttentionOps:
-    """Attention over the KV store, for chunks of a prompt and for steps."""
+    """The op `attention`, for chunks of a prompt and for steps."""
 
     def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
         self._device, self._launch, self._heads = device, launch, heads
@@ -55,10 +55,10 @@ class AttentionOps:
     def _prefill(
         self, q: Array, cache: LayerCache, spans: SpanTable, current: Buffer, parameters: _Parameters
     ) -> Array:
-        """Attention of the new rows of one sequence, whose K/V are in the buffer `current`."""
+        """Attention of a prompt's rows q (T, H, D), whose K/V are in the buffer `current` → (T, H, D) float32."""
         (rows, heads, _), kv_heads = q.shape, cache.format.kv_heads
         group = heads // kv_heads
-        # Without quantized blocks, as in the first prompt of a sequence, the variant for f16 records is faster.
+        # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
         layouts = cache.layouts if spans.header(0).quantized else cache.full_layouts
         config, tile = launch_configs.prefill_attention(*layouts, group)
         out = self._device.empty(q.shape, np.float32)
@@ -82,8 +82,10 @@ class AttentionOps:
         back: DeviceRotation,
         dtype: type[np.generic],
     ) -> Array:
-        """Attention of a step's rows, whose K/V are in full-precision slots. back: a rotation without a matrix.
-        dtype: of the result."""
+        """Attention of a step's rows q (T, H, D), whose K/V are in full-precision slots → (T, H, D) `dtype`.
+
+        back: a rotation without a matrix.
+        """
         (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
@@ -105,7 +107,7 @@ class AttentionOps:
         return out
 
     def _zeros(self, size: int) -> Array:
-        """At least `size` int32 zeros, which launches leave as zeros. Recorded launches keep the arrays' addresses."""
+        """At least `size` int32 zeros. Kernels reset them to zero; they are never freed, since recordings use them."""
         size = 1 << (size - 1).bit_length()
         if size not in self._counts:
             self._counts[size] = self._device.from_host(np.zeros(size, np.int32))

@@ -1,8 +1,8 @@
-"""Batches of steps in buckets: empty rows fill a batch up, so that steps are recorded for few sizes of batches.
+"""Batch sizes of steps, padded to buckets with empty rows, so that steps are recorded for few batch sizes.
 
-An empty row has token 0, a span of zeros and a greedy draw. By its span it writes no keys and values and sees no token.
-No kernel mixes rows, and a bucket takes the kernels that each of its batches would take, so the results of the other
-rows are the same to the bit.
+An empty row has token 0, a span of zeros and greedy sampling. By its span it writes no keys and values and sees no
+token. No kernel mixes rows, and all batches of a bucket take the same kernels with or without padding, so the results
+of the other rows are bit-equal.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, SMALL_ROWS)
 
 
 def bucket(rows: int) -> int:
-    """Rows that are computed for a batch of `rows` rows. Products take SMALL_ROWS at a time; what is left over them is
-    filled up."""
+    """The number of rows that a batch of `rows` rows is padded to. Products take SMALL_ROWS at a time, so only the
+    remainder is padded."""
     full, left = rows // SMALL_ROWS * SMALL_ROWS, rows % SMALL_ROWS
     return full + next(size for size in _BUCKETS if size >= left) if left else full
 
 
 def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
-    """The inputs of `Ops.run_graph` with empty rows up to their bucket; as they are if a sequence has several rows."""
+    """The inputs of `Ops.run_graph`, padded with empty rows to their bucket, but not if a sequence has several rows."""
     rows = bucket(len(inputs[0]))
     if rows == len(inputs[0]) or any(isinstance(x, SpanTable) and x.most_rows > 1 for x in inputs):
         return inputs
@@ -32,5 +32,5 @@ def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def first_rows(result: Any, rows: int) -> Any:
-    """The first rows of a result of `Ops.run_graph`: of an array, or of each array of a tuple."""
+    """The first `rows` rows of a result of `Ops.run_graph`, an array or a tuple of arrays."""
     return tuple(x[:rows] for x in result) if isinstance(result, tuple) else result[:rows]

@@ -1,4 +1,4 @@
-"""The KV store on a GPU: pools of records, and the table of spans that kernels read.
+"""The KV cache of a layer on a GPU, which is pools of records, and the table of spans that kernels read.
 
 Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `engine.records`.
 """
@@ -21,36 +21,36 @@ Layouts = tuple[Layout, Layout]  # of keys and of values
 
 
 class SpanHeader(NamedTuple):
-    """The words before the block ids in a row of a `SpanTable`: the members of Span in `cuda/prelude.cuh`, in order.
+    """The int32 before the block ids in a row of a `SpanTable`: the members of Span in `cuda/prelude.cuh`, in order.
 
     current: index of the record of block `current_block`, the first one of `SpanView.current`. next: index of the
-    record of the block after it; further blocks follow that one.
+    record of the block after it; the records of further blocks follow in memory.
     """
 
     first_row: int
     rows: int
-    position: int  # of the first row
-    sink: int  # full-precision slot of the first block, or −1
-    first_quantized: int  # number of the first quantized block
-    quantized: int
+    position: int  # position of the first row
+    sink: int  # full-precision slot of the sink block, or −1
+    first_quantized: int  # number of the first quantized block in the sequence
+    quantized: int  # number of quantized blocks
     current: int
     current_block: int
     next: int
 
 
-HEADER = len(SpanHeader._fields)  # words
+HEADER = len(SpanHeader._fields)  # in int32
 
 
 class Buffer(NamedTuple):
-    """Full-precision K/V of one layer: pools of full-precision records."""
+    """The full-precision K/V of one layer: a pool of full-precision records of keys, and one of values."""
 
     k: Array
     v: Array
 
 
 class SideArrays(NamedTuple):
-    """The arrays by which keys or values of one layer are encoded: the members of SideArrays in
-    `cuda/encode/full_block.cuh`, in order. None where the codec or the metric has no such array.
+    """The arrays with which a kernel encodes keys or values of one layer, in the order of SideArrays in
+    `cuda/encode/full_block.cuh`. None where the codec or the metric has no such array.
     """
 
     quantized: Array
@@ -65,10 +65,10 @@ class SideArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values of one layer. None where the codec or the metric has no such array.
+    """Keys or values of one layer. Arrays are None where the codec or the metric has no such array.
 
-    quantized: the pool of quantized blocks. tables: those of the layout. candidates: of the codec's points. The other
-    arrays are those of a `Metric`, both kinds of feedback transposed. mean_query: its tilt_mean.
+    quantized: the pool of quantized blocks. tables: the layout's tables. candidates: of the codec's points, see
+    `candidates`. The other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean.
     """
 
     layout: Layout
@@ -81,14 +81,14 @@ class Side:
     token_feedback: Array | None = None
 
     def arrays(self, full: Array) -> SideArrays:
-        """full: the pool of full-precision records to encode."""
+        """The arrays for encoding into this side. full: the pool of full-precision records to encode."""
         costs = self.feedback, self.matrix, self.mean_query, self.token_feedback
         return SideArrays(self.quantized, full, self.tables, self.candidates, *costs)
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The stored K/V of one layer. full: the full-precision slots, for sinks and current blocks."""
+    """The stored K/V of one layer. full: the full-precision slots, for sink blocks and current blocks."""
 
     format: CacheFormat
     keys: Side
@@ -102,11 +102,11 @@ class LayerCache:
 
     @property
     def padded(self) -> int:
-        """DP: D rounded up to a multiple of 16."""
+        """DP, which is D rounded up to a multiple of 16."""
         return self.keys.layout.record.geometry.padded
 
     def pools(self, buffer: Buffer | None) -> Buffer:
-        """`buffer`, or the full-precision slots where there is none."""
+        """`buffer`, or the full-precision slots if it is None."""
         return self.full if buffer is None else buffer
 
 
@@ -123,7 +123,7 @@ class HostTable:
         return self.device
 
     def filled_up(self, rows: int) -> HostTable:
-        """The table with `rows` rows: those that it has, then empty ones."""
+        """A copy of the table, padded to `rows` rows with empty ones."""
         return replace(self, table=with_rows(self.table, rows))
 
 
@@ -131,11 +131,11 @@ class HostTable:
 class SpanTable(HostTable):
     """The spans of B sequences.
 
-    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks.
-    buffer: receives the new tokens of a prompt; None in a step, whose tokens go to full-precision slots.
+    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. most_rows: rows of the longest
+    span. buffer: receives the new tokens of a prompt; None in a step, whose tokens go to full-precision slots.
     """
 
-    most_rows: int  # of one sequence
+    most_rows: int
     buffer: Buffer | None
 
     def header(self, index: int) -> SpanHeader:
@@ -143,19 +143,19 @@ class SpanTable(HostTable):
 
 
 def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
-    """x (T, …) with rows of zeros added: (rows, …)."""
+    """x (T, …) padded with rows of zeros to (rows, …)."""
     y = np.zeros((rows, *x.shape[1:]), x.dtype)
     y[: len(x)] = x
     return y
 
 
 def table_width(blocks: int) -> int:
-    """W for `blocks` block ids: a power of two, since every width needs a recording of its own."""
+    """W for `blocks` block ids: a power of two, since every width needs its own recording."""
     return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
 
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
-    """The table of `spans`: one of a prompt, or those of a step, where the rows of each touch at most two blocks."""
+    """The table of `spans`: one span of a prompt, or those of a step, each of whose rows lie in at most two blocks."""
     assert all(len(span.following) <= 1 for span in spans)
     width = table_width(max(len(span.table) for span in spans))
     table = np.zeros((len(spans), HEADER + width), np.int32)

@@ -1,20 +1,20 @@
 """Candidates for the nearest point of a codec's table: a short list for every cell of a grid.
 
-`cuda/encode/encode_blocks.cu` compares a pair only with the candidates of its cell, and finds the same nearest point as
-a comparison with all points.
+`cuda/encode/encode_blocks.cu` compares a pair only with the candidates of its cell, and finds the same point as by a
+comparison with all points.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_CELLS = 64  # along an axis of the square [−4, 4)²
+_CELLS = 64  # cells along each axis of the square [−4, 4)²
 _SIDE = 8 / _CELLS
-_MANY = 256  # points: up to this number a cell has room for four candidates, else for twelve
+_MANY = 256  # with up to this many points a cell has room for four candidates, else for twelve
 
-ALL = 0xFFFF  # marks a list that does not fit: compare with every point
+ALL = 0xFFFF  # marks a cell whose list does not fit: the kernel compares with every point
 
-# Scores in the square are sums of three terms below 24: float32 is off by less than 1e-5 in all.
+# Scores in the square are sums of three terms below 24: their float32 error is less than 1e-5.
 _TOLERANCE = 1e-4
 
 

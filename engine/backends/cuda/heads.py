@@ -1,4 +1,4 @@
-"""QK-norm, RoPE, scale and rotation of heads on a GPU: launches of the kernels in `cuda/heads/`."""
+"""QK-norm, RoPE, scale and rotation of heads on a GPU, by the kernels in `cuda/heads/`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, th
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform, prepare
 from polarlm.engine.backends.kv import HeadTransform
 
-_WARPS = 4  # of a block; each has one vector
-_VECTORS = 4  # of a block of rotate_dense
+_WARPS = 4  # warps per block; a warp has one vector
+_VECTORS = 4  # vectors per block of rotate_dense
 
 Rope = tuple[Array, Array]  # cos and sin
 Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, eps
@@ -61,9 +61,10 @@ class HeadOps:
         layouts: Layouts | tuple[None, None] = (None, None),
         rows: int | None = None,
     ) -> None:
-        """Launch a kernel that JOINS `cuda/heads/heads.cuh`: everything but dense rotations.
+        """Launch a kernel that JOINS `cuda/heads/heads.cuh`: it does all of the transform but dense rotations.
 
-        vectors: heads of all rows that it transforms. spans: its arguments after the transform. rows: its STEP_ROWS.
+        vectors: number of heads in all rows that it transforms. spans: its arguments after those of the transform.
+        rows: its STEP_ROWS.
         """
         keys, values = transform.keys, transform.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
@@ -85,7 +86,7 @@ class HeadOps:
         )
 
     def rotate(self, x: Array, rotation: DeviceRotation) -> Array:
-        """x (..., D) @ rotation."""
+        """x (..., D) @ rotation → (..., D) float32, or x itself without a rotation."""
         if rotation.matrix is not None or rotation.order == 1:
             return self.rotate_dense(x, rotation)
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
@@ -94,7 +95,7 @@ class HeadOps:
         return y
 
     def rotate_dense(self, x: Array, rotation: DeviceRotation) -> Array:
-        """x (..., D) @ rotation where that is dense, else x itself."""
+        """x (..., D) @ rotation → (..., D) float32 if the rotation is dense, else x itself."""
         if rotation.matrix is None:
             return x
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)

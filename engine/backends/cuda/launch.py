@@ -15,12 +15,12 @@ from polarlm.engine.records import Layout
 WARP = 32
 MOST_THREADS = 1024
 
-# dtype of an array → CUDA type of its elements. NumPy has no bfloat16: its bits are held as uint16.
+# dtype of an array → CUDA type of its elements. NumPy has no bfloat16, so its bits are stored as uint16.
 CUDA_TYPES = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
 
 
 class LaunchConfig(NamedTuple):
-    """The constants (DEFINES) that a kernel is compiled with, threads of a block, bytes of dynamic shared memory."""
+    """The constants (DEFINES) that a kernel is compiled with, threads per block, bytes of dynamic shared memory."""
 
     defines: Mapping[str, int | float | str]
     threads: int

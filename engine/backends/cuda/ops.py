@@ -1,4 +1,4 @@
-"""Every op as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`."""
+"""The ops as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from polarlm.engine.backends.ops import Load, Result, WarmUp
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 
-# Rows of a unit of a prompt. More of them dequantize packed weights less often (8,192 tokens of an 8B model of 4-bit
+# Rows of a unit of a prompt. More rows dequantize packed weights less often (8,192 tokens of an 8B model of 4-bit
 # weights take 9 % less time on an H100), but other sequences wait longer for their next step, and the activations of an
-# 8B model take 1 GB. A GPU of so much memory is fast enough for the one, and has room for the other.
+# 8B model take 1 GB. A GPU with so much memory is fast enough for the one, and has room for the other.
 _ROWS, _MANY_ROWS, _LARGE_MEMORY = 2048, 8192, 40 << 30
 
-# Left free for memory that `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
+# Left free for what `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
 # DEQUANTIZED_BYTES of products with packed matrices.
-_UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # the share is of the free memory; the smaller one counts
+_UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # bytes, or this share of free memory if that is less
 
 
 class CudaOps:
@@ -151,7 +151,7 @@ class CudaOps:
         def load_first_rows(matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
             loaded = load([FirstRow(matrix) for matrix in matrices])
             for matrix in loaded:
-                ops.rows(matrix, slice(0, 1))  # the KV store's scales and the fingerprint read rows
+                ops.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
             return loaded
 
         ops.load = load_first_rows

@@ -1,4 +1,4 @@
-"""Packed weight formats on a GPU: how many bytes the tiles of `cuda/packed_weights.cuh` take."""
+"""Packed weight formats on a GPU: the sizes of the tiles of `cuda/packed_weights.cuh`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import kernel_source
 from polarlm.engine.weight_formats import WeightFormat
 
-ROWS = 16  # of a tile
+ROWS = 16  # rows of a tile
 
 
 def is_packed(format: WeightFormat) -> bool:
@@ -19,8 +19,8 @@ def is_packed(format: WeightFormat) -> bool:
 
 @cache
 def block_bytes(format: WeightFormat) -> int:
-    """Bytes of a block of one row of a packed format: two for the scale, two for the offset where there is one, one
-    for each number of a group, and the codes."""
+    """Bytes of a block of one row of a packed format: two for the scale, two for the offset if there is one, one for
+    each sub-scale and sub-offset of a group, and the codes."""
     assert format.unpack is not None
     one, groups = format.unpack(np.zeros((1, format.nbytes), np.uint8)), format.values // format.group
     numbers = 2 + 2 * (one.offset is not None)
@@ -29,5 +29,5 @@ def block_bytes(format: WeightFormat) -> int:
 
 
 def tiles(format: WeightFormat, rows: int, width: int) -> tuple[int, int]:
-    """The shape of a matrix (rows, width) of a packed format in bytes: tiles, bytes of a tile."""
+    """The shape of a packed matrix (rows, width) as uint8: (tiles, bytes of a tile)."""
     return -(-rows // ROWS), ROWS * (width // format.values) * block_bytes(format)

@@ -13,7 +13,7 @@ from polarlm.engine.backends.kv import HeadTransform
 
 
 class DeviceRotation(NamedTuple):
-    """A rotation on the device: `matrix` (D, D) float32 and order 0, or the signs of a Hadamard matrix."""
+    """A rotation on the device: `matrix` (D, D) float32 with order 0, or the signs (D,) of a Hadamard matrix."""
 
     order: int
     matrix: Array | None
@@ -25,7 +25,7 @@ NO_ROTATION = DeviceRotation(1, None, None, None)  # a Hadamard matrix of order 
 
 
 class DeviceTransform(NamedTuple):
-    """A `HeadTransform` on the device. back: the inverse of `values`."""
+    """A `HeadTransform` on the device. back: the inverse of the rotation `values`."""
 
     kv_heads: int
     scale: Array | None
@@ -64,7 +64,7 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
 
 
 def _upload(device: Device, rotation: np.ndarray) -> DeviceRotation:
-    """`rotation` (D, D) float32 on the device, as signs where it is a signed Hadamard matrix."""
+    """`rotation` (D, D) float32 on the device: signs if it is a signed Hadamard matrix, else the matrix."""
     signs = hadamard_signs(rotation)
     if signs is None:
         return DeviceRotation(0, device.from_host(np.ascontiguousarray(rotation, np.float32)), None, None)

@@ -1,4 +1,4 @@
-"""Sampling parameters as int32 words for `cuda/sampling/sample.cu`; see `engine.sampling.sample`."""
+"""Sampling parameters packed as int32 for `cuda/sampling/sample.cu`; see `engine.sampling.sample`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from polarlm.engine.backends.cuda.cache import HostTable, with_rows
 from polarlm.engine.sampling.constraints import mask_words
 from polarlm.engine.sampling.sample import SamplerInput
 
-ROW_WORDS = 16  # of `Params` in `cuda/sampling/adjust.cuh`
-_LISTS = 6  # the word of a row that says where its lists begin
-_LEAST_LISTS = 256  # words
+ROW_WORDS = 16  # int32 of `Params` in `cuda/sampling/adjust.cuh`
+_LISTS = 6  # index in a row of the offset of its lists
+_LEAST_LISTS = 256  # least int32 for lists
 
 
 @dataclass
 class SamplerInputs(HostTable):
     """The sampling parameters of B rows.
 
-    table: int32 (B, 16) where no row has a list, else (16·B + room for lists,): 16 words of parameters for each row,
-    then the lists of all rows. `cuda/sampling/adjust.cuh` defines the words. The room for lists is a power of two, so
-    that steps are recorded for few lengths of lists.
+    table: int32 (B, 16) if no row has a list, else (16·B + room for lists,): 16 parameters for each row, then the lists
+    of all rows. `cuda/sampling/adjust.cuh` defines the parameters. The room for lists is a power of two, so that steps
+    are recorded for few lengths of lists.
     rows: B. vocabulary: V.
 
-    Bytes uploaded for a row: 64, and for lists 8 for each token with a bias, 4 for each recent token where penalties
-    are on, 12 for each token that DRY penalises, V / 8 for a mask. Rounding up the room at most doubles the bytes of
-    the lists, or makes them 1 KiB.
+    Bytes uploaded per row: 64, and for lists 8 per token with a bias, 4 per recent token if penalties are on, 12 per
+    token that DRY penalises, V / 8 for a mask. Rounding up the room at most doubles the bytes of the lists, or makes
+    them 1 KiB.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class SamplerInputs(HostTable):
             return replace(self, table=with_rows(self.table, rows), rows=rows)
         words, lists = self.table[: self.rows * ROW_WORDS], self.table[self.rows * ROW_WORDS :]
         params = with_rows(words.reshape(self.rows, ROW_WORDS), rows)
-        params[:, _LISTS] += (rows - self.rows) * ROW_WORDS  # which the kernel reads only where there are lists
+        params[:, _LISTS] += (rows - self.rows) * ROW_WORDS  # also where it is unused, in rows without lists
         return replace(self, table=np.concatenate([params.reshape(-1), lists]), rows=rows)
 
 
@@ -73,12 +73,12 @@ def pack_sampler_inputs(sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs
 
 
 def list_room(words: int) -> int:
-    """Words to allocate for lists of `words` words: a power of two."""
+    """The int32 to allocate for lists of `words` int32: a power of two."""
     return max(_LEAST_LISTS, 1 << max(0, words - 1).bit_length())
 
 
 def mask_room(rows: int, vocabulary: int) -> int:
-    """Words to allocate for lists where every row has a mask."""
+    """The int32 to allocate for lists if every row has a mask and nothing else."""
     return list_room(rows * -(-mask_words(vocabulary) // 4) * 4)
 
 
@@ -90,7 +90,7 @@ def _params(sampler_input: SamplerInput) -> tuple[float, ...]:
 
 
 def _lists(sampler_input: SamplerInput) -> tuple[list[np.ndarray], tuple[int, int, int, int]]:
-    """The lists of a row as int32, in order, and the number of biases, recent tokens, DRY tokens and masks (0 or 1)."""
+    """The lists of a row as int32, in order; and the numbers of biases, recent tokens, DRY tokens, masks (0 or 1)."""
     chain, lists = sampler_input.sampling, []
     biases, dry = len(chain.logit_bias), 0 if sampler_input.dry is None else len(sampler_input.dry.ids)
     recent = 0 if chain.is_plain else len(sampler_input.recent)

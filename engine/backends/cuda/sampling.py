@@ -1,4 +1,4 @@
-"""Sampling on the device, all rows together; only ids, and log-probabilities where asked for, are copied back."""
+"""Sampling on the device, for all rows at once; only ids, and log-probabilities if requested, are copied back."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left
 
 _THREADS = 512
-# Of `cuda/sampling/sample.cu`.
-_NOTHING_LEFT = -2  # instead of an id
+# Constants of `cuda/sampling/sample.cu`.
+_NOTHING_LEFT = -2  # stands for an id if the chain leaves no token
 _SAMPLE = LaunchConfig({}, 256)  # THREADS
-_PART = 4096  # logits of a block
-SCRATCH_WORDS = 3 + 768 + 2048  # of 8 bytes, for a row
-_SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
+_PART = 4096  # logits per block
+SCRATCH_WORDS = 3 + 768 + 2048  # uint64 of scratch per row
+_SUMS = 4  # int32 before the pairs in a result of `cuda/sampling/logprobs.cu`
 
 
 def sample(
     device: Device, launch: Launcher, logits: Array, sampler_inputs: SamplerInputs, newest: Array | None = None
 ) -> Array:
-    """logits (B, V) → token ids (B,) int32 on the device; below 0 where no token can be drawn."""
+    """logits (B, V) → token ids (B,) int32 on the device; negative where no token can be sampled."""
     rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
     table, vocabulary, stride = sampler_inputs.on(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
     scratch = device.empty((len(logits), SCRATCH_WORDS), np.uint64)
@@ -60,7 +60,7 @@ def fetch_tokens(
 
 
 def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
-    """See `Ops.fetch_later`. An id below 0 goes on as it is: `embed` reads row 0 for it, and that request ends."""
+    """See `Ops.fetch_later`. A negative id is passed on too: `embed` reads row 0 for it, and the request ends."""
     copy, wait = device.to_host_later(ids)
 
     def tokens() -> list[Sampled]:
@@ -81,7 +81,7 @@ def _token_or_error(token: int, sampler_input: SamplerInput) -> int | EngineErro
 def _logprobs(
     device: Device, launch: Launcher, logits: Array, asked: Sequence[tuple[int, int, int]], vocabulary: int
 ) -> dict[int, TokenLogprob]:
-    """Row → `token_logprob`, for each (row of the logits, token, count) of `asked`."""
+    """Row → its log-probabilities, for each (row of the logits, token, count) of `asked`."""
     table = np.array(asked, np.int32)
     most = int(table[:, 2].max())
     width = _SUMS + 2 * (most + most % 2)
@@ -93,7 +93,7 @@ def _logprobs(
 
 
 def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
-    """words (4 + 2·most,) int32: the result of `cuda/sampling/logprobs.cu` for one row."""
+    """The log-probabilities in words (4 + 2·most,) int32, the result of `cuda/sampling/logprobs.cu` for one row."""
     total = words[:2].view(np.float64)[0]
     best, own = words[2:_SUMS].view(np.float32).astype(np.float64)
     pairs = words[_SUMS : _SUMS + 2 * count].reshape(-1, 2)
@@ -105,7 +105,7 @@ def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
 
 
 def _aligned(device: Device, logits: Array) -> Array:
-    """logits (B, V) in rows aligned to 16 bytes: themselves if V is a multiple of 4, else a padded copy."""
+    """logits (B, V) with rows aligned to 16 bytes: unchanged if V is a multiple of 4, else a padded copy."""
     count, width = logits.shape
     if width % 4 == 0:
         return logits

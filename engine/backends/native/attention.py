@@ -1,4 +1,4 @@
-"""Attention of prompts, and of steps over tiles."""
+"""The attention op: of steps here, of prompts in `prompts`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polarlm.engine.weight_formats import Linear
 
 
 class AttentionOps:
-    """Attention, and the spans that it reads. Layers that are no `TileCache` are NumPy's."""
+    """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
         self._launch, self._plain = launch, plain
@@ -57,7 +57,7 @@ class AttentionOps:
         window: int | None,
         transform: PreparedTransform | None,
     ) -> np.ndarray:
-        """In chunks, whose results are then merged."""
+        """Attention of q (T, H, D) → (T, H, D) float32: partial results of chunks of blocks, then their merge."""
         (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
         parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
         keys, values = cache.memory

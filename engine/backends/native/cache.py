@@ -1,4 +1,4 @@
-"""The KV store whose quantized blocks are tiles, and which layers have one."""
+"""The KV cache of a layer with its quantized blocks in tiles, and which layers have one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TILES = "tiles"
 
 @dataclass
 class TileCache(LayerCache):
-    """The stored K/V of one layer, whose quantized blocks kernels read.
+    """The stored K/V of one layer, with quantized blocks in tiles, which kernels read.
 
-    k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: of keys and of values, or why NumPy encodes
-    them.
+    k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: for keys and for values the encoder, or the
+    reason why NumPy encodes them.
     """
 
     key_tiles: KeyTiles
@@ -44,24 +44,24 @@ class TileCache(LayerCache):
             self.write_side(blocks, side, fields, {} if side else sides.mean)
 
     def write_side(self, blocks: Sequence[int], side: int, fields: Fields, mean: Fields) -> None:
-        """Overwrite the keys (side 0) or the values (1) of quantized blocks. mean: of keys."""
+        """Overwrite the keys (side 0) or the values (1) of quantized blocks. mean: the block means, of keys only."""
         self.memory[side][:, blocks] = (self.key_tiles, self.value_tiles)[side].pack(fields)
         for name, x in mean.items():
             self.mean[name][:, blocks] = x
 
     @property
     def memory(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tiles of keys and of values."""
+        """The tiles of keys and of values: uint8 (K, quantized blocks, bytes of a tile) each."""
         return self.k[_TILES], self.v[_TILES]
 
     def of_one_block(self) -> TileCache:
-        """A cache of the same format, with one quantized block and the same slots."""
+        """A cache with the same format and slots, and memory of its own for one quantized block."""
         k, v, mean = _blocks(self.format, (self.key_tiles, self.value_tiles), 1)
         return replace(self, k=k, v=v, mean=mean)
 
 
 class CacheOps:
-    """The ops that make caches."""
+    """The ops that size and allocate caches, and say what NumPy computes of them."""
 
     def __init__(self, plain: NumpyOps) -> None:
         self._plain = plain
@@ -71,7 +71,7 @@ class CacheOps:
         return transfer.nbytes(format, transfer.TILES), full
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        """A `TileCache` where kernels attend; the ops leave layers with another one to NumPy."""
+        """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
         if isinstance(both := tiles(format), str):
             return self._plain.cache(format, quantized, full, beside)
         slots = self._plain.cache(format, 0, full)
@@ -88,7 +88,7 @@ class CacheOps:
 
 
 def _blocks(format: CacheFormat, both: tuple[KeyTiles, ValueTiles], count: int) -> Sides:
-    """Memory for quantized blocks."""
+    """Memory for `count` quantized blocks: tiles of keys and of values, and block means."""
     heads = format.kv_heads
     k, v = (aligned(heads * count * side.nbytes).reshape(heads, count, side.nbytes) for side in both)
     means = {

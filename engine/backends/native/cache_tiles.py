@@ -9,7 +9,7 @@ from polarlm.engine.backends.native.kernels.prompts import supports
 
 
 def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
-    """The tiles of a layer's keys and values; where no kernels attend over them, why, and the layer is NumPy's."""
+    """The tiles of a layer's keys and values, or the reason why no kernel attends over them."""
     n, dim = format.block_size, format.head_dim
     if n % 16:
         return f"kernels read blocks of a multiple of 16 tokens, not of {n}"

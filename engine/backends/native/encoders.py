@@ -1,4 +1,4 @@
-"""What a kernel needs to encode the keys, or the values, of one layer; made with the layer's cache."""
+"""What a kernel needs to encode the keys or values of one layer; made together with the layer's cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from polarlm.engine.quantization.metric import Metric
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """A kernel, and the addresses of the metric's arrays for each KV head: int64 (K, fields of `Block`), 0 for other
-    fields. arrays: these arrays, so that they stay."""
+    """A kernel and the arrays of its error metric.
+
+    addresses: of these arrays for each KV head, int64 (K, fields of `Block`); 0 in other fields. arrays: name → array,
+    referenced here to keep them alive.
+    """
 
     kernel: Kernel[EncodeArguments]
     addresses: np.ndarray
@@ -24,7 +27,7 @@ class Encoder:
 
 
 def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
-    """The encoder of keys (side 0) or values (1) into tiles; where there is none, why, and NumPy encodes."""
+    """The encoder of keys (side 0) or values (1) into tiles, or the reason why NumPy must encode them."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
     if not isinstance(tiles, EncodedTiles):
         return f"no kernel encodes {codec.name}"
@@ -40,14 +43,14 @@ def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
 
 
 def by_head(array: np.ndarray, heads: int) -> np.ndarray:
-    """array (K or 1, …) → addresses along its first axis, (K,) int64."""
+    """Addresses (K,) int64 of each head's part of array (K or 1, …), which must be contiguous."""
     assert array[0].flags.c_contiguous
     step = array.strides[0] if len(array) == heads else 0
     return array.ctypes.data + np.arange(heads, dtype=np.int64) * step
 
 
 def _arrays(metric: Metric) -> dict[str, np.ndarray]:
-    """The arrays of a metric, by the names that they have in `Block`."""
+    """The arrays of a metric by field of `Block`."""
     arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean
@@ -75,6 +78,6 @@ def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
     size = feedback.shape[-1]
     out = np.zeros((len(feedback), size + 1, size + 2 * ROW_PAD), np.float32)
     for lag in range(1, size):
-        diagonal = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)  # of tokens from `lag` on
+        diagonal = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)  # for tokens lag, …, N − 1
         out[:, lag, ROW_PAD : ROW_PAD + size - lag] = diagonal[:, ::-1]
     return out

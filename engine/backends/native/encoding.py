@@ -1,4 +1,4 @@
-"""Encoding of blocks with kernels, of several layers at once."""
+"""Encoding of blocks with kernels, for several layers in one launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polarlm.engine.quantization.encode import decode_centred, fill_up
 
 
 class EncodingOps:
-    """The ops that encode blocks. Layers that are no `TileCache` are NumPy's."""
+    """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
 
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
         self._launch, self._plain = launch, plain
@@ -44,7 +44,7 @@ class EncodingOps:
             self._plain.round_trip(cache, place, tokens)
             return
         format, one = cache.format, cache.of_one_block()
-        with np.errstate(invalid="ignore", over="ignore"):  # kernels look for what is not finite
+        with np.errstate(invalid="ignore", over="ignore"):  # the kernels report numbers that are not finite
             blocks = [fill_up(x[:, :tokens].astype(np.float32), format.block_size) for x in cache.full(place)]
         self.encode_blocks([FilledBlocks([one], [0], [KVLocation(blocks, 0)])])
         k, v, mean = one.read(np.array([0]))
@@ -59,7 +59,7 @@ class EncodingOps:
         sources: Sequence[KVLocation],
         side: int,
     ) -> None:
-        """Encode the keys (side 0) or the values (1) of all layers."""
+        """Encode the keys (side 0) or the values (1) of all layers. Raises NotFinite."""
         format = layers[0].format
         addresses = np.concatenate([_addresses(layer, blocks, sources, side) for layer in layers])
         damaged = np.zeros(addresses.shape[:2], np.uint8)
@@ -82,7 +82,7 @@ def _side_in_numpy(
 
 
 def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> np.ndarray:
-    """What a kernel reads and writes: int64 (K, B, fields of `Block`)."""
+    """The `Block` of each KV head and block, which a kernel reads: int64 (K, B, fields of `Block`)."""
     encoder = layer.encoders[side]
     assert isinstance(encoder, Encoder)
     places = {"x": _sources(layer, sources, side), "tiles": _by_block(layer.memory[side], blocks)}
@@ -95,12 +95,12 @@ def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLoca
 
 
 def _by_block(array: np.ndarray, blocks: Sequence[int]) -> np.ndarray:
-    """array (K, all blocks, …) → the addresses of `blocks`, (K, B) int64."""
+    """Addresses (K, B) int64 of `blocks` in array (K, all blocks, …)."""
     return by_head(array, len(array))[:, None] + np.asarray(blocks, np.int64) * array.strides[1]
 
 
 def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> np.ndarray:
-    """Addresses of the blocks at `sources`: (K, B) int64."""
+    """Addresses (K, B) int64 of the full-precision blocks at `sources`."""
     numbers = np.array([source.block for source in sources])
     if (buffer := sources[0].buffer) is not None:
         heads, block = buffer[side], layer.format.block_size * buffer[side].strides[1]

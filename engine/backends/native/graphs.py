@@ -1,4 +1,4 @@
-"""Recorded steps: the kernels of a step, launched again with new inputs."""
+"""Recorded steps: a step's kernels are recorded once and replayed with new inputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from polarlm.engine.backends.native.prefetching import add_prefetches
 from polarlm.engine.backends.native.spans import StepTable
 from polarlm.engine.backends.ops import Result
 
-_MOST = 32  # recordings that are kept; each has the memory of a step
+_MOST = 32  # recordings to keep; each owns the memory of a step
 
 
 class Graphs:
-    """The recordings of an engine's steps, by the shapes of their inputs."""
+    """The recorded steps of an engine: key, function and input shapes → recording; least recently used go first."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
@@ -45,7 +45,7 @@ class Graphs:
         return result
 
     def _record(self, work: Callable[..., Result], inputs: Sequence[Any]) -> tuple[list[Any], Recording] | None:
-        """Inputs in fixed memory and what `work` launches with them; None if it needs an op that is not a kernel."""
+        """Copies of the inputs in fixed memory, and the launches of `work` on them; None if it cannot be recorded."""
         fixed = [x.copy() if isinstance(x, np.ndarray) else x for x in inputs]
         try:
             with self._launch.record() as recording:

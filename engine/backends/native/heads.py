@@ -1,4 +1,4 @@
-"""QK-norm, RoPE, scale and rotation of heads."""
+"""The ops for QK-norm, RoPE, scale and rotation of heads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and f
 class Rotation:
     """A rotation as kernels apply it.
 
-    order 0: a product with memory (D, D). order 1: none. From 2 on: x · before, then D/order Hadamard matrices, then
-    · memory (D,), the signs after them over √order.
+    order 0: a product with memory (D, D). order 1: no rotation. order ≥ 2: x · before (D,), then D/order Hadamard
+    matrices, then · memory (D,): the signs after them, divided by √order.
     """
 
     order: int
@@ -36,10 +36,10 @@ NO_ROTATION = Rotation(1, np.zeros(1, np.float32))
 
 @dataclass(frozen=True, eq=False)
 class PreparedTransform(HeadTransform):
-    """A `HeadTransform`, and what its kernels read. back: the inverse of `values`.
+    """A `HeadTransform`, and what its kernels read. back: the inverse of the rotation `values`.
 
-    key_factor (H + K, D), value_factor (K, D): scale, times the signs before a Hadamard matrix; of one row if they are
-    the same for all heads; None if there are neither.
+    key_factor (H + K or 1, D), value_factor (K or 1, D): the scale times the signs before a Hadamard matrix, with one
+    row if all heads share it; None without scale and signs.
     """
 
     keys: Rotation = NO_ROTATION
@@ -100,7 +100,7 @@ class HeadOps:
         (span,) = spans
         first = span.position - span.current_start
         full = cache.full(span.current)
-        if full[0].dtype == np.float16:  # tokens that are computed again, as steps have computed them
+        if full[0].dtype == np.float16:  # tokens that are recomputed exactly as steps have computed them
             q, k, v = self.transform_heads(qkv, rope, transform, norms)
             cache.store(span.current, (k.swapaxes(0, 1), v.swapaxes(0, 1)), first)
             return q
@@ -108,7 +108,7 @@ class HeadOps:
         return self._transform(qkv, rope, transform, norms, (k, v), (4 * qkv.shape[2], k.strides[0]))
 
     def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
-        """In NumPy unless a prompt's tokens are rounded for a slot, which takes NumPy many times as long."""
+        """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""
         (k, v), (to_k, to_v) = cache.full(source), cache.full(target)
         if k.dtype == to_k.dtype or to_k.dtype != np.float16:
             cache.store(target, (k[:, :tokens], v[:, :tokens]))
@@ -127,7 +127,10 @@ class HeadOps:
         strides: tuple[int, ...],
         places: np.ndarray | None = None,
     ) -> np.ndarray:
-        """The queries (T, H, D); keys and values go to `targets`. strides: row_stride and head_stride of the kernel."""
+        """Returns the queries (T, H, D); keys and values are written to `targets`.
+
+        strides: row_stride and head_stride of the kernel. places: where each row goes if the targets are slots.
+        """
         rows, heads, dim = qkv.shape
         kv_heads = prepared.kv_heads
         queries = heads - 2 * kv_heads
@@ -170,7 +173,7 @@ class HeadOps:
 
 
 def _rotation(matrix: np.ndarray) -> Rotation:
-    """matrix (D, D) float32, as signs where it is a signed Hadamard matrix."""
+    """The rotation by matrix (D, D) float32: signs where it is a signed Hadamard matrix, else the dense matrix."""
     signs = hadamard_signs(matrix)
     if signs is None:
         return Rotation(0, np.ascontiguousarray(matrix, np.float32))
@@ -198,7 +201,7 @@ def _prepared(given: HeadTransform, keys: Rotation, values: Rotation, back: Rota
 
 
 def _factor(scale: np.ndarray | None, signs: np.ndarray | None) -> np.ndarray | None:
-    """scale (heads, D) times signs (D,), either of which may be None."""
+    """scale (heads, D) times signs (D,), where None counts as ones; None if both are."""
     if scale is None:
         return None if signs is None else signs[None]
     return np.ascontiguousarray(scale if signs is None else scale * signs, np.float32)

@@ -1,4 +1,4 @@
-"""Launches of kernels, at once or recorded on a command buffer."""
+"""Launches of kernels: run immediately, or recorded into a command buffer."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 Units = int | Callable[[], int]
 Op = TypeVar("Op", bound=Callable[..., Any])
 _ENGINE = Path(__file__).resolve().parents[2]
-# Folders of all that decides what the kernels here do, beside their language.
+# The folders whose code decides what these kernels do; their language, `jit/`, is always hashed.
 _SOURCES = tuple(
     _ENGINE / name for name in ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")
 )
-_CHUNKS = 8  # that each thread takes of an op's units, so that no thread waits long for another
+_CHUNKS = 8  # chunks of a launch's units per thread: small enough that no thread waits long for another
 
 
 class CannotRecord(Exception):
-    """A step needs an op that is not a kernel: the step runs op by op."""
+    """A step needs an op that is not a kernel, so it must run op by op."""
 
 
 class Recorded(NamedTuple):
-    """A launch of a recording.
+    """A recorded launch.
 
-    arguments: as the kernel reads them, int64. arrays: those of the arguments whose memory is not the recording's, by
-    the names of the arguments. spare: see `Launcher.__call__`.
+    arguments: packed as the kernel reads them, int64. arrays: name of an argument → its array, for arrays whose memory
+    the recording does not own. spare: see `Launcher.__call__`.
     """
 
     kernel: Kernel
@@ -48,11 +48,11 @@ class Recorded(NamedTuple):
     spare: int
 
     def number(self, name: str) -> int:
-        """An argument that is an integer or an address."""
+        """The value of an argument that is an integer or an address."""
         return int(self.arguments[self._place(name)])
 
     def with_array(self, name: str, array: np.ndarray) -> Recorded:
-        """The launch with another array as this argument."""
+        """A copy of the launch, with `array` as this argument."""
         arguments = self.arguments.copy()
         arguments[self._place(name)] = array.ctypes.data
         return self._replace(arguments=arguments, arrays={**self.arrays, name: array})
@@ -62,7 +62,7 @@ class Recorded(NamedTuple):
 
 
 class Recording:
-    """The launches of a step, to be repeated. `result`: what the recorded function returned."""
+    """The launches of a step, which can be replayed. result: what the recorded function returned."""
 
     def __init__(self) -> None:
         self.launches: list[Recorded] = []
@@ -72,7 +72,7 @@ class Recording:
         self._varying: list[tuple[int, Callable[[], int]]] = []
 
     def commands(self, address: Callable[[Kernel], int]) -> CommandBuffer:
-        """The commands, with the present numbers of units."""
+        """The command buffer, with the current unit counts. address: kernel → its compiled function."""
         if self._commands is None:
             calls = [
                 Launch(address(r.kernel), r.arguments.ctypes.data, r.units if isinstance(r.units, int) else 0, r.grain)
@@ -86,22 +86,22 @@ class Recording:
 
 
 class Launcher:
-    """Runs kernels on the workers of this process, on up to `threads` of them."""
+    """Runs kernels on up to `threads` workers of this process."""
 
     def __init__(self, threads: int, level: Level | None = None) -> None:
-        """level: of the kernels; None for the highest that this machine can run."""
+        """level: what kernels are compiled for; None for the highest that this machine can run."""
         self.threads = threads
         self.level = level or best()
         self.library = library(self.level, _SOURCES)
-        self.arena = Arena()  # for weights
+        self.arena = Arena()  # memory of weights
         self._workers = workers()
         self._recording: Recording | None = None
         self._buffers = Buffers()
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-        """An array with arbitrary contents, for the result of an op.
+        """An uninitialized array for the result of an op.
 
-        In a recording its memory belongs to the recording, and launches after the last that uses it may use it again.
+        In a recording its memory belongs to the recording, and is reused by launches after its last use.
         """
         buffers = self._buffers if self._recording is None else self._recording.buffers
         return buffers.empty(shape, dtype)
@@ -114,10 +114,11 @@ class Launcher:
         grain: int = 0,
         spare: int = 0,
     ) -> None:
-        """Run the kernel on its units, or record it. units: a function if they vary between the runs of a recording.
+        """Run the kernel on its units, or record it.
 
-        grain: units that a thread takes at a time; 0 cuts them into a few chunks for each thread. spare: pieces that a
-        product has the time to prefetch, see `prefetching`.
+        units: their number, or a function of it if it varies between replays. grain: units that a thread takes at a
+        time; 0 cuts them into a few chunks for each thread. spare: pieces that this product has the time to prefetch,
+        see `prefetching`.
         """
         packed = kernel.pack(arguments)
         if not grain:
@@ -134,7 +135,7 @@ class Launcher:
             self._workers.run(CommandBuffer([call]), self.threads)
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
-        """Whether kernels can be run: waits until they are compiled, or one of them cannot be."""
+        """Whether all kernels compile. Waits until they have, or until one fails."""
         try:
             self.library.wait(kernels)
         except KernelError:
@@ -142,11 +143,11 @@ class Launcher:
         return True
 
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
-        """Whether kernels can be run without a wait."""
+        """Whether all kernels are compiled already."""
         return all(map(self.library.has, kernels))
 
     def unrecorded(self, op: Op) -> Op:
-        """`op`, which is not a kernel: it raises CannotRecord in a recording."""
+        """`op` wrapped to raise CannotRecord inside a recording, since it is not a kernel."""
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +159,7 @@ class Launcher:
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        """A context in which launches are recorded and not run. One that raises records nothing."""
+        """A context in which launches are recorded instead of run."""
         self._recording = recording = Recording()
         try:
             yield recording
@@ -166,7 +167,7 @@ class Launcher:
             self._recording = None
 
     def replay(self, recording: Recording) -> None:
-        """Run the recorded launches. If no prompt is under way, the memory that prompts took is given back before."""
+        """Run the recorded launches. The pool's memory is given back first, if no prompt uses any of it."""
         self._buffers.give_back()
         self._workers.run(recording.commands(self.library.address), self.threads)
 

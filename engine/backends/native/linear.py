@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
-from polarlm.engine.backends.native.kernels.prefetch import NOTHING
+from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.product import (
     Product,
     ProductArguments,
@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
-_SLAB_BYTES = 1 << 20  # of a file that are packed at a time
+_SLAB_BYTES = 1 << 20  # bytes of the file that are packed into tiles at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class _Tiles:
 
 
 class LinearOps:
-    """The ops on matrices."""
+    """The ops on matrices and on rows of activations."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
@@ -51,7 +51,7 @@ class LinearOps:
         return tuple(self._load(group) for group in _joined(matrices))
 
     def load_shapes(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
-        """As `load`, but nothing is read and no memory is taken: for ops that compute nothing."""
+        """As `load`, but reads nothing and allocates nothing: for warm-up ops, which compute nothing."""
         loaded = []
         for group in _joined(matrices):
             format, rows, columns = _size(group)
@@ -61,7 +61,7 @@ class LinearOps:
         return tuple(loaded)
 
     def _load(self, matrices: Sequence[StoredMatrix]) -> Matrix:
-        """Matrices of one format as one; all but the last have whole tiles."""
+        """Matrices of one format, packed as one; all but the last have whole tiles."""
         format, rows, columns = _size(matrices)
         row_size = format.size(columns)
         memory = self._launch.arena.take(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
@@ -90,7 +90,7 @@ class LinearOps:
         return self._dequantize(table, ids, scale, self._launch.empty((len(ids), table.shape[1])))
 
     def _dequantize(self, matrix: Matrix, ids: np.ndarray, factor: float, out: np.ndarray) -> np.ndarray:
-        """Rows `ids` times `factor`, in `out`."""
+        """Rows `ids` (n,) int32 of a matrix times `factor` → `out` (n, in) float32, which is returned."""
         columns, memory = matrix.shape[1], matrix.data.memory
         arguments = DequantizeArguments(
             weights=memory,
@@ -134,7 +134,7 @@ class LinearOps:
         def spec(part: Matrix, row_tile: int) -> Product:
             return Product(part.format, row_tile, residual is not None, w.bias is not None, gates)
 
-        # By whether weights have codes, as their inputs are.
+        # Whether parts have codes: inputs are quantized for those that do, and stay float32 for the others.
         kinds = tuple(dict.fromkeys(map(_is_packed, w.parts)))
 
         def products(row_tile: dict[bool, int]) -> list[Kernel[ProductArguments]]:
@@ -159,7 +159,7 @@ class LinearOps:
             row_tile = dict.fromkeys(kinds, 1)
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
-        inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
+        inputs: dict[bool, np.ndarray] = {}  # is packed → the inputs of such parts
         first = 0
         for part, kernel in zip(w.parts, products(row_tile), strict=True):
             is_packed = _is_packed(part)
@@ -174,7 +174,7 @@ class LinearOps:
                 x=given,
                 y=y[:, first:],
                 bias=None if w.bias is None else w.bias[first:],
-                ahead=NOTHING,
+                hint=NO_HINT,
                 blocks=blocks,
                 tile_bytes=memory.shape[1],
                 x_stride=given.strides[0],
@@ -194,7 +194,10 @@ class LinearOps:
     def _panels(
         self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, row_tile: int, is_packed: bool
     ) -> np.ndarray:
-        """x, normed, in panels of row_tile rows: as words for packed weights, else as float32."""
+        """x (T, in), after its norm, in panels of row_tile rows: as int16 for packed weights, else as float32.
+
+        Returns (panels, bytes of a panel) uint8, or x itself where that is the same.
+        """
         columns = x.shape[1]
         if not is_packed and norm is None and row_tile == 1 and x.flags.c_contiguous:
             return x
@@ -207,7 +210,7 @@ class LinearOps:
 
 
 def _joined(matrices: Sequence[StoredMatrix]) -> list[list[StoredMatrix]]:
-    """Matrices that become one: consecutive ones of a format, all but the last of whole tiles."""
+    """Groups of matrices that are packed as one: consecutive, of the same format, all but the last with whole tiles."""
     together: list[list[StoredMatrix]] = []
     for matrix in matrices:
         last = together[-1][-1] if together else None
@@ -218,12 +221,12 @@ def _joined(matrices: Sequence[StoredMatrix]) -> list[list[StoredMatrix]]:
 
 
 def _size(matrices: Sequence[StoredMatrix]) -> tuple[WeightFormat, int, int]:
-    """Format, rows and columns of matrices that become one."""
+    """Format, rows and columns of a group of matrices that are packed as one."""
     return matrices[0].format, sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
 
 
 def _is_packed(part: Matrix) -> bool:
-    """Whether a matrix has codes, so that its inputs are words."""
+    """Whether a matrix has codes, so that its inputs are int16."""
     return part.format.unpack is not None
 
 
@@ -232,5 +235,5 @@ def _panel_kernel(has_norm: bool, row_tile: int, is_packed: bool) -> Kernel[RowA
 
 
 def _is_gated(w: Linear) -> bool:
-    """Whether one kernel can multiply with both halves of the outputs."""
+    """Whether one kernel can multiply by gate and up together: both halves of the outputs are whole tiles."""
     return len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0

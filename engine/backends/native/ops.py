@@ -1,4 +1,4 @@
-"""The ops with compiled kernels, and in NumPy those for layers without; see `engine.backends.ops.Ops`."""
+"""The ops with compiled kernels, and NumPy's for layers that have none; see `engine.backends.ops.Ops`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import WeightFormat
 
-_PART_ROWS = 256  # of a prompt: as fast as 512, whose arrays take 5 MiB more
+_PART_ROWS = 256  # most prompt rows per part: as fast as 512, whose arrays take 5 MiB more
 
 
 class NativeOps:
@@ -43,7 +43,7 @@ class NativeOps:
     def __init__(self, threads: int = 0) -> None:
         """Raises KernelError if kernels do not work here, EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
 
-        `note`: a sentence for the user, empty if there is nothing to say.
+        threads: as in `thread_count`. The attribute `note` is a sentence for the user, or empty.
         """
         choice = choose()
         self.note = choice.note
@@ -52,7 +52,7 @@ class NativeOps:
         self._compose(plain, Launcher(self._count.number, choice.level))
 
     def _compose(self, plain: NumpyOps, launch: Launcher) -> None:
-        """Take every op from the classes of this folder, or from `plain`."""
+        """Set every op: a method of this folder's classes, or of `plain`."""
         self._plain, self._launch = plain, launch
 
         self._matrices = matrices = LinearOps(launch)
@@ -108,17 +108,17 @@ class NativeOps:
         return host_memory.room_beside(weights)
 
     def split_rows(self, rows: slice) -> list[slice]:
-        """Parts of about as many rows."""
+        """Consecutive slices of nearly equal length, at most _PART_ROWS rows each."""
         count = rows.stop - rows.start
         size = 8 * -(-count // (8 * -(-count // _PART_ROWS)))
         return [slice(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]
 
     def map_parts(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """One after another: kernels use all threads by themselves."""
+        """[work(0), …], computed in order: each kernel uses all threads already."""
         return [work(i) for i in range(count)]
 
     def threads(self) -> Threads:
-        """The number of threads, why, the level of their kernels, and which could not be compiled."""
+        """The number of threads; the reason, which also names the CPU level and kernels that failed to compile."""
         number, why, library = self._count.number, self._count.why, self._launch.library
         if (started := workers().start(number)) < number:
             number, why = started, f"{why}: {number}, of which the system starts no more"
@@ -133,8 +133,10 @@ class NativeOps:
     def sample(
         self, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], newest: np.ndarray | None = None
     ) -> np.ndarray:
-        """The ids of the largest logits (B,) int32, −1 where some are not finite: `fetch_tokens` samples, on the logits
-        of a step that has run."""
+        """The ids of the largest logits, (B,) int32; −1 where a logit of the row is not finite.
+
+        `fetch_tokens` does the sampling: it needs the logits of a step that has run.
+        """
         best = self._launch.empty((len(logits),), np.int32)
         arguments = BestArguments(x=logits, best=best, columns=sampler_inputs[0].vocabulary, stride=logits.strides[0])
         self._launch(best_of_rows(), len(logits), arguments, grain=1)

@@ -1,33 +1,33 @@
-"""Recorded steps in which products prefetch what the attention after them reads in full precision."""
+"""Prefetch hints in recorded steps: products prefetch the full-precision blocks that the next attention reads."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.attention import AttendArguments
-from polarlm.engine.backends.native.kernels.prefetch import PIECE, Ahead, PieceArguments, list_pieces
+from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, PrefetchHint, list_pieces
 from polarlm.engine.backends.native.launch import Recorded, Recording
 from polarlm.engine.jit.lang.records import words
 
 
 def add_prefetches(recording: Recording) -> None:
-    """Let the products before each attention prefetch the blocks that it reads in full precision.
+    """Let the products before each attention prefetch the full-precision blocks that it reads.
 
-    The pieces of these blocks are the same for all layers that attend to a table. They are listed before the first of
-    these layers, so the products before that one prefetch nothing.
+    All layers with the same table have the same list of pieces. A launch before the first of these layers makes it, so
+    the products before that layer prefetch nothing.
     """
     launches: list[Recorded] = []
-    lists: dict[int, np.ndarray] = {}  # address of a table → its pieces
-    products: list[int] = []  # numbers of those with time to prefetch, since the last attention
+    lists: dict[int, np.ndarray] = {}  # address of a table's headers → its pieces
+    products: list[int] = []  # indices, since the last attention, of products with time to prefetch
     for launch in recording.launches:
         if launch.kernel.arguments is AttendArguments and products:
             table = launch.number("headers")
             if table in lists:
                 keys, values, first = launch.number("full_k"), launch.number("full_v"), 0
-                # The last product takes the first pieces, all that it can: what is prefetched early may be lost again.
+                # The last product takes the first pieces, as many as it can: lines prefetched early may be evicted.
                 for number in reversed(products):
-                    ahead = words(Ahead(keys=keys, values=values, pieces=lists[table], first=first))
-                    launches[number] = launches[number].with_array("ahead", ahead)
+                    hint = words(PrefetchHint(keys=keys, values=values, pieces=lists[table], first=first))
+                    launches[number] = launches[number].with_array("hint", hint)
                     first += launches[number].spare
             else:
                 launches.append(listing := _listing(launch))
@@ -40,7 +40,7 @@ def add_prefetches(recording: Recording) -> None:
 
 
 def _listing(attention: Recorded) -> Recorded:
-    """A launch that lists the pieces of the blocks that an attention reads."""
+    """A launch of `list_pieces` for the full-precision blocks that an attention reads."""
     full, keys = attention.arrays["full"], attention.arrays["full_k"]
     (count, most_full, _), (_, kv_heads, tokens, _) = full.shape, keys.shape
     block_bytes = keys[0, 0].nbytes

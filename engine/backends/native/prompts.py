@@ -1,4 +1,4 @@
-"""Attention of prompts."""
+"""Attention of prompts, whose quantized blocks are decoded to float32 first."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.buffers import MOST
 
-_LEAST_QUERIES = 48  # of a unit
-_UNITS = 4  # for each thread, if units have more queries than that
-_DECODED = 4096  # tokens of quantized blocks that are in memory as float32 together, at most
+_LEAST_QUERIES = 48  # units are not halved below this number of queries
+_UNITS = 4  # least units per thread, as long as units stay that large
+_DECODED = 4096  # most tokens of quantized blocks that are decoded to float32 at a time
 
 
 class PromptOps:
-    """Attention of prompts over tiles."""
+    """Attention of prompts over a `TileCache`."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
@@ -43,7 +43,7 @@ class PromptOps:
         window: int | None,
         transform: PreparedTransform | None = None,
     ) -> np.ndarray:
-        """Raises KernelError if more query heads share a KV head than a unit has room for."""
+        """See `Ops.attention`. Raises KernelError if a group of query heads is larger than a unit has room for."""
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
         out = np.empty(q.shape, np.float32)
@@ -61,7 +61,7 @@ class PromptOps:
         window: int,
         transform: PreparedTransform | None,
     ) -> None:
-        """Attention of the rows q (T, H, D) of one sequence → out (T, H, D)."""
+        """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
         (rows, heads, dim), kv_heads = q.shape, cache.format.kv_heads
         group = heads // kv_heads
         tile = self._tile(rows, group, kv_heads)
@@ -104,7 +104,7 @@ class PromptOps:
             launch(segments, is_first=True, is_last=True)
 
     def _decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """k, v (K, B·N, D) float32 of B quantized blocks."""
+        """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
         format = cache.format
         kernel = decode(
             Decoding(cache.key_tiles, cache.value_tiles, format.mean_bits, format.block_size, format.head_dim)
@@ -128,7 +128,7 @@ class PromptOps:
         return k, v
 
     def _tile(self, rows: int, group: int, kv_heads: int) -> int:
-        """Rows of a unit. Results do not depend on it."""
+        """The number of rows of a unit. Results do not depend on it."""
         tile = MOST_QUERIES // group
         while -(-rows // tile) * kv_heads < _UNITS * self._launch.threads and tile * group >= 2 * _LEAST_QUERIES:
             tile //= 2
@@ -136,10 +136,10 @@ class PromptOps:
 
 
 def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
-    """Position of the first token, and ids, of the quantized blocks from position `oldest` on, in parts."""
+    """The quantized blocks from the one with position `oldest` on, in parts: position of the first token, block ids."""
     format, size = cache.format, cache.format.block_size
-    kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens that a pool keeps the memory of
-    # Powers of two are whole tiles of a kernel: results are those of one part.
+    kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
+    # A power of two is a multiple of the kernel's tile, so results are those of a single part.
     block_tile = max(1, min(_DECODED, 1 << (kept.bit_length() - 1)) // size)
     ids = np.asarray(span.table, np.int64)
     firsts = range(max(0, oldest - span.table_start) // size, len(ids), block_tile)
@@ -147,13 +147,13 @@ def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[int, np.
 
 
 def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
-    """k, v (K, at least `tokens`, D), the first of them at position `start`."""
+    """The segment of k, v (K, at least `tokens`, D) float32, whose first token has position `start`."""
     k, v = sides
     return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
 
 
 def _full(cache: TileCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
-    """The keys and values in full precision at positions from `oldest` up to `end`."""
+    """The segments in full precision with positions from `oldest` up to `end`: sink block and current block."""
     size = cache.format.block_size
     if span.sink is not None and oldest < size:
         yield _segment([side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))], 0, size)

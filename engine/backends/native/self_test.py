@@ -1,4 +1,4 @@
-"""The level of CPU features that kernels are compiled for: the highest whose kernels give right results here."""
+"""Chooses the level of CPU features: the highest whose kernels give right results on this machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
 
 class Choice(NamedTuple):
-    """A level, and a sentence that says why it is not a higher one; empty if there is nothing to say."""
+    """A level, and a sentence why it is not a higher one; empty for the highest."""
 
     level: Level
     note: str
 
 
 def choose() -> Choice:
-    """The level of this process. Raises KernelError if no level works here, EngineError for a level that
-    POLARLM_CPU_LEVEL names wrongly."""
+    """The level of this process. Raises KernelError if none works, EngineError if POLARLM_CPU_LEVEL names none."""
     return _first_that_works(tuple(reversed(permitted())))
 
 
@@ -50,7 +49,7 @@ def _first_that_works(levels: tuple[Level, ...]) -> Choice:
 
 
 def check(level: Level) -> None:
-    """Compute some numbers with kernels of this level. Raises KernelError if they fail, or give wrong results."""
+    """Run a few kernels of this level. Raises KernelError if they fail or give wrong results."""
     launch, rng = Launcher(1, level), np.random.default_rng(0)
     bytes_ = rng.integers(-127, 128, (3, 64), np.int8)
     unsigned = bytes_[0].view(np.uint8) & 127, bytes_[1].view(np.uint8)
@@ -68,17 +67,17 @@ def check(level: Level) -> None:
     matrix = _Matrix(blocks)
     matrix.dequantize(weights)
     product = ops.linear(x, Linear(ops.load([matrix])))
-    error = np.abs(product - x @ weights.T).max()  # x is rounded to words
+    error = np.abs(product - x @ weights.T).max()  # the kernel rounds x to int16
     if not is_right or not error < 0.01:
         raise KernelError(f"Kernels of the level {level.name} give wrong results on this CPU")
 
 
-_BLOCK = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])  # of Q8_0
+_BLOCK = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])  # a block of Q8_0
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """See `StoredMatrix`. blocks: of Q8_0, by row; the package that can quantize others takes megabytes of memory."""
+    """A `StoredMatrix` of Q8_0. blocks: (rows, blocks). Importing a quantizer would cost megabytes of memory."""
 
     blocks: np.ndarray
     format: WeightFormat = field(default_factory=lambda: get("q8_0"))
@@ -98,7 +97,7 @@ class _Matrix:
 
 
 class _Arguments(NamedTuple):
-    """Of `_BYTES`."""
+    """Arguments of `_BYTES`."""
 
     small: Pointer
     any: Pointer

@@ -1,4 +1,4 @@
-"""The spans of a step as kernels read them: tables in memory that stays where it is."""
+"""The spans of a step as kernels read them: tables at fixed addresses."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.jit.lang.records import Int64
 from polarlm.engine.jit.run.buffers import aligned
 
-NO_WINDOW = 1 << 40  # tokens: more than there are positions
-_LEAST_IDS = 16  # of a table
+NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
+_LEAST_IDS = 16  # least width of a block table
 CHUNK_TOKENS = 512  # least tokens of a chunk of quantized blocks
-MOST_CHUNKS = 64  # of the quantized blocks of a sequence
+MOST_CHUNKS = 64  # most chunks of the quantized blocks of a sequence
 
 
 class SpanHeader(NamedTuple):
-    """The words about a sequence. It attends in chunks: 0 is its blocks in full precision, the others are of
-    `chunk_blocks` quantized blocks each."""
+    """A sequence of the step. Its attention is cut into chunks: chunk 0 is the full-precision blocks, each other one is
+    `chunk_blocks` quantized blocks."""
 
     first_row: Int64
     rows: Int64
-    position: Int64  # of the first row
+    position: Int64  # position of the first row
     quantized: Int64  # number of quantized blocks
-    table_start: Int64  # position of the first token of these
+    table_start: Int64  # position of their first token
     chunk_blocks: Int64
     chunks: Int64
     full: Int64  # number of blocks in full precision
@@ -44,24 +44,24 @@ class FullBlock(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A chunk of a sequence."""
+    """A unit of attention over all sequences: a chunk of a sequence."""
 
     sequence: Int64
     chunk: Int64
 
 
 class RowPlace(NamedTuple):
-    """Where the keys and values of a row go: a slot, and the row of it."""
+    """Where the keys and values of a row go: a slot, and the token's row in it."""
 
     slot: Int64
     offset: Int64
 
 
-HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, FullBlock, Unit, RowPlace))  # words
+HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, FullBlock, Unit, RowPlace))  # in int64
 
 
 class StepTable:
-    """The spans of the B sequences of a step, and the arrays in which kernels read them. `unit_count`: of its units."""
+    """The spans of a step's B sequences, and the arrays that kernels read. unit_count: chunks of all sequences."""
 
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
         """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
@@ -71,7 +71,7 @@ class StepTable:
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
         width = table_width(max(len(view.table) for view in views))
         self.key = n, len(views), self.rows, self.most_rows, width
-        """Equal for tables whose contents can be copied into each other."""
+        """Tables with equal keys have the same shapes: `copy_from` works between them."""
         most_full = FULL * _most_full(n)
         headers: list[int] = []
         ids: list[int] = []
@@ -99,7 +99,7 @@ class StepTable:
                 places += slots[i // n], i % n
             for chunk in range(1, chunks):
                 units += number, chunk
-        # The short units, of chunk 0, come last: those that begin last keep the other threads waiting.
+        # The short units, those of chunk 0, come last: whatever starts last decides how long other threads wait.
         for number in range(len(views)):
             units += number, 0
         self.unit_count = len(units) // UNIT
@@ -107,13 +107,13 @@ class StepTable:
 
     @cached_property
     def arrays(self) -> Arrays:
-        """The tables, made when they are first asked for: a recorded step copies the words into those that it has."""
+        """The arrays, allocated on first use: `copy_from` another table needs only that table's contents."""
         arrays = Arrays.of_key(*self.key)
         arrays.memory[: len(self._words)] = self._words
         return arrays
 
     def copy_from(self, other: StepTable) -> None:
-        """Take the contents of another table with the same `key`."""
+        """Overwrite this table with the contents of another that has the same `key`."""
         assert self.key == other.key
         self.arrays.memory[: len(other._words)] = other._words
         self.unit_count, self.views = other.unit_count, other.views
@@ -129,11 +129,11 @@ class StepTable:
 
 
 class Arrays(NamedTuple):
-    """The arrays of the T rows of B sequences, int64, all of them in `memory`.
+    """The arrays of B sequences with T rows, int64: views of `memory`.
 
-    headers (B, HEADER): a `SpanHeader` each. table (B, W): ids of the quantized blocks. full (B, F, FULL): the blocks
-    in full precision, in order of position. row_sequences (T,): the sequence of each row. places (T, PLACE): where each
-    row's K/V go. units (B · most_chunks, UNIT): the chunks of all sequences, and then zeros.
+    headers (B, HEADER): a `SpanHeader` each. table (B, W): the block table, ids of quantized blocks. full (B, F, FULL):
+    the full-precision blocks, in order of position. row_sequences (T,): the sequence of each row. places (T, PLACE): a
+    `RowPlace` each. units (B · most_chunks, UNIT): a `Unit` for each chunk of all sequences, then zeros.
     """
 
     memory: np.ndarray
@@ -146,12 +146,12 @@ class Arrays(NamedTuple):
 
     @property
     def most_chunks(self) -> int:
-        """Of a sequence."""
+        """The most chunks of a sequence."""
         return len(self.units) // len(self.headers)
 
     @staticmethod
     def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int) -> Arrays:
-        """Zeros, for `count` sequences of `rows` rows with up to `width` quantized blocks."""
+        """Zeros for a `StepTable.key`: `count` sequences, `rows` rows in all, up to `width` quantized blocks each."""
         most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
         shapes: tuple[tuple[int, ...], ...] = (
             (count, HEADER),
@@ -169,7 +169,7 @@ class Arrays(NamedTuple):
 
 
 def _most_full(block_size: int) -> int:
-    """F: blocks in full precision that a sequence may have in a step."""
+    """F: the most full-precision blocks that a sequence has in a step."""
     return 2 + (STEP_ROWS + block_size - 2) // block_size
 
 
@@ -179,7 +179,7 @@ def is_step(views: Sequence[SpanView]) -> bool:
 
 
 def table_width(blocks: int) -> int:
-    """W for `blocks` block ids: a power of two, since every width needs a recording of its own."""
+    """W for `blocks` block ids: a power of two, since every width needs its own recording."""
     return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""How many threads kernels run on."""
+"""The number of threads that kernels run on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 def thread_count(setting: int, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Threads:
     """The number of threads, and why.
 
-    setting: `threads`, 0 for none. Then the variables of BLAS decide, and without these there is a thread for each
-    core: its hyperthreads share the units that multiply. Never more than the CPUs that this process may use: threads
-    wait for each other after every kernel, and one that has no CPU holds up the others. root: where `proc` and `sys`
-    are.
+    setting: the setting `threads`, 0 if unset. Then the variables of BLAS decide, and without these there is one thread
+    per core, since its hyperthreads share the multipliers. Never more than the CPUs that this process may use: threads
+    wait for each other after every kernel, and one without a CPU would hold up the others. root: the folder with `proc`
+    and `sys`.
     """
     cpus = allowed_cpus()
     quota = cpu_quota(root)
@@ -38,7 +38,7 @@ def thread_count(setting: int, root: Path = Path("/"), environment: Mapping[str,
 
 
 def allowed_cpus() -> set[int]:
-    """Numbers of the CPUs that this process may run on."""
+    """The numbers of the CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     if sys.platform == "win32":
@@ -47,7 +47,7 @@ def allowed_cpus() -> set[int]:
 
 
 def core_count(cpus: Set[int], root: Path = Path("/")) -> int:
-    """Cores of these CPUs; a CPU that the system says nothing about counts as a core of its own."""
+    """The number of cores of these CPUs; a CPU whose topology is unknown counts as a core."""
     if sys.platform != "linux":
         return min(len(cpus), psutil.cpu_count(logical=False) or len(cpus))
     cores = set()
@@ -61,7 +61,7 @@ def core_count(cpus: Set[int], root: Path = Path("/")) -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """CPUs that the tightest quota of this process's cgroups amounts to, rounded up; None without a quota."""
+    """The tightest CPU quota of this process's cgroups in CPUs, rounded up; None without a quota."""
     quotas = []
     for version, folder in groups(root, "cpu"):
         limit, period = _limit_v2(folder) if version == 2 else _limit_v1(folder)
@@ -71,7 +71,7 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 
 def _limit_v2(folder: Path) -> tuple[int, int]:
-    """Microseconds of CPU time in each period, and those of a period; zeros without a limit."""
+    """The quota of CPU time per period, and the period, in microseconds; zeros without a limit."""
     try:
         limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         return int(limit), int(period)
@@ -80,14 +80,16 @@ def _limit_v2(folder: Path) -> tuple[int, int]:
 
 
 def _limit_v1(folder: Path) -> tuple[int, int]:
-    """See `_limit_v2`; the limit may be negative, for none."""
+    """As `_limit_v2`; a negative quota means no limit."""
     limit, period = (read_number(folder / f"cpu.cfs_{name}_us") or 0 for name in ("quota", "period"))
     return limit, period
 
 
 def _in_variable(environment: Mapping[str, str]) -> tuple[int, str]:
-    """The number in the first variable that has one, and its name. It may be the first of a list, a number for each
-    level of nested teams of threads."""
+    """The thread count in the first variable that is set, and that variable's name; (0, "") if none is.
+
+    A list has a count for each level of nested parallelism; the first one counts.
+    """
     for name in VARIABLES:
         first = environment.get(name, "").split(",")[0].strip()
         if first.isdecimal() and int(first):

@@ -1,18 +1,18 @@
 """Weight matrices in tiles of 16 rows, so that the lanes of a vector are rows and no sum runs across lanes.
 
-A tile is a run of blocks of `values` inputs. A block has its scales first, because the hardware reads ahead only where
-addresses ascend, and then its codes. A vector of codes has 64 bytes: two 16-bit words for each of the 16 rows, those
-of two consecutive inputs, a pair. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32 inputs, 16 pairs, a plane of b
-bits has b vectors; pair p lies in the words of vector p % b, shifted by b · (p // b) bits. Codes of 8 bits are signed:
-they have 128 taken from them.
+A tile is a run of blocks of `values` inputs. A block has its scales first and then its codes, because the hardware
+prefetches only ascending addresses. A vector of codes has 64 bytes: an int32 for each of the 16 rows, whose two int16
+belong to two consecutive inputs, a pair. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32 inputs, 16 pairs, a
+plane of b bits has b vectors; pair p is in vector p % b, shifted by b · (p // b) bits in its int16. Codes of 8 bits are
+signed: 128 is subtracted from them.
 
     scale        (16,) float16, or bfloat16 for scales that are powers of two
-    offset       (16,) float16                  where the format has it
-    sub_scale    (values / group, 16) int8      likewise
-    sub_offset   (values / group, 16) uint8     likewise
+    offset       (16,) float16                  if the format has it
+    sub_scale    (values / group, 16) int8      if the format has it
+    sub_offset   (values / group, 16) uint8     if the format has it
     codes        values / 32 times: the vectors of each plane, low bits first
 
-Formats without codes are tiles of their own numbers: (inputs, 16). Rows are filled up with zeros to a multiple of 16.
+A tile of a format without codes is its numbers, (inputs, 16). Rows are padded with zeros to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import numpy as np
 
 from polarlm.engine.weight_formats import WeightFormat
 
-ROWS = 16  # of a tile
-_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits of a code → bits of its planes
+ROWS = 16  # rows of a tile
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits per code → bits of each plane
 _FLOATS = {"f32": "<u4", "f16": "<u2", "bf16": "<u2"}
 
 
 @dataclass(frozen=True)
 class TileLayout:
-    """Where the parts of a block lie, in bytes from its start; None for what the format does not have."""
+    """Offsets in bytes of the fields of a block of 16 rows; None for fields that the format does not have."""
 
     format: WeightFormat
     planes: tuple[int, ...]
@@ -40,8 +40,8 @@ class TileLayout:
     sub_scale: int | None
     sub_offset: int | None
     codes: int
-    nbytes: int  # of a block of 16 rows
-    is_power: bool  # scales are bfloat16
+    nbytes: int  # bytes of a block
+    is_power: bool  # whether scales are powers of two, stored as bfloat16
 
     @property
     def part_bytes(self) -> int:
@@ -51,7 +51,7 @@ class TileLayout:
 
 @cache
 def layout(format: WeightFormat) -> TileLayout:
-    """The layout of a format of codes and scales."""
+    """The layout of a format that has codes and scales."""
     assert format.unpack is not None
     one = format.unpack(np.zeros((1, format.nbytes), np.uint8))
     planes, groups = _PLANES[format.bits], format.values // format.group
@@ -69,7 +69,7 @@ def layout(format: WeightFormat) -> TileLayout:
 
 
 def tile_bytes(format: WeightFormat, rows: int, columns: int) -> int:
-    """Bytes of a matrix in tiles."""
+    """Bytes that a matrix takes in tiles."""
     tiles = -(-rows // ROWS)
     if format.unpack is None:
         return tiles * ROWS * columns * format.nbytes
@@ -77,7 +77,7 @@ def tile_bytes(format: WeightFormat, rows: int, columns: int) -> int:
 
 
 def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
-    """raw (rows, bytes of a row) uint8, from the file → uint8 (tiles, bytes of a tile)."""
+    """raw (rows, bytes of a row) uint8, as in the file → (tiles, bytes of a tile) uint8."""
     rows = len(raw)
     if missing := -rows % ROWS:
         raw = np.concatenate([raw, np.zeros((missing, raw.shape[1]), np.uint8)])
@@ -103,7 +103,7 @@ def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.n
     tiles = len(codes) // ROWS
     if planes == (8,):
         codes = codes ^ np.uint8(128)
-    # (tiles, 32s of inputs, pairs, rows, inputs of a pair)
+    # (tiles, inputs / 32, pairs, rows, inputs of a pair)
     pairs = codes.astype(np.uint16).reshape(tiles, ROWS, -1, 16, 2).transpose(0, 2, 3, 1, 4)
     parts, low = [], 0
     for bits in planes:

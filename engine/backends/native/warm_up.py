@@ -1,4 +1,4 @@
-"""Launches of a run that computes nothing, so that its kernels are compiled before they are needed."""
+"""The launcher of a warm-up, which computes nothing: kernels are compiled before requests need them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from polarlm.engine.jit.lang.records import Record
 
 
 class WarmUpLauncher(Launcher):
-    """Asks the library for kernels instead of running them, in the order of the launches. Results are zeros.
+    """Asks the library for kernels in the order of their launches instead of running them. Results are zeros.
 
-    An op without a kernel does not run either.
+    Ops without kernels do not run either.
     """
 
     def __init__(self, launch: Launcher) -> None:
@@ -44,11 +44,11 @@ class WarmUpLauncher(Launcher):
         self.library.expect([kernel])
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
-        """True: what the first requests need is waited for, even if there is another way."""
+        """True: loading waits for these kernels, even where an op could do without them."""
         return True
 
     def unrecorded(self, op: Op) -> Op:
-        """A function that does not run `op`. It returns zeros like its first argument if that is an array."""
+        """A function that does nothing. It returns zeros like its first argument if that is an array, else None."""
 
         def nothing(first: Any, *args: Any, **kwargs: Any) -> Any:
             return np.zeros_like(first) if isinstance(first, np.ndarray) else None
@@ -60,5 +60,5 @@ class WarmUpLauncher(Launcher):
             self._need(launch.kernel)
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
-        """Wait until the kernels are compiled. See `Library.wait`."""
+        """Wait until all kernels asked for are compiled; see `Library.wait`."""
         self.library.wait(self._needed, progress)

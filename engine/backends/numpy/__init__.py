@@ -1,1 +1,1 @@
-"""The op set in NumPy: the definition of correct, and the fallback without a GPU."""
+"""The op set in NumPy: the reference for other backends, and the fallback on a CPU without compiled kernels."""

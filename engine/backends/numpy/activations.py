@@ -39,5 +39,5 @@ def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray) -
     return y
 
 
-# Name → activation(gate) * up of [gate | up].
+# Name → the function [gate | up] → activation(gate) * up.
 ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

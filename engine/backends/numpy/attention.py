@@ -14,10 +14,10 @@ from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
 from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import read_mean
 
-# Query rows per KV head that attend together.
+# Most query rows per KV head that attend together.
 _QUERY_TILE = 768
 
-# Full-precision keys, and quantized blocks, of a tile.
+# Most full-precision keys, and quantized blocks, in a tile.
 _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
@@ -26,7 +26,7 @@ Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16
 
 
 class Sides(NamedTuple):
-    """The fields of quantized blocks, each (K, blocks, …): of keys, of values, of the keys' means."""
+    """The fields of quantized blocks, each (K, blocks, …): of keys, of values, and of the keys' block means."""
 
     k: Fields
     v: Fields
@@ -39,7 +39,7 @@ class LayerCache:
 
     k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
     mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
-    full_k, full_v: (slots, K, N, D) float16: sinks and current blocks.
+    full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
     """
 
     stored_as: ClassVar[str] = transfer.FIELDS
@@ -52,12 +52,12 @@ class LayerCache:
     full_v: np.ndarray
 
     def take(self, blocks: np.ndarray) -> Sides:
-        """A copy of the quantized blocks with these ids, as they lie in memory."""
+        """A copy of the quantized blocks with these ids, in the representation of `stored_as`."""
         arrays = self.k, self.v, self.mean
         return Sides(*({name: array.take(blocks, axis=1) for name, array in side.items()} for side in arrays))
 
     def put(self, blocks: Sequence[int], sides: Sides) -> None:
-        """Overwrite the quantized blocks with these ids by what `take` returns."""
+        """Overwrite the quantized blocks with these ids by `sides`, as `take` returns them."""
         for side, given in zip((self.k, self.v, self.mean), sides, strict=True):
             for name, array in side.items():
                 array[:, blocks] = given[name]
@@ -67,18 +67,18 @@ class LayerCache:
         return self.take(blocks)
 
     def write(self, blocks: Sequence[int], sides: Sides) -> None:
-        """Overwrite the quantized blocks with these ids by fields."""
+        """Overwrite the quantized blocks with these ids by fields, as `read` returns them."""
         self.put(blocks, sides)
 
     def full(self, place: KVLocation) -> Buffer:
-        """k, v (K, S, D) as stored at `place`: the N tokens of a slot, float16, or a buffer's from that block on."""
+        """Views k, v (K, S, D) of `place`: the N tokens of a slot, float16, or a buffer's tokens from that block on."""
         if place.buffer is None:
             return self.full_k[place.block], self.full_v[place.block]
         first = place.block * self.format.block_size
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
 
     def store(self, place: KVLocation, kv: Buffer, first: int = 0) -> None:
-        """Write k, v (K, T, D) to the tokens from `first` on at `place`, rounded to what lies there; see `rounded`."""
+        """Write k, v (K, T, D) to the tokens from `first` on at `place`, rounded to its dtype; see `rounded`."""
         for full, x in zip(self.full(place), kv, strict=True):
             full[:, first : first + x.shape[1]] = rounded(x, full.dtype)
 
@@ -98,9 +98,9 @@ class LayerCache:
 
 
 def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """x as memory of `dtype` stores it: as float16 the nearest one, and ±65504 for numbers beyond them, as on a GPU.
+    """x as it is stored in `dtype`: in float16 rounded to nearest and clipped to ±65504, as on a GPU.
 
-    What is not finite becomes NaN, for which logits and codecs are checked.
+    Numbers that are not finite become NaN, which the checks of logits and codecs find.
     """
     if dtype in (np.float32, x.dtype):
         return x
@@ -110,10 +110,10 @@ def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, window: int | None) -> None:
-    """Attention of scaled q (T, K, G, D), rows of one sequence, tile by tile → out (T, H, D)."""
+    """Attention of scaled q (T, K, G, D), the rows of one sequence, in tiles of queries → out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
-        # (T, K, G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
+        # (T, K, G, D) → (K, G, T, D): the group of query heads of a KV head shares one pass over its keys.
         grouped = q[first : first + tile].transpose(1, 2, 0, 3)
         tile_out = attend(grouped, span.position + first, cache, span, window)
         into = out[first : first + tile]
@@ -128,9 +128,9 @@ def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, wind
 
 
 class _Tile(NamedTuple):
-    """Consecutive keys and values: k, v (K, S, D), the first of them at position `start`.
+    """Consecutive keys and values k, v (K, S, D), whose first token has position `start`.
 
-    mean: (K, S/N, D), one for each block of N keys, if it has been subtracted from k; else None.
+    mean (K, S/N, D): the block means, if they have been subtracted from k; else None.
     """
 
     start: int
@@ -163,7 +163,7 @@ def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _
 
 
 def _merge(a: _Partial, b: _Partial) -> _Partial:
-    """Attention over the keys of both, by rescaling to the larger maximum."""
+    """Attention over the keys of both, rescaled to the larger maximum."""
     row_max = np.maximum(a.row_max, b.row_max)
     rescale_a, rescale_b = np.exp(a.row_max - _finite(row_max)), np.exp(b.row_max - _finite(row_max))
     return _Partial(
@@ -172,18 +172,18 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
 
 
 def _finite(row_max: np.ndarray) -> np.ndarray:
-    """`row_max`, with 0 for −inf, where a row sees no key: exp(−inf − 0) is 0, but −inf − −inf would be NaN."""
+    """`row_max` with −inf, of rows that see no key, replaced by 0: exp(−inf − 0) is 0, but −inf − −inf would be NaN."""
     return np.where(np.isneginf(row_max), np.float32(0), row_max)
 
 
 def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:
-    """Set scores (K, G, T, S) of hidden keys to −inf; rows begin at `position`, keys at `start`."""
+    """Set the scores (K, G, T, S) of masked keys to −inf; rows start at `position`, keys at `start`."""
     count, size = scores.shape[2:]
     ahead = start + size - 1 > position
     behind = window is not None and start <= position + count - 1 - window
     if not (ahead or behind):
         return
-    # Without keys before a window, only keys after the first row can be hidden.
+    # If no key is older than a window, only keys after the first row's position can be masked.
     seen = 0 if behind else max(0, position + 1 - start)
     rows = position + np.arange(count)[:, None]
     keys = start + np.arange(seen, size)
@@ -194,7 +194,7 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> 
 
 
 def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, window: int | None) -> Iterator[_Tile]:
-    """The tiles that rows at `position` to `last` see."""
+    """Yields the tiles of keys and values that rows at `position` to `last` see."""
     block_size = cache.full_k.shape[2]
     oldest = 0 if window is None else max(0, position - window + 1)
     if span.sink is not None and oldest < block_size:
@@ -216,12 +216,12 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:
-    """Some tokens in full precision, the first of them at position `start`."""
+    """A tile of the given tokens of a full-precision block; the first has position `start`."""
     return _Tile(start, *(side[:, tokens].astype(np.float32, copy=False) for side in full))
 
 
 def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Decode quantized blocks → k without the means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
+    """Decode B quantized blocks → k without block means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
     kv_heads, _, dim = cache.full_k.shape[1:]
     sides = cache.read(ids)
     k, v = cache.format.codec_k.decode(sides.k), cache.format.codec_v.decode(sides.v)

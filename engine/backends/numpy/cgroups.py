@@ -7,11 +7,11 @@ from pathlib import Path, PurePosixPath
 
 
 def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Version and folder of each cgroup whose controller limits this process: its own and its ancestors.
+    """Yields version and folder of each cgroup whose controller limits this process: its own and its ancestors.
 
-    root: where `proc` and `sys` are. controller: "memory" or "cpu".
+    root: the folder with `proc` and `sys`. controller: "memory" or "cpu".
 
-    In a container the path may be the host's, of which only a part is mounted: folders may not exist, and callers skip
+    In a container the path may be the host's, only a part of which is mounted: folders may be missing, and callers skip
     these.
     """
     try:
@@ -34,7 +34,7 @@ def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def read_number(file: Path) -> int | None:
-    """The number in a file; None if the file does not exist or contains "max"."""
+    """The number in a file; None if the file is missing or has no number, such as "max"."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

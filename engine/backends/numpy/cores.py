@@ -1,4 +1,4 @@
-"""The number of BLAS threads, which the whole process shares, and the thread pool beside it."""
+"""The number of BLAS threads, which the whole process shares, and a thread pool for work with one BLAS thread each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from polarlm.model_loaders.forks import renew_in_children
 class Cores:
     """The number of BLAS threads, shared by any number of engines and threads.
 
-    If two threads each saved, changed and restored the number, they could restore a wrong one. So calls of `one_each`
-    are counted, and the last to end restores it. Libraries with a number per thread (OpenBLAS with OpenMP, MKL) need
-    none of this.
+    If two threads each saved, changed and restored the number, they could restore a wrong one. So active calls of
+    `one_each` are counted, and the last to end restores it. Libraries with a number per thread (OpenBLAS with OpenMP,
+    MKL) do not need this.
     """
 
     def __init__(self, libraries: list[LibController]):
@@ -84,7 +84,7 @@ class Cores:
             try:
                 return [work(0), *(task.result() for task in later)]
             finally:
-                wait(later)  # no part may go on writing after an error was raised
+                wait(later)  # no part may still write after an error was raised
 
     def _new_pool(self) -> ThreadPoolExecutor:
         """A pool whose threads run only inside `one_each`."""
@@ -105,7 +105,7 @@ def _is_per_thread(library: LibController) -> bool:
 
 def _apply(libraries: list[LibController], number: int) -> None:
     for library in libraries:
-        # From version 3.8 on, threadpoolctl ignores every thread but the first one that set a number.
+        # threadpoolctl ≥ 3.8 ignores all threads but the first one that set a number.
         release = getattr(library, "clear_controlling_thread", None)
         if release:
             release(force=True)
@@ -120,6 +120,6 @@ _of_this_process: list[Cores] = []
 def cores() -> Cores:
     """The cores of this process, with the BLAS that NumPy has loaded."""
     if not _of_this_process:
-        # A lock could be held in a forked child for ever. Of two that threads make at the same time, the first is used.
+        # Without a lock, which could stay locked in a forked child: if two threads make one at once, the first is used.
         _of_this_process.append(Cores(ThreadpoolController().select(user_api="blas").lib_controllers))
     return _of_this_process[0]

@@ -1,7 +1,7 @@
-"""Encoding of blocks in NumPy, of several layers at once.
+"""Encoding of blocks in NumPy, for several layers at once.
 
-One block of one layer is small next to the cost of a NumPy call, so a step that fills a block encodes it for all layers
-of the same format together, with their KV heads concatenated.
+Encoding one block of one layer costs less than the overhead of NumPy's calls, so a block that a step fills is encoded
+for all layers of the same format together, with their KV heads concatenated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VALUES = 1 << 19  # most values that are encoded together
 
 
 def alike(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
-    """Parts of `filled`: runs of consecutive layers whose blocks can be encoded together."""
+    """Yields `filled` in parts: runs of consecutive layers whose blocks can be encoded together."""
 
     def kind(cache: LayerCache) -> tuple[object, ...]:
         format = cache.format
@@ -36,9 +36,12 @@ def alike(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
                 yield FilledBlocks(layers[first : first + size], blocks, sources)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # codecs look for what is not finite
+@np.errstate(invalid="ignore", over="ignore")  # codecs check for numbers that are not finite
 def encode_side(layers: Sequence[LayerCache], sources: Sequence[KVLocation], side: int) -> tuple[Fields, Fields]:
-    """Keys (side 0) or values (1) at `sources` in all of `layers` → fields of codes and means, heads of all layers."""
+    """Encode keys (side 0) or values (1) at `sources` in all layers → fields of codes, fields of block means.
+
+    The fields are (L·K, B, …), with the KV heads of L layers concatenated. Raises NotFinite.
+    """
     format = layers[0].format
     x = np.concatenate([layer.complete(sources)[side] for layer in layers])
     if side == 0:
@@ -48,7 +51,7 @@ def encode_side(layers: Sequence[LayerCache], sources: Sequence[KVLocation], sid
 
 
 def store_fields(layers: Sequence[LayerCache], blocks: Sequence[int], k: Fields, mean: Fields, v: Fields) -> None:
-    """Write what `encode_side` returns to `blocks` of each layer."""
+    """Write the results of `encode_side` to `blocks` of each layer."""
     for number, cache in enumerate(layers):
         heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
         cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))

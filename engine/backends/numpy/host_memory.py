@@ -1,4 +1,4 @@
-"""Memory that this process can still allocate: what the machine has available, within the limits of its cgroups."""
+"""The memory that this process can still allocate: the machine's available memory, within the limits of cgroups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def available() -> int:
 
 
 def most() -> int:
-    """Bytes that can be allocated at all: on Linux `available` and free swap; other systems extend swap as needed."""
+    """The most bytes that can be allocated: on Linux `available` and free swap; other systems extend swap on demand."""
     import psutil
 
     if sys.platform != "linux":
@@ -33,10 +33,10 @@ def most() -> int:
 
 
 def room_beside(weights: int, held_as: str = "") -> int:
-    """Bytes for the KV store and for activations beside `weights` bytes: half of what remains of the memory.
+    """Bytes for the KV store and activations once `weights` bytes are loaded: half of the remaining memory.
 
-    held_as: in which type the weights are held, for the message, if it is not that of their file. Raises EngineError if
-    the weights alone cannot fit.
+    held_as: for the message, the type of the weights in memory if it is not their file's. Raises EngineError if the
+    weights alone do not fit.
     """
     if weights > (limit := most()):
         raise EngineError(
@@ -49,9 +49,9 @@ def room_beside(weights: int, held_as: str = "") -> int:
 
 
 def cgroup_room(root: Path = Path("/")) -> int | None:
-    """Bytes until the tightest memory limit of this process's cgroups; None without a limit.
+    """Bytes up to the tightest memory limit of this process's cgroups; None without a limit.
 
-    root: where `proc` and `sys` are.
+    root: the folder with `proc` and `sys`.
     """
     rooms = [
         room

@@ -1,7 +1,7 @@
-"""Every op in NumPy: the definition of correct for the other backends, and the fallback without a GPU.
+"""Every op in NumPy: the reference for other backends, and the fallback on a CPU without compiled kernels.
 
-All arithmetic is float32; products are BLAS's. Loops run over sequences and over tiles that fit the CPU's caches, never
-over tokens, heads or blocks.
+All arithmetic is float32; BLAS computes products. Loops run over sequences and over tiles that fit the CPU's caches,
+never over tokens, heads or blocks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
-# Products of fewer rows are memory-bound on the weights, which BLAS reads once for all cores; split rows would read
+# Products of fewer rows are bound by reading the weights, which BLAS does once for all cores; split rows would read
 # them once per part.
 _PARALLEL_ROWS = 32
 
 
-# Damaged weights give NaN. Logits and codecs are checked for it; NumPy's warnings would add nothing.
+# Damaged weights give NaN, which the checks of logits and codecs find; NumPy's warnings would add nothing.
 _quiet = np.errstate(invalid="ignore", over="ignore")
 
 
@@ -43,11 +43,11 @@ class NumpyOps:
     backend = "numpy"
     forkable = True
     stored_as = transfer.FIELDS
-    prefill_rows = 512  # the feed-forward activations stay near the cache
+    prefill_rows = 512  # the feed-forward activations about fit the cache
     fetch_later = None
 
     def __init__(self, threads: int = 0):
-        """threads: of BLAS and of `parallel_map`; 0 keeps BLAS's number."""
+        """threads: the number for BLAS and `parallel_map`; 0 keeps BLAS's own."""
         self._cores = cores()
         if threads:
             self._cores.use(threads)
@@ -72,7 +72,7 @@ class NumpyOps:
         return Threads(self._cores.number, "by the setting threads" if self._is_set else "as BLAS has them")
 
     def wait(self) -> None:
-        """Nothing to wait for: ops are synchronous."""
+        """Returns at once: ops are synchronous."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         return 4 * count
@@ -87,16 +87,16 @@ class NumpyOps:
         return 0  # `room_beside` leaves half of the available memory for it
 
     def set_aside(self, load: Load) -> None:
-        """Does nothing: memory is allocated when it is needed."""
+        """Does nothing: memory is allocated on demand."""
 
     def warm_up(self) -> None:
-        """Nothing is compiled."""
+        """Returns None: nothing is compiled."""
 
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         return get("f32")
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
-        """All matrices converted to float32 and joined into one, for BLAS."""
+        """All matrices, converted to float32 and joined into one for BLAS."""
         shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         whole, end = np.empty(shape, np.float32), 0
         for matrix in matrices:
@@ -191,7 +191,7 @@ class NumpyOps:
         return quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        """On systems with overcommit, pages that are never written take no memory."""
+        """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
         k, v, mean = (
             {name: zeros((format.kv_heads, quantized, *field.shape), field.dtype) for name, field in fields.items()}
             for fields in transfer.fields(format).values()
@@ -216,7 +216,7 @@ class NumpyOps:
             if not span.following:
                 cache.store(span.current, new_kv, start)
                 continue
-            # A few rows of a step, which go to more than one slot.
+            # The rows of a step that go to more than one slot.
             positions = np.arange(start, start + count)
             slots = np.array([span.current.block, *span.following])[positions // cache.format.block_size]
             for full, new in zip((cache.full_k, cache.full_v), new_kv, strict=True):
@@ -259,7 +259,7 @@ class NumpyOps:
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for layers, blocks, sources in alike(filled):
-            # Keys and values on one core each: the encoder's products are too thin for more BLAS threads.
+            # Keys and values take one core each: the encoder's products are too small for more BLAS threads.
             (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
             store_fields(layers, blocks, k, mean, v)
 
@@ -322,6 +322,6 @@ def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 
 def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
-    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None leaves a factor out."""
+    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None means no factor."""
     x = x if scale is None else x * scale
     return x if rotation is None else x @ rotation

@@ -1,1 +1,1 @@
-"""Kernels compiled for this machine, and kept for the next process."""
+"""Compilation of kernels for this machine, and the cache of their machine code."""

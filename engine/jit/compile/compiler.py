@@ -1,4 +1,4 @@
-"""Kernels, and their compilation to object code."""
+"""Kernels, their compilation to object code, and loading it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from polarlm.engine.jit.lang.values import I64, POINTER, Value
 
 @dataclass(frozen=True)
 class Kernel(Generic[Record]):
-    """A kernel: a function of arguments that does the units begin to end of an op.
+    """A kernel: a function of arguments that computes units begin, …, end − 1 of an op.
 
-    name: unique, with all that it is specialized for. emit(e, arguments, begin, end, scratch) writes its body.
-    arguments: their declaration (`lang/records.py`), of which `emit` gets the values. scratch: `scratch` bytes of the
-    calling thread, aligned to 64. Units may run in any order, on any threads.
+    name: unique; it includes everything that the kernel is specialized for. emit(e, arguments, begin, end, scratch)
+    emits its body. arguments: the record (`lang/records.py`) whose values `emit` gets. scratch: bytes of the calling
+    thread's memory that it needs, aligned to 64. Units may run in any order, on any threads.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Kernel(Generic[Record]):
         return isinstance(other, Kernel) and self.name == other.name
 
     def module(self, level: Level) -> str:
-        """LLVM IR of the kernel."""
+        """The LLVM IR of the kernel."""
         module = ir.Module(name=self.name)
         module.triple = _triple()
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER]), "kernel")
         function.attributes.add("nounwind")
-        # LLVM must not turn a loop into a call of memset. llvmlite does not know the attribute.
+        # LLVM must not turn a loop into a call of memset. llvmlite does not know this attribute, hence set.add.
         set.add(function.attributes, '"no-builtins"')
         e = Emitter(level, function)
         given, begin, end, scratch = (Value(e, argument) for argument in function.args)
@@ -59,12 +59,12 @@ class Kernel(Generic[Record]):
         return str(module)
 
     def pack(self, arguments: Record) -> np.ndarray:
-        """Arguments as the kernel reads them: int64."""
+        """The arguments as the kernel reads them: int64, 8 bytes per field."""
         assert type(arguments) is self.arguments, f"{self.name} takes {self.arguments.__name__}, not {arguments}"
         return records.words(arguments)
 
 
-# llvmlite has a lock of its own, which a forked child would find held forever if another thread was compiling.
+# llvmlite has its own lock, which would stay locked in a forked child if another thread was compiling.
 _llvm_lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # Windows cannot fork
     os.register_at_fork(
@@ -94,14 +94,14 @@ def _cpu(level: Level) -> str:
 
 
 def target_description(level: Level) -> str:
-    """A text that differs between targets, versions of LLVM (llvmlite has it inside), and what `finished` returns."""
+    """A text that identifies the target, LLVM's version (it is part of llvmlite) and the kind of code of `finished`."""
     kind = "images" if images.AVAILABLE else "objects"
     system = f"{sys.platform} {platform.machine()}"
     return f"llvmlite {llvmlite.__version__}, {system}, {_cpu(level)}, {level.features}, {kind}"
 
 
 def _machine(level: Level) -> Any:
-    # The code of an image must work at any address.
+    # The code of an image must be position-independent.
     code = {"codemodel": "small", "reloc": "pic"} if images.AVAILABLE else {"codemodel": "jitdefault", "jit": True}
     target = _binding().Target.from_triple(_triple())
     return target.create_target_machine(cpu=_cpu(level), features=level.features, opt=3, **code)
@@ -121,20 +121,20 @@ def _optimized(source: str, machine: Any) -> Any:
 
 
 def compile_object(kernel: Kernel, level: Level) -> bytes:
-    """The kernel as an object file, which `finished` takes. Raises RuntimeError if LLVM cannot compile it."""
+    """The kernel as an object file, for `finished`. Raises RuntimeError if LLVM cannot compile it."""
     source = kernel.module(level)
     with _llvm_lock:
         return _object(source, level)
 
 
 def _object(source: str, level: Level) -> bytes:
-    """A function, so that LLVM's objects are gone before the lock is released: to free them is a call of LLVM."""
+    """The object file of LLVM IR. LLVM's objects are freed on return, which must happen while the lock is held."""
     machine = _machine(level)
     return machine.emit_object(_optimized(source, machine))
 
 
 def assembly(kernel: Kernel, level: Level) -> str:
-    """The kernel as assembly text."""
+    """The machine code of the kernel as assembly text."""
     machine = _machine(level)
     return machine.emit_assembly(_optimized(kernel.module(level), machine))
 
@@ -145,10 +145,10 @@ def _linker(level: Level) -> Any:
 
 
 class LoadedObject:
-    """An object file in memory, linked by LLVM; `address` is the kernel's. It stays valid as long as this object lives.
+    """An object file in memory, linked by LLVM. `address`, the kernel's, is valid as long as this object lives.
 
-    Raises RuntimeError for code that is not an object file, that calls functions which this process does not have, or
-    if the system does not allow memory to be executed.
+    Raises RuntimeError if the code is not an object file or calls functions that this process does not have, or if the
+    system does not allow executable memory.
     """
 
     def __init__(self, code: bytes, level: Level) -> None:
@@ -163,10 +163,13 @@ Loaded: TypeAlias = images.LoadedImage | LoadedObject
 
 
 def finished(code: bytes) -> bytes:
-    """An object file as it is kept and as `load` takes it. Raises ValueError for code that cannot run by itself."""
+    """An object file in the form that is cached and that `load` takes: an image, or unchanged.
+
+    Raises ValueError for code that needs more than itself, see `images.link`.
+    """
     return images.link(code) if images.AVAILABLE else code
 
 
 def load(code: bytes, level: Level) -> Loaded:
-    """Code in memory; its `address` is valid as long as it lives. Raises what the two classes raise."""
+    """The code in executable memory; its `address` is valid as long as the result lives. Raises as the two classes."""
     return images.LoadedImage(code) if images.AVAILABLE else LoadedObject(code, level)

@@ -1,8 +1,8 @@
-"""Machine code that needs no linker any more: a process that finds its kernels in the cache does not load LLVM, whose
-library takes as much memory as the weights of a small model.
+"""Machine code that is already linked: a process that finds its kernels in the cache does not load LLVM, whose library
+takes as much memory as the weights of a small model.
 
-An image is the entry's offset (8 bytes), and what lies in memory: the code and the constants of an object file. They
-find each other by their distance, so they work at any address.
+An image is the entry's offset (8 bytes), then the contents of memory: the code and the constants of an object file.
+They refer to each other by relative addresses, so they work at any address.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 AVAILABLE = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
 
-_ENTRY = 8  # bytes in front of the memory
+_ENTRY = 8  # bytes of the entry's offset
 _LEAST_ALIGNMENT = 64  # code and constants share no cache line
 _MOST_BYTES = 1 << 24
 
@@ -28,13 +28,13 @@ _IDENT = b"\x7fELF\x02\x01\x01"  # 64 bits, little-endian
 _RELOCATABLE, _X86_64 = 1, 62
 _PROGBITS, _SYMTAB, _RELA, _REL = 1, 2, 4, 9  # types of sections
 _WRITE, _ALLOC, _EXECUTE, _TLS = 1, 2, 4, 1 << 10  # flags of sections
-_PC32, _PLT32 = 2, 4  # the distance to something, and to a function, in 32 bits
+_PC32, _PLT32 = 2, 4  # 32-bit relative addresses: of anything, and of a function
 
 
 class _Header(NamedTuple):
     type: int
     machine: int
-    sections: int  # their place in the file
+    sections: int  # offset of the section table in the file
     section_bytes: int
     section_count: int
 
@@ -42,17 +42,17 @@ class _Header(NamedTuple):
 class _Section(NamedTuple):
     type: int
     flags: int
-    offset: int  # of its content in the file
+    offset: int  # offset of its content in the file
     size: int
-    link: int  # the number of another section: of a table of symbols, that of their names
-    info: int  # likewise: of relocations, that of what they change
+    link: int  # for a symbol table, the index of the section of names
+    info: int  # for relocations, the index of the section that they change
     alignment: int
 
 
 class _Symbol(NamedTuple):
-    name: int  # its place among the names
+    name: int  # offset among the names
     section: int
-    value: int  # its place in the section
+    value: int  # offset in the section
 
 
 class _Relocation(NamedTuple):
@@ -62,7 +62,7 @@ class _Relocation(NamedTuple):
     addend: int
 
 
-# Fields that nothing here reads are skipped.
+# Fields that are not needed are skipped.
 _HEADER, _SECTION = struct.Struct("<16xHH20xQ10xHH2x"), struct.Struct("<4xIQ8xQQIIQ8x")
 _SYMBOL, _RELOCATION = struct.Struct("<I2xHQ8x"), struct.Struct("<QIIq")
 _Record = TypeVar("_Record")
@@ -71,8 +71,8 @@ _Record = TypeVar("_Record")
 def link(code: bytes) -> bytes:
     """The image of an object file whose entry is the function `kernel`.
 
-    Raises ValueError for what is no object file of x86-64, and for code that needs more than itself and its constants:
-    functions of a library, memory to write to, or its address.
+    Raises ValueError if it is not an object file of x86-64, or if its code needs more than itself and its constants:
+    functions of a library, writable memory, or absolute addresses.
     """
     header = _Header(*_HEADER.unpack(_content(code, 0, _HEADER.size)))
     kind = header.type, header.machine, header.section_bytes
@@ -84,7 +84,7 @@ def link(code: bytes) -> bytes:
     symbols, names = _symbols(code, sections)
 
     def address(symbol: _Symbol) -> int:
-        """In the image's memory."""
+        """The symbol's offset in the image's memory. Raises ValueError for a symbol that it does not contain."""
         if symbol.section not in places or symbol.value >= sections[symbol.section].size:
             raise ValueError(f"it needs {_name(symbol, names)!r}, which it does not contain")
         return places[symbol.section] + symbol.value
@@ -111,7 +111,7 @@ def link(code: bytes) -> bytes:
 
 
 def _lay_out(code: bytes, sections: Sequence[_Section]) -> tuple[dict[int, int], bytearray]:
-    """Where each section that is to be in memory lies there, by its number, and that memory."""
+    """Index of a section → its offset in memory, for the sections that are loaded; and the memory's contents."""
     places: dict[int, int] = {}
     memory = bytearray()
     for number, section in enumerate(sections):
@@ -131,7 +131,7 @@ def _lay_out(code: bytes, sections: Sequence[_Section]) -> tuple[dict[int, int],
 
 
 def _symbols(code: bytes, sections: Sequence[_Section]) -> tuple[list[_Symbol], bytes]:
-    """The symbols, and their names."""
+    """The symbols of an object file, and the string table of their names."""
     tables = [section for section in sections if section.type == _SYMTAB]
     if len(tables) != 1:
         raise ValueError(f"it has {len(tables)} tables of symbols")
@@ -145,7 +145,7 @@ def _name(symbol: _Symbol, names: bytes) -> str:
 
 
 def _whole(code: bytes, section: _Section, record: struct.Struct) -> bytes:
-    """The content of a section of records."""
+    """The content of a section, which must be a whole number of records. Raises ValueError."""
     if section.size % record.size:
         raise ValueError(f"it has a section of {section.size} bytes for records of {record.size}")
     return _content(code, section.offset, section.size)
@@ -164,10 +164,10 @@ def _item(records: Sequence[_Record], number: int) -> _Record:
 
 
 class LoadedImage:
-    """An image in memory that can be executed, and is not writable any more; `address` is the entry's.
+    """An image in executable, read-only memory; `address` is the entry's.
 
-    The memory stays to the end of the process: threads may still run the code when Python's objects are gone. Raises
-    ValueError for bytes that are no image, OSError if the system does not allow memory to be executed.
+    The memory is never freed: threads may still run the code after Python's objects are gone. Raises ValueError for
+    bytes that are not an image, OSError if the system does not allow executable memory.
     """
 
     def __init__(self, image: bytes) -> None:
@@ -188,7 +188,7 @@ class LoadedImage:
 
 @cache
 def _system() -> Any:
-    """The system's functions on memory."""
+    """The C library, with the signatures of mmap, munmap and mprotect."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -17,9 +17,9 @@ from polarlm.model_loaders.forks import renew_in_children
 
 
 class Library:
-    """The kernels of one level, read from the user's cache folder or compiled, by a thread.
+    """The kernels of one level. A thread reads them from the user's cache folder or compiles them.
 
-    `expect` asks for kernels before they are needed, so that they are compiled while a model is loaded.
+    `expect` asks for kernels before they are needed, so that they are compiled while a model loads.
     """
 
     def __init__(self, level: Level, cache: ObjectCache | None) -> None:
@@ -29,9 +29,9 @@ class Library:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Forget what the thread had to do: in a forked child, which does not have the thread."""
+        """Forget the thread and its queue: for a forked child, which does not have the thread."""
         self._lock = threading.Lock()
-        self._asked: dict[Kernel, Future[Loaded]] = {}  # not loaded yet, or failed
+        self._asked: dict[Kernel, Future[Loaded]] = {}  # kernels not loaded yet, or failed
         self._queue: deque[Kernel] = deque()
         self._has_thread = False
 
@@ -43,7 +43,7 @@ class Library:
         return loaded.address
 
     def expect(self, kernels: Iterable[Kernel]) -> None:
-        """Compile these kernels soon, in this order. Returns at once."""
+        """Queue these kernels for compilation, in this order. Returns at once."""
         for kernel in kernels:
             if kernel not in self._loaded:
                 self._ask(kernel)
@@ -53,7 +53,7 @@ class Library:
         return kernel in self._loaded
 
     def wait(self, kernels: Iterable[Kernel], progress: Callable[[int, int], None] = lambda done, count: None) -> None:
-        """Wait until these kernels are compiled; progress(kernels done, all) is called on the way.
+        """Wait until these kernels are compiled, calling progress(number done, number of all).
 
         Raises KernelError if one cannot be compiled or loaded.
         """
@@ -64,7 +64,7 @@ class Library:
         progress(len(wanted), len(wanted))
 
     def _ask(self, kernel: Kernel, *, first: bool = False) -> Future[Loaded]:
-        """The future of a kernel, which joins the queue if it is new; first: ahead of all others."""
+        """The future of a kernel, which is queued if it is new; first: it moves to the head of the queue."""
         with self._lock:
             future = self._asked.get(kernel)
             if future is None:
@@ -78,13 +78,13 @@ class Library:
                 self._queue.remove(kernel)
                 self._queue.appendleft(kernel)
             if self._queue and not self._has_thread:
-                # Not a daemon: LLVM must not be at work while the process ends.
+                # Not a daemon: LLVM must not run while the process exits.
                 threading.Thread(target=self._work, name="compiler").start()
                 self._has_thread = True
         return future
 
     def _work(self) -> None:
-        """Compile what is in the queue, until it is empty or the program ends."""
+        """Compile the kernels in the queue until it is empty or the main thread has ended."""
         while True:
             with self._lock:
                 if not self._queue or not threading.main_thread().is_alive():
@@ -106,7 +106,7 @@ class Library:
                 self._cache.write(kernel.name, code)
 
     def _load(self, kernel: Kernel) -> tuple[Loaded, bytes | None]:
-        """The kernel, and its code if it is not in the cache."""
+        """The loaded kernel, and its code if the cache did not have it. Raises KernelError."""
         try:
             code = self._cache.read(kernel.name) if self._cache is not None else None
             if code is not None:
@@ -123,14 +123,14 @@ class Library:
 
     @property
     def failed(self) -> list[str]:
-        """Names of the kernels that could not be compiled."""
+        """The names of the kernels that could not be compiled."""
         with self._lock:
             asked = list(self._asked.items())
         return sorted(kernel.name for kernel, future in asked if future.done() and future.exception() is not None)
 
     @property
     def names(self) -> list[str]:
-        """Names of the kernels that have been loaded."""
+        """The names of the kernels that have been loaded."""
         return sorted(kernel.name for kernel in list(self._loaded))
 
 
@@ -138,7 +138,7 @@ _of_this_process: dict[tuple[Level, tuple[Path, ...]], Library] = {}
 
 
 def library(level: Level, sources: tuple[Path, ...] = ()) -> Library:
-    """The library of a level, for kernels that are made from `sources` (see `object_cache`); the process has one."""
-    # A lock could be held in a forked child for ever. Of two that threads make at the same time, one is used.
+    """This process's library of a level, for kernels whose code is in the folders `sources` (see `object_cache`)."""
+    # Without a lock, which could stay locked in a forked child: if two threads make one at once, the first is used.
     key = level, sources
     return _of_this_process.get(key) or _of_this_process.setdefault(key, Library(level, object_cache(level, sources)))

@@ -1,9 +1,9 @@
 """Compiled kernels in the user's cache folder, one file each.
 
-The files of one set were compiled from the same sources, by the same LLVM, for the same level of CPU features, and lie
-in a folder that is named after all of these. A file that cannot be read, is damaged or belongs to another user is as
-good as none. So is a folder that cannot be written. Sets that have not been used for long are removed; whatever else is
-in the folder stays.
+The files of one set were compiled from the same sources, by the same LLVM, for the same level of CPU features, and are
+in a folder that is named by a hash of these. Files that cannot be read, are damaged or belong to another user are
+ignored. If the folder cannot be written, nothing is cached. The sets used least recently are removed, and no other
+files.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from polarlm.engine.jit.compile.compiler import target_description
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
 
-_SETS = 8  # that stay: those used last, of all versions and levels
+_SETS = 8  # sets to keep, most recently used, of all versions and levels
 _JIT = Path(__file__).resolve().parents[1]
 _CHECKSUM = 32  # bytes
-_NAME = re.compile("[0-9a-f]{32}")  # of sets, and of the files in them
+_NAME = re.compile("[0-9a-f]{32}")  # names of sets, and of the files in them
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
-_ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process
+_ABANDONED = 3600.0  # seconds after which an unfinished file must belong to a killed process
 
 
 class ObjectCache:
-    """One set of compiled kernels. folder: of the set, created by the first `write`; key: what the set depends on."""
+    """One set of compiled kernels. folder: the set's, created by the first `write`; key: what the set depends on."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self._folder, self._key = folder, key
         self._is_tidy = False
         with suppress(OSError):
-            os.utime(folder)  # the sets used last stay
+            os.utime(folder)  # marks the set as recently used
 
     def read(self, name: str) -> bytes | None:
-        """The code of the kernel of this name; None if there is none to be trusted."""
+        """The code of the kernel of this name; None if there is no file that can be trusted."""
         try:
             if not _is_ours(os.stat(self._folder)):
                 return None
-            # Opened once: what is checked is what is read. Without waiting for a writer, should it be a pipe.
+            # Opened once, so that what is checked is what is read. O_NONBLOCK: if it is a pipe, do not wait.
             flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
             number = os.open(self._file(name), flags | getattr(os, "O_BINARY", 0))
             try:
@@ -64,7 +64,7 @@ class ObjectCache:
         return code if content[:_CHECKSUM] == self._checksum(name, code) else None
 
     def write(self, name: str, code: bytes) -> None:
-        """Keep the code of a kernel, if that is possible."""
+        """Write the code of a kernel to the cache. File errors are ignored."""
         with suppress(OSError):
             if not self._folder.is_dir():
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,12 +91,12 @@ class ObjectCache:
 
 
 def object_cache(level: Level, sources: Sequence[Path] = ()) -> ObjectCache | None:
-    """The set of a level and of the sources that kernels are made from: folders of Python files, beside the language's
-    own. None if the user has no cache folder, or where sources cannot be read."""
+    """The set of a level and of `sources`, the folders with the code of the kernels, to which the language's own is
+    added. None if the user has no cache folder or if sources cannot be read."""
     digest = _digest([_JIT, *sources])
     try:
         folder = cache_folder() / "kernels"
-    except ValueError:  # there is none
+    except ValueError:  # the user has no cache folder
         return None
     if digest is None:
         return None
@@ -105,7 +105,7 @@ def object_cache(level: Level, sources: Sequence[Path] = ()) -> ObjectCache | No
 
 
 def _digest(folders: Sequence[Path]) -> str | None:
-    """A digest of all that decides what kernels do; None where a folder has no files that can be read."""
+    """A digest of the Python files of these folders; None if a folder has none or one cannot be read."""
     digest = hashlib.sha256()
     try:
         for folder in folders:
@@ -120,7 +120,7 @@ def _digest(folders: Sequence[Path]) -> str | None:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether only this user can have written to a file or folder; always so on Windows, whose folders are the users'
+    """Whether only this user can have written a file or folder; always True on Windows, where the folder is the user's
     own."""
     return not hasattr(os, "getuid") or (
         status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -128,7 +128,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove all sets but `newest` and the others that were used last. Nothing else is removed, or counts."""
+    """Remove all sets but `newest` and the most recently used others. Other files and folders are left alone."""
     sets = []
     for folder in newest.parent.iterdir():
         with suppress(OSError):
@@ -144,7 +144,7 @@ def _remove_old(newest: Path) -> None:
 
 
 def _remove_files(folder: Path, names: re.Pattern[str], older: float = 0) -> None:
-    """Remove this user's regular files of such names that are older than so many seconds."""
+    """Remove this user's regular files whose names match and that are at least `older` seconds old."""
     for file in folder.iterdir():
         with suppress(OSError):
             status = file.lstat()

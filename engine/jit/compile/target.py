@@ -1,4 +1,4 @@
-"""The machine that runs this process: which levels of CPU features it has, and which are permitted."""
+"""The machine that runs this process: the levels of CPU features that it has, and those that are permitted."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from polarlm.engine.jit.isa import VARIABLE
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 
 _CPUS = Path("/proc/cpuinfo")
-# Names of Linux that are not LLVM's.
+# Features that Linux and LLVM name differently.
 _LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
 
 
 @cache
 def host_features() -> frozenset[str]:
-    """LLVM's names of the features that both the CPU and the operating system support; none if they are not known.
+    """LLVM's names of the features that both the CPU and the operating system support; empty if they are unknown.
 
-    The system must save the wide registers when it switches threads. LLVM asks for that (XGETBV), and Linux does not
-    list what it has not enabled, so features of AVX are missing where the CPU has them and the system, or a hypervisor,
-    does not enable them.
+    The system must save wide registers when it switches threads. LLVM checks that (XGETBV), and Linux lists only what
+    it has enabled, so AVX features are missing where the system or a hypervisor has not enabled them.
     """
     listed = _listed_by_linux()
     return _known_to_llvm() if listed is None else frozenset(_LLVM_NAMES.get(name, name) for name in listed)
 
 
 def _listed_by_linux() -> list[str] | None:
-    """Names of the features of an x86 CPU, by Linux; None elsewhere."""
+    """Linux's names of the features of an x86 CPU; None elsewhere."""
     try:
         with _CPUS.open(encoding="ascii", errors="replace") as lines:
             return next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), None)
@@ -53,7 +52,7 @@ def levels() -> list[Level]:
 def permitted() -> list[Level]:
     """The levels that this machine can run, up to the one that POLARLM_CPU_LEVEL names, in ascending order.
 
-    Raises EngineError for a name that is no level of this machine.
+    Raises EngineError if the variable names no level of this machine.
     """
     here = levels()
     if not (name := os.environ.get(VARIABLE)):
@@ -65,5 +64,5 @@ def permitted() -> list[Level]:
 
 
 def best() -> Level:
-    """The highest level that this machine can run, and that POLARLM_CPU_LEVEL permits. Raises EngineError."""
+    """The highest level that this machine can run and that POLARLM_CPU_LEVEL permits. Raises EngineError."""
     return permitted()[-1]

@@ -1,3 +1,3 @@
-"""Sets of instructions that kernels may use, a class each: `generic`, and a file for each kind of CPU."""
+"""Sets of instructions that kernels may use, each a class: `generic`, and a file per kind of CPU."""
 
-VARIABLE = "POLARLM_CPU_LEVEL"  # of the environment: restricts the level, for measurements and tests
+VARIABLE = "POLARLM_CPU_LEVEL"  # environment variable that restricts the level, for measurements and tests

@@ -10,7 +10,7 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 
 class Generic(Level):
-    """All operations, of LLVM's own instructions."""
+    """All operations, made of LLVM's own instructions."""
 
     name = "generic"
 
@@ -63,7 +63,7 @@ class Generic(Level):
     def half_to_float(self, e: Emitter, bits: Value) -> Value:
         wide = bits.zext(I32)
         magnitude = ((wide & 0x7FFF) << 13).bits(vector(F32, bits.lanes) if bits.lanes else F32) * 2.0**112
-        # From 65536 on: infinity or NaN, whose exponent bits are all ones.
+        # Magnitudes ≥ 65536 stand for infinity or NaN, whose exponent bits are all ones.
         other = e.select(magnitude >= 65536.0, e.like(0x7F800000, wide), e.like(0, wide))
         sign = (wide & 0x8000) << 16
         return (magnitude.bits(wide.type) | other | sign).bits(magnitude.type)

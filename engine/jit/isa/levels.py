@@ -1,4 +1,4 @@
-"""The levels of CPU features that kernels are compiled for: those of the files of this folder."""
+"""The levels of CPU features that kernels are compiled for, found in the files of this folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LEVELS", "Level", "found"]
 
 
 def found() -> tuple[Level, ...]:
-    """The `LEVELS` of each file: `generic` first, then those of other machines, each in ascending order."""
+    """The `LEVELS` of all files: `generic` first, then other machines', each in ascending order."""
     stems = {info.name for info in pkgutil.iter_modules(isa.__path__)} - {"levels"}
     modules = [
         importlib.import_module(f"{isa.__name__}.{stem}") for stem in sorted(stems, key=lambda s: (s != "generic", s))

@@ -1,4 +1,4 @@
-"""The levels of x86-64: AVX2 and AVX-512, with or without VNNI's dot products and VBMI's tables."""
+"""The levels of x86-64: AVX2 and AVX-512, with or without VNNI's dot products and VBMI's table lookups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALED_PRODUCTS = {32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}
 _PACK = {32: "avx2.packuswb", 64: "avx512.packuswb.512"}
 _SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 
-_PARTS = 8  # of 16 entries each: 128 entries, up to which an index is not negative as a signed byte
+_PARTS = 8  # parts of 16 entries: 128 entries, all of whose indices are ≥ 0 as signed bytes
 
 
 class Avx2(Generic):
@@ -32,13 +32,13 @@ class Avx2(Generic):
     fuses = True
 
     def by_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
-        """operation(bytes of a register, parts of the operands), joined; operands have as many bytes as the result."""
+        """The joined results of operation(bytes of a register, *parts of the operands), register by register."""
         first = operands[0]
         width = 64 if first.lanes * first.element.width == 8 * self.byte_register == 512 else 32
         return e.by_parts(8 * width // first.element.width, partial(operation, width), *operands)
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
-        if not fits:  # by bytes as words: those of even numbers, and those of odd ones
+        if not fits:  # widen bytes to int16: those of even index, then those of odd index
             words = vector(I16, 2 * total.lanes)
             a, b = unsigned.bits(words), signed.bits(words)
             total = self.dot2(e, total, (a & 255).bits(total.type), (b << 8).ashr(8).bits(total.type))
@@ -99,11 +99,10 @@ class Avx2(Generic):
         return find
 
     def _parts(self, e: Emitter, pointer: Value, entries: int) -> list[Value]:
-        """A table cut into parts of 16 entries for `pshufb`, which gives 0 for an index with its highest bit set.
+        """A table cut into parts of 16 entries for `pshufb`, which gives 0 for an index whose highest bit is set.
 
-        A part holds its entries, by exclusive or with those of the part before. From part to part the index is reduced
-        by 16, and the exclusive or of all that is found is the entry: parts above the index's own find 0, since the
-        reduced index is negative there.
+        A part holds its entries xor those of the previous part. Before each next part 16 is subtracted from the index,
+        and the xor of all lookups is the entry: parts above the index's own give 0, since the index is negative there.
         """
         lines = [e.load(pointer, vector(I8, 16), first) for first in range(0, entries, 16)]
         steps = [line ^ lines[i - 1] if i % _PARTS else line for i, line in enumerate(lines)]
@@ -119,7 +118,7 @@ class Avx2(Generic):
 
 
 def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], index: Value) -> list[Value]:
-    """The bytes of each table. A part is loaded once for the whole index, in as many registers as it takes."""
+    """The bytes that `index` looks up in each table. Each part is used for all registers of the index in turn."""
     width = tables[0][0].lanes
     name = f"llvm.x86.{_SHUFFLE[width]}"
     pieces = [e.part(index, first, width) for first in range(0, index.lanes, width)]
@@ -143,7 +142,7 @@ def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], index: Value) -> li
 
 
 class _Vnni(Avx2):
-    """Dot products of bytes and of words, and their sum with a total, are one instruction."""
+    """Dot products of bytes or of int16, added to a total, are one instruction."""
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
         return self._dot(e, "vpdpbusd", total, unsigned, signed)
@@ -163,7 +162,7 @@ class Avx2Vnni(_Vnni):
 
     name = "avx2-vnni"
     needs = (*Avx2.needs, "avxvnni")
-    wishes = ("+fast-dpwssd",)  # one instruction rather than two
+    wishes = ("+fast-dpwssd",)  # vpdpwssd instead of a product and a sum
 
 
 class Avx512(Avx2):
@@ -172,7 +171,7 @@ class Avx512(Avx2):
     name = "avx512"
     cpu = "x86-64-v4"
     needs = (*Avx2.needs, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-    wishes: tuple[str, ...] = ("-prefer-256-bit",)  # all lanes
+    wishes: tuple[str, ...] = ("-prefer-256-bit",)  # use 512-bit registers
     lanes = 16
     registers = 32
     sums = 8
@@ -180,7 +179,7 @@ class Avx512(Avx2):
     byte_register = 64
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
-        """From 64 entries on, 64 words are looked up at a time: both bytes of an entry together, of 32 indices."""
+        """With 64 or more entries, both bytes of an entry are looked up as an int16, for 32 indices at a time."""
         if len(first) < 64:
             return super().pair_table(e, first, second)
         both = e.constant_bytes(bytes(byte for entry in zip(first, second, strict=True) for byte in entry))
@@ -196,7 +195,7 @@ class Avx512(Avx2):
 
 
 def _words(e: Emitter, table: Sequence[Value], index: Value) -> Value:
-    """index: words, of which the low bytes count → the entries."""
+    """The int16 entries at the indices in the low bytes of `index`, int16 (32,)."""
     name = "llvm.x86.avx512.vpermi2var.hi.512"
     parts = [e.intrinsic(name, index.type, a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
     bit = 64
@@ -223,7 +222,7 @@ class Avx512Vbmi(Avx512Vnni):
     wide_tables = True
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
-        """From 64 entries on, one instruction looks up 128 of them."""
+        """With more than 16 entries, one instruction looks up among 64 or 128 of them."""
         if entries <= 16:
             return super().table(e, pointer, entries)
         parts = [e.load(pointer, vector(I8, 64), first) for first in range(0, entries, 64)]

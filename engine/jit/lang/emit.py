@@ -32,47 +32,47 @@ from polarlm.engine.jit.lang.values import (
     vector,
 )
 
-# Of the polynomial q in e^r = 1 + r + r² · q(r), lowest power first: see scripts/fit_exp.py.
+# Coefficients of q in e^r = 1 + r + r² · q(r), lowest power first: see scripts/fit_exp.py.
 EXP_COEFFICIENTS = (0.49999994, 0.166665211, 0.041668389, 0.00836871471, 0.00138146256)
 
 _OF_FLOATS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}
 
 
 class Emitter(MemoryEmitter):
-    """Writes the body of one function for one level of CPU features."""
+    """Emits the body of one function for one level of CPU features."""
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
     def like(self, number: Number, other: Value) -> Value:
-        """`number` with the type of `other`: a constant, or a scalar in all lanes."""
+        """`number` with the type of `other`: as a constant, or a scalar value in all lanes."""
         if isinstance(number, Value):
             return self.splat(number, other.lanes) if other.lanes and not number.lanes else number
         return self.constant(other.type, float(number) if other.is_float else number)
 
     def splat(self, scalar: Value, lanes: int) -> Value:
-        """A scalar in all lanes."""
+        """A vector with the scalar in all lanes."""
         expect(not scalar.lanes, "a scalar", scalar)
         empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
         first = self.builder.insert_element(empty, scalar.ir, ir.Constant(I32, 0))
         return Value(self, self.builder.shuffle_vector(first, empty, self._mask([0] * lanes)))
 
     def broadcast(self, pointer: Value, element: Type, lanes: int, offset: int = 0) -> Value:
-        """One number from memory in all lanes."""
+        """A vector with the number at `pointer` + `offset` bytes in all lanes."""
         return self.splat(self.load(pointer, element, offset), lanes)
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
-        """Lanes of a, numbered from 0, and of b, numbered after them."""
+        """A vector of the given lanes of a, numbered from 0, and of b, numbered after a's."""
         expect(a.lanes > 0 and a.type == b.type, "two vectors of one type", a, b)
         expect(all(0 <= lane < 2 * a.lanes for lane in lanes), f"lanes that exist, not {list(lanes)}", a, b)
         return Value(self, self.builder.shuffle_vector(a.ir, b.ir, self._mask(lanes)))
 
     def part(self, a: Value, first: int, count: int) -> Value:
-        """Consecutive lanes of a vector."""
+        """`count` consecutive lanes of a vector."""
         expect(0 <= first < first + count <= a.lanes, f"{count} lanes from lane {first}", a)
         return a if count == a.lanes else self.shuffle(a, a, range(first, first + count))
 
     def join(self, parts: Sequence[Value]) -> Value:
-        """Vectors of the same type one after another; their number is a power of two."""
+        """The concatenation of vectors of the same type, whose number is a power of two."""
         whole = list(parts)
         while len(whole) > 1:
             lanes = range(2 * whole[0].lanes)
@@ -80,7 +80,7 @@ class Emitter(MemoryEmitter):
         return whole[0]
 
     def collect(self, scalars: Sequence[Value]) -> Value:
-        """A vector of scalars."""
+        """A vector whose lanes are these scalars."""
         whole = ir.Constant(ir.VectorType(scalars[0].type, len(scalars)), ir.Undefined)
         for lane, scalar in enumerate(scalars):
             whole = self.builder.insert_element(whole, scalar.ir, ir.Constant(I32, lane))
@@ -91,7 +91,7 @@ class Emitter(MemoryEmitter):
         return Value(self, self.builder.extract_element(a.ir, ir.Constant(I32, lane)))
 
     def transposed(self, rows: Sequence[Value]) -> list[Value]:
-        """Vectors as the rows of a square matrix, transposed; their number is a power of two."""
+        """The transpose of a square matrix whose rows are vectors; its size is a power of two."""
         square, size, step = list(rows), len(rows), 1
         while step < size:
             low = [lane - step + size if lane & step else lane for lane in range(size)]
@@ -113,7 +113,7 @@ class Emitter(MemoryEmitter):
 
     @contextmanager
     def loop(self, begin: Number, end: Number, step: int = 1) -> Iterator[Value]:
-        """The body runs with begin, begin + step, … while that is below `end` (int64)."""
+        """A loop over begin, begin + step, … < end (int64), whose body the context emits."""
         first, last = (n if isinstance(n, Value) else self.constant(I64, n) for n in (begin, end))
         expect(first.type == last.type == I64, "two int64", first, last)
         before = self.builder.block
@@ -131,14 +131,14 @@ class Emitter(MemoryEmitter):
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        """The body runs if the condition (one bit) holds."""
+        """A branch, taken if the condition (one bit) holds, whose body the context emits."""
         expect(condition.type == I1, "one bit", condition)
         with self.builder.if_then(condition.ir):
             yield
 
     @contextmanager
     def repeat_while(self) -> Iterator[list[Value]]:
-        """The body runs, and again while a condition holds, which it appends to the list that it is given."""
+        """A loop that runs at least once: the body appends to the list the condition under which it runs again."""
         body, after = (self.function.append_basic_block(name) for name in ("repeat", "after"))
         self.builder.branch(body)
         self.builder.position_at_end(body)
@@ -151,42 +151,42 @@ class Emitter(MemoryEmitter):
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
     def suffix(self, value: Value) -> str:
-        """How LLVM spells the value's type in the names of intrinsics."""
+        """The suffix for the value's type in names of LLVM intrinsics."""
         element = {F16: "f16", F32: "f32", F64: "f64"}.get(value.element) or f"i{value.element.width}"
         return f"v{value.lanes}{element}" if value.lanes else element
 
     def same(self, name: str, first: Value, *others: Number) -> Value:
-        """An intrinsic whose arguments and result have one type."""
+        """A call of an intrinsic whose arguments and result have one type."""
         expect(first.is_float == (name in _OF_FLOATS), f"a type that {name} is for", first)
         rest = [other if isinstance(other, Value) and other.type == I1 else self.like(other, first) for other in others]
         expect(all(other.type in (first.type, I1) for other in rest), "one type", first, *rest)
         return self.intrinsic(f"llvm.{name}.{self.suffix(first)}", first.type, first, *rest)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c, in one rounding where the level has the instruction."""
+        """a * b + c, rounded once if the level has that instruction."""
         wide = max((a, b, c), key=lambda value: value.lanes)
         a, b, c = (self.like(value, wide) for value in (a, b, c))
         return self.same("fma" if self.level.fuses else "fmuladd", a, b, c)
 
-    def maximum(self, a: Value, b: Number) -> Value:
-        """Of floats; the other one if one is NaN."""
+    def fmax(self, a: Value, b: Number) -> Value:
+        """The maximum of floats; if one is NaN, the other."""
         return self.same("maxnum", a, b)
 
-    def minimum(self, a: Value, b: Number) -> Value:
+    def fmin(self, a: Value, b: Number) -> Value:
         return self.same("minnum", a, b)
 
     def absolute(self, a: Value) -> Value:
-        """Of floats."""
+        """The absolute value of floats."""
         return self.same("fabs", a)
 
     def sqrt(self, a: Value) -> Value:
         return self.same("sqrt", a)
 
-    def least(self, a: Value, b: Number) -> Value:
+    def imin(self, a: Value, b: Number) -> Value:
         """The minimum of signed integers."""
         return self.same("smin", a, b)
 
-    def most(self, a: Value, b: Number) -> Value:
+    def imax(self, a: Value, b: Number) -> Value:
         """The maximum of signed integers."""
         return self.same("smax", a, b)
 
@@ -210,20 +210,20 @@ class Emitter(MemoryEmitter):
     def round(self, a: Value) -> Value:
         """float32 of magnitude up to 2²² → the nearest int32, ties to even."""
         expect(a.element == F32, "float32", a)
-        magic = self.like(12582912.0, a)  # 1.5 · 2²³: its last bit is worth 1
+        magic = self.like(12582912.0, a)  # 1.5 · 2²³: the unit of its last bit is 1
         integers = vector(I32, a.lanes) if a.lanes else I32
         return (a + magic).bits(integers) - 0x4B400000
 
     def sum_lanes(self, a: Value) -> Value:
-        """The sum of all lanes, by halves."""
+        """The sum of all lanes, added as a tree."""
         return self._reduce(a, lambda x, y: x + y)
 
-    def maximum_lanes(self, a: Value) -> Value:
-        return self._reduce(a, self.maximum)
+    def fmax_lanes(self, a: Value) -> Value:
+        return self._reduce(a, self.fmax)
 
-    def most_lanes(self, a: Value) -> Value:
-        """The largest of signed integers."""
-        return self._reduce(a, self.most)
+    def imax_lanes(self, a: Value) -> Value:
+        """The maximum of all lanes, signed integers."""
+        return self._reduce(a, self.imax)
 
     def _reduce(self, a: Value, combine: Any) -> Value:
         while a.lanes > 1:
@@ -232,17 +232,17 @@ class Emitter(MemoryEmitter):
         return self.extract(a, 0)
 
     def half_to_float(self, bits: Value) -> Value:
-        """float16, as int16 → float32."""
+        """float16 bits as int16 → float32."""
         expect(bits.element == I16, "int16", bits)
         return self.level.half_to_float(self, bits)
 
     def exp(self, x: Value) -> Value:
-        """e^x of float32, with a relative error under 1.5e-7; 0 below -87.3, infinity above 88.37, NaN of NaN.
+        """e^x of float32, with a relative error below 1.5e-7; 0 below -87.3, infinity above 88.37, NaN for NaN.
 
-        2^n · e^r with |r| ≤ ln 2 / 2. The ends are moved to where the exponent bits of 2^n are those of 0 and infinity.
+        It is 2^n · e^r with |r| ≤ ln 2 / 2. x is clamped to where the exponent bits of 2^n are those of 0 and infinity.
         """
         expect(x.element == F32, "float32", x)
-        x = self.select(x < -87.3, self.like(-88.0, x), x)  # unlike `maximum`, keeps NaN
+        x = self.select(x < -87.3, self.like(-88.0, x), x)  # unlike `fmax`, keeps NaN
         x = self.select(x > 89.0, self.like(89.0, x), x)
         whole = self.round(x * 1.4426950408889634)
         n = whole.to_float()
@@ -256,6 +256,6 @@ class Emitter(MemoryEmitter):
         return y * ((whole + 127) << 23).bits(x.type)
 
     def by_parts(self, lanes: int, operation: Callable[..., Value], *operands: Value) -> Value:
-        """`operation` on parts of `lanes` lanes each, joined."""
+        """The joined results of `operation` on parts of `lanes` lanes of the operands."""
         parts = range(0, operands[0].lanes, lanes)
         return self.join([operation(*(self.part(operand, first, lanes) for operand in operands)) for first in parts])

@@ -1,4 +1,4 @@
-"""What kernels ask a set of CPU instructions for; `engine.jit.isa` has a class for each."""
+"""The interface of a level of CPU features; `engine.jit.isa` has a class for each level."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from polarlm.engine.jit.lang.values import Value
 
 
 class Level(ABC):
-    """A level of CPU features: what its registers hold, and how it does what LLVM does not find by itself.
+    """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.
 
-    The operations are those of `byte_ops` and `float_ops`, which check their arguments; e is the `Emitter`.
+    The operations are those of `byte_ops` and `float_ops`, which check arguments; e is the `Emitter`.
     """
 
     name: str
     cpu = ""
-    """LLVM's name of a CPU that has the features; empty for any."""
+    """LLVM's name of a CPU that has the features; empty for any CPU."""
     needs: tuple[str, ...] = ()
-    """The features that the host must have, by LLVM's names."""
+    """LLVM's names of the features that the host must have."""
     wishes: tuple[str, ...] = ()
-    """Preferences for LLVM."""
+    """Tuning flags for LLVM."""
 
     lanes = 4
-    """32-bit numbers in a register."""
+    """32-bit numbers per register."""
     registers = 16
-    """Of vectors."""
+    """Number of vector registers."""
     sums = 2
-    """Vectors of 16 numbers that stay in registers beside what is multiplied for them."""
+    """Sums, vectors of 16 numbers, that stay in registers together with their operands."""
     float_tile = 2, 1
-    """Rows, and vectors of 16 columns, of a product of float32 matrices whose sums stay in registers."""
+    """Rows and vectors of 16 columns of the tile of a float32 product whose sums stay in registers."""
     byte_register = 0
-    """Bytes of the registers that instructions on bytes and words take; 0 if kernels do without such ones."""
+    """Bytes of the registers of byte and int16 instructions; 0 if the level has no such instructions."""
     fuses = False
-    """Whether a product and a sum of floats are one instruction, with one rounding."""
+    """Whether multiply-add of floats is one instruction with one rounding."""
     wide_tables = False
-    """Whether one instruction looks up 64 or 128 bytes. It ignores the bits of an index above."""
+    """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
 
     @property
     def features(self) -> str:
-        """Features and preferences as LLVM reads them."""
+        """Features and tuning flags as LLVM reads them."""
         return ",".join([*(f"+{name}" for name in self.needs), *self.wishes])
 
     @property
     def has_room(self) -> bool:
-        """Whether registers hold 16 vectors of 16 numbers: the sums of several, beside what is multiplied for them."""
+        """Whether registers hold at least 16 vectors of 16 numbers: the sums of several rows and their operands."""
         return self.registers * self.lanes >= 16 * 16
 
     @abstractmethod
@@ -68,11 +68,11 @@ class Level(ABC):
 
     @abstractmethod
     def table(self, e: Any, pointer: Value, entries: int) -> Callable[[Value], Value]:
-        """The function that looks up indices in the bytes at a pointer."""
+        """A function that looks up a vector of indices in the `entries` bytes at a pointer."""
 
     @abstractmethod
     def pair_table(self, e: Any, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
-        """The function that looks up indices in both tables."""
+        """A function that looks up a vector of indices in both tables."""
 
     @abstractmethod
     def half_to_float(self, e: Any, bits: Value) -> Value: ...

@@ -1,4 +1,4 @@
-"""The part of the kernel language that is about memory: constants, loads and stores, atomics, calls."""
+"""Memory in the kernel language: constants, loads and stores, atomics, calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from polarlm.engine.jit.lang.values import I8, I32, I64, POINTER, Number, Type, 
 
 
 class MemoryEmitter:
-    """Writes constants, and instructions on memory, into one function; see `engine.jit.lang.emit.Emitter`."""
+    """Emits constants and memory instructions into one function; see `engine.jit.lang.emit.Emitter`."""
 
     def __init__(self, level: Level, function: ir.Function) -> None:
         self.level = level
         self.function = function
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        # By type and number as text, which tells -0.0 from 0.0: a quarter of the time of emitting went to new ones.
+        # Keyed by type and number as text, which distinguishes -0.0 from 0.0. Without it, making constants took a
+        # quarter of the time of emitting.
         self._constants: dict[tuple[str, str], ir.Constant] = {}
 
     @property
@@ -25,7 +26,7 @@ class MemoryEmitter:
         return self.builder.module.triple.startswith(("x86_64", "i686"))
 
     def constant(self, type: Type, number: Any) -> Value:
-        """A constant; one number fills all lanes of a vector. Raises TypeError for one that the type does not have."""
+        """A constant; a single number fills all lanes of a vector. Raises TypeError if the type cannot hold it."""
         key = str(type), repr(number)
         if key not in self._constants:
             if isinstance(type, ir.VectorType) and not isinstance(number, (list, tuple)):
@@ -39,11 +40,11 @@ class MemoryEmitter:
         return self.constant(type, 0.0 if isinstance(scalar, (ir.HalfType, ir.FloatType, ir.DoubleType)) else 0)
 
     def i64(self, number: int) -> Value:
-        """An int64."""
+        """A constant int64."""
         return self.constant(I64, number)
 
     def offset(self, pointer: Value, nbytes: Number) -> Value:
-        """The pointer plus a number of bytes (int64)."""
+        """The pointer plus `nbytes` (int64) bytes."""
         step = nbytes if isinstance(nbytes, Value) else self.i64(nbytes)  # type: ignore[arg-type]
         expect(pointer.type == POINTER and step.type == I64, "a pointer and an int64", pointer, step)
         return Value(self, self.builder.gep(pointer.ir, [step.ir], source_etype=I8))
@@ -61,7 +62,7 @@ class MemoryEmitter:
         store.align = align
 
     def constant_bytes(self, content: bytes) -> Value:
-        """Pointer to constant bytes, aligned to 64."""
+        """A pointer to constant bytes, aligned to 64."""
         kind = ir.ArrayType(I8, len(content))
         module = self.builder.module
         constant = ir.GlobalVariable(module, kind, module.get_unique_name("bytes"))
@@ -70,58 +71,58 @@ class MemoryEmitter:
         return self._untyped(constant)
 
     def stack(self, nbytes: int) -> Value:
-        """Pointer to memory of the running function, aligned to 64: a few KiB at most."""
+        """A pointer to stack memory of the function, aligned to 64; a few KiB at most."""
         with self.builder.goto_entry_block():
             memory = self.builder.alloca(ir.ArrayType(I8, nbytes))
             memory.align = 64
             return self._untyped(memory)
 
     def prefetch(self, pointer: Value, nbytes: int) -> None:
-        """Start to load bytes into the core's cache; lines of 64 bytes."""
+        """Prefetch bytes into the core's cache, a line of 64 bytes at a time."""
         function = "llvm.prefetch.p0"
         for offset in range(0, nbytes, 64):
             at = self.offset(pointer, offset)
-            options = (self.constant(I32, number) for number in (0, 3, 1))  # to be read, often, data
+            options = (self.constant(I32, number) for number in (0, 3, 1))  # for reading, high locality, data cache
             self.intrinsic(function, None, at, *options)
 
     def _untyped(self, pointer: Any) -> Value:
-        """The pointer without the type of its contents, which llvmlite would check at every use."""
+        """The pointer as an opaque one: llvmlite would check the type of its contents at every use."""
         return Value(self, self.builder.inttoptr(self.builder.ptrtoint(pointer, I64), POINTER))
 
     def load_atomic(self, pointer: Value) -> Value:
-        """The int64 at `pointer`, and all that was written before it was (sequentially consistent)."""
+        """The int64 at `pointer`; whatever was written before it is visible too (sequentially consistent)."""
         expect(pointer.type == POINTER, "a pointer", pointer)
         return Value(self, self.builder.load_atomic(pointer.ir, "seq_cst", 8, typ=I64))
 
     def store_atomic(self, number: Value, pointer: Value, ordering: str = "seq_cst") -> None:
-        """Stores an int64, after all that this thread has written (sequentially consistent; "release" is cheaper)."""
+        """Store an int64 after all earlier writes of this thread (sequentially consistent; "release" is cheaper)."""
         expect(pointer.type == POINTER and number.type == I64, "a pointer and an int64", pointer, number)
-        # llvmlite wants to know the type of what the pointer points to.
+        # llvmlite needs a typed pointer here.
         typed = self.builder.inttoptr(self.builder.ptrtoint(pointer.ir, I64), I64.as_pointer())
         self.builder.store_atomic(number.ir, typed, ordering, 8)
 
     def add_atomic(self, pointer: Value, number: Value) -> None:
-        """Adds to the int64 at `pointer`, after all that this thread has written (sequentially consistent)."""
+        """Add to the int64 at `pointer`, after all earlier writes of this thread (sequentially consistent)."""
         expect(pointer.type == POINTER and number.type == I64, "a pointer and an int64", pointer, number)
         self.builder.atomic_rmw("add", pointer.ir, number.ir, "seq_cst")
 
     def exchange_if(self, pointer: Value, expected: Value, number: Value) -> Value:
-        """Replaces the int64 at `pointer` if it is as expected → whether it was."""
+        """Compare-and-exchange: replace the int64 at `pointer` by `number` if it is `expected` → whether it was."""
         right = pointer.type == POINTER and expected.type == number.type == I64
         expect(right, "a pointer and two int64", pointer, expected, number)
         result = self.builder.cmpxchg(pointer.ir, expected.ir, number.ir, "seq_cst", "seq_cst")
         return Value(self, self.builder.extract_value(result, 1))
 
     def call(self, function: Value, *arguments: Value) -> None:
-        """Calls the function at a pointer. It returns nothing."""
+        """Call the function at a pointer, which returns nothing."""
         expect(function.type == POINTER, "a pointer", function)
         kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        # llvmlite wants to know the type of what a called pointer points to.
+        # llvmlite needs a typed pointer here.
         typed = self.builder.inttoptr(self.builder.ptrtoint(function.ir, I64), kind.as_pointer())
         self.builder.call(typed, [argument.ir for argument in arguments])
 
     def intrinsic(self, name: str, result: Type | None, *arguments: Value) -> Value:
-        """A call of an LLVM intrinsic. LLVM ends the process for an instruction that the level does not have."""
+        """A call of an LLVM intrinsic. LLVM aborts the process if the level does not have its instruction."""
         module = self.builder.module
         function = module.globals.get(name) or ir.Function(
             module, ir.FunctionType(result or ir.VoidType(), [argument.type for argument in arguments]), name

@@ -1,11 +1,11 @@
-"""Records in memory: named tuples whose fields are words of 8 bytes, such as a kernel's arguments or rows of a table.
+"""Records in memory: named tuples with 8 bytes per field, such as a kernel's arguments or rows of a table.
 
     class Arguments(NamedTuple):
         x: Pointer
         columns: Int64
         eps: Float32
 
-A program makes one of arrays and numbers, by keyword, and packs it; a kernel reads it, and its fields are values.
+A program makes one from arrays and numbers, by keyword, and packs it; in a kernel that reads it, its fields are values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polarlm.engine.jit.lang.memory import MemoryEmitter
 from polarlm.engine.jit.lang.values import F32, I64, POINTER, Number, Type, Value
 
 Pointer: TypeAlias = Annotated[Any, POINTER]
-"""An array, its address, or None: 0."""
+"""An array, an address, or None for a null pointer."""
 Int64: TypeAlias = Annotated[Any, I64]
 Float32: TypeAlias = Annotated[Any, F32]
 
@@ -30,7 +30,7 @@ Record = TypeVar("Record", bound=tuple[Any, ...])
 
 class _Layout(NamedTuple):
     types: tuple[Type, ...]
-    pointers: tuple[int, ...]  # numbers of these fields
+    pointers: tuple[int, ...]  # indices of the fields that are pointers
     struct: struct.Struct
 
 
@@ -43,7 +43,7 @@ def _layout(record: type) -> _Layout:
 
 
 def pack(record: tuple[Any, ...]) -> bytes:
-    """The record as it lies in memory. Raises struct.error or TypeError for a field of another kind than declared."""
+    """The bytes of the record in memory. Raises struct.error or TypeError if a field has not its declared type."""
     _, pointers, words = _layout(type(record))
     fields = list(record)
     for number in pointers:
@@ -56,7 +56,7 @@ def pack(record: tuple[Any, ...]) -> bytes:
 
 
 def _address(array: np.ndarray) -> int:
-    """Where its numbers lie. `ctypes.data` takes three times as long, and calls of kernels are mostly that."""
+    """The address of its data. `ctypes.data` takes three times as long, and is most of a kernel call's overhead."""
     try:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):  # read-only, not contiguous, or empty
@@ -64,12 +64,12 @@ def _address(array: np.ndarray) -> int:
 
 
 def words(record: tuple[Any, ...]) -> np.ndarray:
-    """The record as int64."""
+    """The packed record as int64, one per field."""
     return np.frombuffer(pack(record), np.int64)
 
 
 def read(e: MemoryEmitter, record: type[Record], pointer: Value, number: Number = 0) -> Record:
-    """The record at `pointer`, or that with a number in a table of them."""
+    """The values of record `number` in the table at `pointer`."""
     types = _layout(record).types
     at = pointer if isinstance(number, int) and not number else pointer + number * (8 * len(types))
     return record._make(e.load(at, kind, 8 * place) for place, kind in enumerate(types))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Values of the kernel language: what `engine.jit.lang.emit.Emitter` computes with."""
+"""The values of the kernel language, which `engine.jit.lang.emit.Emitter` computes with."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Number: TypeAlias = "Value | int | float"
 
 @cache
 def vector(element: Type, lanes: int) -> Type:
-    """The type of a vector."""
+    """The type of a vector of `lanes` elements."""
     return ir.VectorType(element, lanes)
 
 
 def expect(holds: bool, what: str, *values: Value) -> None:
-    """Raises TypeError if values are not what an operation takes."""
+    """Raises TypeError unless `holds`: an operation does not take these values."""
     if not holds:
         raise TypeError(f"{what} expected, given {', '.join(str(value.type) for value in values)}")
 
 
 def check_constant(type: Type, number: Any) -> None:
-    """Raises TypeError if the type does not have the number, or the numbers of its lanes."""
+    """Raises TypeError if the type cannot hold the number, or the numbers of its lanes."""
     numbers = number if isinstance(number, (list, tuple)) else [number]
     lanes, element = (type.count, type.element) if isinstance(type, ir.VectorType) else (1, type)
     if isinstance(element, ir.IntType):
@@ -42,13 +42,13 @@ def check_constant(type: Type, number: Any) -> None:
 
 
 def _size(type: Type) -> int:
-    """Bits of a scalar or vector."""
+    """The number of bits of a scalar or vector."""
     lanes, element = (type.count, type.element) if isinstance(type, ir.VectorType) else (1, type)
     return lanes * (element.width if isinstance(element, ir.IntType) else {F16: 16, F32: 32}.get(element, 64))
 
 
 class Value:
-    """An SSA value: a scalar, a vector or a pointer. Integers have no sign; shifts to the right fill with zeros."""
+    """An SSA value: a scalar, a vector or a pointer. Operators say how they treat the sign of integers."""
 
     __slots__ = ("emitter", "ir")
 
@@ -62,7 +62,7 @@ class Value:
 
     @property
     def lanes(self) -> int:
-        """Elements of a vector; 0 for a scalar."""
+        """The number of elements of a vector; 0 for a scalar."""
         return self.type.count if isinstance(self.type, ir.VectorType) else 0
 
     @property
@@ -95,11 +95,11 @@ class Value:
         return self._binary(other, None, "fdiv")
 
     def __floordiv__(self, other: Number) -> Value:
-        """Of unsigned integers."""
+        """The quotient of unsigned integers."""
         return self._binary(other, "udiv", None)
 
     def __mod__(self, other: Number) -> Value:
-        """Of unsigned integers."""
+        """The remainder of unsigned integers."""
         return self._binary(other, "urem", None)
 
     def __and__(self, other: Number) -> Value:
@@ -123,7 +123,7 @@ class Value:
         return self._shifted("lshr", other)
 
     def __invert__(self) -> Value:
-        """All bits of integers flipped."""
+        """Integers with all bits flipped."""
         expect(isinstance(self.element, ir.IntType), "integers", self)
         return Value(self.emitter, self.emitter.builder.not_(self.ir))
 
@@ -139,7 +139,7 @@ class Value:
         return Value(self.emitter, compare(sign, self.ir, right.ir))
 
     def __lt__(self, other: Number) -> Value:
-        """Signed, as all comparisons."""
+        """Integers compare as signed, in all comparisons."""
         return self._compare("<", other)
 
     def __le__(self, other: Number) -> Value:
@@ -165,37 +165,37 @@ class Value:
         return Value(self.emitter, getattr(self.emitter.builder, name)(self.ir, target))
 
     def sext(self, element: Type) -> Value:
-        """Wider integers, with the sign."""
+        """Integers, sign-extended to a wider type."""
         return self._converted(element, "sext")
 
     def zext(self, element: Type) -> Value:
-        """Wider integers, filled with zeros."""
+        """Integers, zero-extended to a wider type."""
         return self._converted(element, "zext")
 
     def trunc(self, element: Type) -> Value:
-        """The low bits of integers."""
+        """Integers, truncated to a narrower type."""
         return self._converted(element, "trunc")
 
     def to_float(self) -> Value:
-        """Signed integers as float32."""
+        """Signed integers, converted to float32."""
         return self._converted(F32, "sitofp")
 
     def to_int(self) -> Value:
-        """Floats as int32, towards zero."""
+        """Floats, rounded towards zero to int32."""
         return self._converted(I32, "fptosi")
 
     def ashr(self, other: Number) -> Value:
-        """Shifted to the right, with the sign."""
+        """Arithmetic shift to the right, which copies the sign bit; `>>` fills with zeros."""
         return self._shifted("ashr", other)
 
     def bits(self, target: Type) -> Value:
-        """The same bits as a value of another type of the same size."""
+        """The same bits, as a value of another type of the same size."""
         expect(_size(target) == _size(self.type), f"as many bits as in {target}", self)
         return self if target == self.type else Value(self.emitter, self.emitter.builder.bitcast(self.ir, target))
 
 
 class Variable:
-    """A value that changes: in loops, for example. LLVM keeps it in a register."""
+    """A value that can be assigned again, for example in loops. LLVM keeps it in a register."""
 
     def __init__(self, emitter: Any, start: Value) -> None:
         self._emitter, self._type = emitter, start.type

@@ -1,1 +1,1 @@
-"""Compiled kernels on threads, and the memory that they work in."""
+"""Runs compiled kernels on threads, and provides their memory."""

@@ -1,4 +1,4 @@
-"""Memory: in large pieces for what stays, and a pool for results."""
+"""Memory for kernels: an arena for arrays that stay, and a pool for results."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from polarlm.engine.jit.run.zeros import zeros
 _LEAST = 1 << 12  # bytes of the smallest array of a pool
 MOST = 1 << 26  # bytes of the largest array that a pool keeps
 _LINE = 64  # bytes of a cache line
-_PIECE = 32 << 20  # bytes that an arena asks the system for
+_PIECE = 32 << 20  # bytes that an arena requests from the system at a time
 
 
 def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """Zeros at an aligned address, as those of `zeros`: uint8 (nbytes,)."""
+    """uint8 (nbytes,) zeros at an aligned address; as in `zeros`, pages take no memory until they are written."""
     whole = zeros((nbytes + alignment,), np.uint8)
     first = -whole.ctypes.data % alignment
     return whole[first : first + nbytes]
 
 
 class Arena:
-    """Memory for what stays, cut from large pieces: NumPy asks the system to back those with huge pages, which halves
-    the time that a core loses to looking addresses up while it streams through them."""
+    """Memory for arrays that stay, cut from large pieces: NumPy requests huge pages for these, which halves the time
+    that a core loses to address translation (TLB misses) while it streams through them."""
 
     def __init__(self) -> None:
-        self._left: list[np.ndarray] = []  # of pieces
+        self._left: list[np.ndarray] = []  # unused rest of each piece
 
     def take(self, nbytes: int) -> np.ndarray:
-        """uint8 (nbytes,) with arbitrary contents, aligned to 64, from the fullest piece that has room."""
+        """Uninitialized uint8 (nbytes,), aligned to 64, from the fullest piece that has room."""
         size = -(-nbytes // _LINE) * _LINE
         self._left.sort(key=len)
         number = next((i for i, left in enumerate(self._left) if len(left) >= size), None)
@@ -42,14 +42,14 @@ class Arena:
 
 
 def _empty(nbytes: int) -> np.ndarray:
-    """Bytes at an aligned address, with arbitrary contents."""
+    """Uninitialized uint8 (nbytes,) at an aligned address."""
     whole = np.empty(nbytes + _LINE, np.uint8)
     first = -whole.ctypes.data % _LINE
     return whole[first : first + nbytes]
 
 
 class _Lease:
-    """Memory that belongs to the pool again once no array uses it."""
+    """Memory of an array, which returns to the pool when no array uses it any more."""
 
     def __init__(self, memory: np.ndarray, home: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._memory, self._home = memory, home
@@ -65,15 +65,15 @@ class _Lease:
 
 
 class Buffers:
-    """A pool of memory for results, since fresh pages cost more than kernels that write to them. It grows to the most
-    that was in use at a time, until `give_back`."""
+    """A pool of memory for results: fresh pages would cost more time than the kernels that write them. It grows to the
+    peak of memory in use, until `give_back`."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._all: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-        """An array with arbitrary contents; its memory returns to the pool when it and all its views are gone."""
+        """An uninitialized array, whose memory returns to the pool when it and all its views are gone."""
         kind = np.dtype(dtype)
         size = _size_class(math.prod(shape) * kind.itemsize)
         if size > MOST:
@@ -87,7 +87,7 @@ class Buffers:
         return np.asarray(_Lease(memory, free, shape, kind))
 
     def give_back(self) -> None:
-        """Give the system all memory back, unless an array uses some of it."""
+        """Return all memory to the system, unless some array still uses part of it."""
         if len(self._all) == sum(map(len, self._free.values())):
             for free in self._free.values():
                 free.clear()
@@ -95,7 +95,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool, free and in use."""
+        """Bytes of the pool's memory, free and in use."""
         return sum(memory.nbytes for memory in self._all)
 
 
@@ -107,6 +107,6 @@ def is_leased(x: np.ndarray) -> bool:
 
 
 def _size_class(nbytes: int) -> int:
-    """nbytes, rounded up to a multiple of an eighth of the power of two above it."""
+    """nbytes rounded up to a multiple of an eighth of the next power of two."""
     step = max(_LEAST, 1 << max(0, nbytes.bit_length() - 3))
     return max(step, -(-nbytes // step) * step)

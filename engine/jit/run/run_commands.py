@@ -1,8 +1,8 @@
-"""The compiled code that runs a command buffer, and that each worker serves with; `engine.jit.run.workers` explains it.
+"""The compiled code that runs command buffers, in callers and in workers; `engine.jit.run.workers` explains it.
 
-Everything that threads share is one piece of memory, the state: a head of the fields below, a mutex and two condition
-variables of the system, and a slot for each entry of the command buffer. No Python runs between the start of a command
-buffer and its end, so an exception in Python, such as that of Ctrl-C, finds it either not begun or completed.
+Everything that threads share is one piece of memory, the state: a head with the fields below, a mutex and two condition
+variables of the system, and a slot for each entry of the command buffer. No Python runs between the start and the end
+of a command buffer, so when an exception such as Ctrl-C's is raised, the buffer has either not started or completed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I64, POINTER, Value
 
-MOST_ENTRIES = 1 << 13  # of a command buffer
+MOST_ENTRIES = 1 << 13  # most entries of a command buffer
 
-# Places in the state, in bytes. What is polled, what is changed under the mutex, and what never changes lie in
+# Offsets in the state, in bytes. Fields that are polled, that are changed under the mutex, and that never change are in
 # different cache lines.
 _RUN, _THREADS, _TABLE, _COUNT, _RANGES = range(0, 40, 8)
 _LOCK, _UNLOCK, _WAIT, _WAKE_ALL, _OFFER_CORE = range(128, 168, 8)
-_NEXT, _SERVED = 192, 200  # numbers of runs: that the next caller gets, and that may run now
+_NEXT, _SERVED = 192, 200  # tickets: the next caller's, and the one that may run now
 _MUTEX, _WORK, _TURN = 256, 384, 512
 _HEAD = 640
 _COMPLETED, _UNITS, _GRAIN, _RANGE_UNITS, _LEFT = 0, 8, 16, 24, 64
-_MOST_RANGES = 16  # of the units of an entry; more threads share them
+_MOST_RANGES = 16  # most ranges that an entry's units are cut into; further threads share them
 _SLOT = _LEFT + 8 * _MOST_RANGES
-_ASLEEP = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it sleeps for want of work
+_ASLEEP = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it sleeps for lack of work
 MOST_THREADS = 1024
 STATE_BYTES = _ASLEEP + 8 * MOST_THREADS
 
-_SPINS = 2_000  # polls, some tens of microseconds, before a waiting thread offers its core to others
-_IDLE_SPINS = 5_000  # polls before a thread without work goes to sleep
-_NUMBERS = (1 << 31) - 1  # a run's number has 31 bits
+_SPINS = 2_000  # polls, some tens of microseconds, before a waiting thread yields its core
+_IDLE_SPINS = 5_000  # polls before a thread without work sleeps
+_NUMBERS = (1 << 31) - 1  # mask of a run's number, which has 31 bits
 
 
 class Launch(NamedTuple):
-    """A kernel's address, the address of its arguments, its units, and how many of them a thread takes at a time."""
+    """A kernel's address, its arguments' address, its unit count, and how many units a thread takes at a time."""
 
     kernel: Pointer
     arguments: Pointer
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The state of the threads, the launches of a command buffer, and how many threads run them."""
+    """Arguments of `RUN`: the shared state, the table of launches and their count, and the number of threads."""
 
     state: Pointer
     table: Pointer
@@ -59,24 +59,24 @@ class Run(NamedTuple):
 
 
 class RunAlone(NamedTuple):
-    """The launches of a command buffer."""
+    """Arguments of `RUN_ALONE`: the table of launches and their count."""
 
     table: Pointer
     count: Int64
 
 
 class Serve(NamedTuple):
-    """The state of the threads, and the number of one of them."""
+    """Arguments of `SERVE`: the shared state, and the thread's number."""
 
     state: Pointer
     number: Int64
 
 
 def set_up(state: np.ndarray) -> None:
-    """Make the state of threads before their first run of STATE_BYTES zeros: uint8, aligned to 64 bytes."""
+    """Initialize the state, STATE_BYTES zeros (uint8, aligned to 64 bytes), before the first run."""
     names = ["AcquireSRWLockExclusive", "ReleaseSRWLockExclusive", "SleepConditionVariableSRW"]
     names += ["WakeAllConditionVariable", "SwitchToThread"]
-    if os.name == "nt":  # where zeros are a valid mutex and condition variable
+    if os.name == "nt":  # zeros are a valid mutex and condition variable there
         library = ctypes.CDLL("kernel32")
     else:
         library = ctypes.CDLL(None)
@@ -91,7 +91,7 @@ def set_up(state: np.ndarray) -> None:
 
 
 class _State:
-    """The state as the compiled code sees it."""
+    """Emits accesses to the state."""
 
     def __init__(self, emitter: Emitter, pointer: Value) -> None:
         self._e, self.pointer = emitter, pointer
@@ -106,8 +106,8 @@ class _State:
         self._system(_UNLOCK, self.pointer + _MUTEX)
 
     def wait(self, condition: int) -> None:
-        """Unlock, sleep until the condition is signalled, and lock again. May return earlier."""
-        # Windows takes two more arguments, a time without end and no flags; others do not look at them.
+        """Unlock, sleep until the condition is signalled, and lock again. Spurious wake-ups are possible."""
+        # Windows takes two more arguments, an infinite timeout and no flags; other systems ignore them.
         forever, none = self._e.i64(0xFFFFFFFF), self._e.i64(0)
         self._system(_WAIT, self.pointer + condition, self.pointer + _MUTEX, forever, none)
 
@@ -115,23 +115,23 @@ class _State:
         self._system(_WAKE_ALL, self.pointer + condition)
 
     def offer_core(self) -> None:
-        """Let other threads of the system run."""
+        """Yield the core to other threads."""
         self._system(_OFFER_CORE)
 
     def relax(self) -> None:
-        """Tell the core that this thread is waiting."""
+        """Tell the core that this is a spin loop."""
         if self._e.is_x86:
             self._e.intrinsic("llvm.x86.sse2.pause", None)
 
     def load(self, field: int) -> Value:
-        """A field that other threads do not change now."""
+        """The value of a field that no other thread changes at this time."""
         return self._e.load(self.pointer, I64, field)
 
     def store(self, value: Value, field: int) -> None:
         self._e.store(value, self.pointer, field)
 
     def load_shared(self, field: int) -> Value:
-        """A field that other threads change."""
+        """The value of a field that other threads change."""
         return self._e.load_atomic(self.pointer + field)
 
     def store_shared(self, value: Value, field: int) -> None:
@@ -145,7 +145,7 @@ class _State:
 
 
 def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
-    """Run a command buffer on the calling thread and on up to threads - 1 workers, after earlier callers."""
+    """Run a command buffer on the calling thread and up to threads − 1 workers, after the runs of earlier callers."""
     state = _State(e, args.state)
     state.lock()
     turn = state.load(_NEXT)
@@ -158,7 +158,7 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
     state.unlock()
 
     run = (state.load(_RUN) + 1) & _NUMBERS
-    ranges = e.least(args.threads, _MOST_RANGES)
+    ranges = e.imin(args.threads, _MOST_RANGES)
     with e.loop(0, args.count) as entry:
         slot, launch = state.slot(entry), records.read(e, Launch, args.table, entry)
         units = launch.units
@@ -167,13 +167,13 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
             e.store(value, slot, field)
         e.store_atomic(e.i64(0), slot + _COMPLETED, "release")
         with e.loop(0, ranges) as number:
-            left = e.most(e.least(units - number * each, each), 0)
+            left = e.imax(e.imin(units - number * each, each), 0)
             e.store_atomic((run << 32) + left, slot + number * 8 + _LEFT, "release")
     for field, value in ((_TABLE, args.table), (_COUNT, args.count), (_THREADS, args.threads), (_RANGES, ranges)):
         state.store(value, field)
     state.store_shared(run, _RUN)
     asleep = e.variable(e.i64(0))
-    with e.loop(1, e.least(args.threads, MOST_THREADS)) as number:
+    with e.loop(1, e.imin(args.threads, MOST_THREADS)) as number:
         asleep.add(e.load_atomic(state.asleep(number)))
     with e.when(asleep.get() > 0):
         state.lock()
@@ -189,7 +189,7 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
 
 
 def _emit_run_alone(e: Emitter, args: RunAlone, begin: Value, end: Value, scratch: Value) -> None:
-    """Run a command buffer on the calling thread alone, whatever others run."""
+    """Run a command buffer on the calling thread alone, concurrently with any other run."""
     with e.loop(0, args.count) as entry:
         launch = records.read(e, Launch, args.table, entry)
         with e.when(launch.units > 0):
@@ -215,10 +215,10 @@ def _emit_serve(e: Emitter, args: Serve, begin: Value, end: Value, scratch: Valu
 
 
 def _sleep(e: Emitter, state: _State, number: Value, served: Any) -> None:
-    """Sleep until there is a run of more than `number` threads. served: the number of the last run seen."""
+    """Sleep until a run has more than `number` threads. served: the number of the last run seen."""
     state.lock()
     e.store_atomic(e.i64(1), state.asleep(number))
-    # A run that starts now is seen here, or its starter sees that this thread sleeps and waits for the mutex.
+    # Either a run that starts now is seen here, or its caller sees that this thread sleeps and wakes it.
     with e.repeat_while() as again:
         run = state.load_shared(_RUN)
         none = run.equals(served.get()) | (number >= state.load(_THREADS))
@@ -231,9 +231,9 @@ def _sleep(e: Emitter, state: _State, number: Value, served: Any) -> None:
 
 
 def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratch: Value) -> None:
-    """Take part in the run with this number until it is completed, or another one has begun.
+    """Take part in run number `run` until it is completed or another run has started.
 
-    number: of this thread. It begins with the range of this number, and helps with the next ones when that is empty.
+    number: this thread's. It takes units of its own range first, and then of the following ranges.
     """
     ranges = state.load(_RANGES)
     with e.loop(0, state.load(_COUNT)) as entry:
@@ -257,19 +257,19 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratc
 def _emit_empty_range(
     e: Emitter, state: _State, run: Value, entry: Value, number: Value, done: Any, scratch: Value
 ) -> None:
-    """Run units of a range until none is left, and add their number to `done`."""
+    """Run units of range `number` of an entry until none is left, and add their count to `done`."""
     slot = state.slot(entry)
     counter = slot + number * 8 + _LEFT
     with e.repeat_while() as again:
         word = e.load_atomic(counter)
-        left = word - (run << 32)  # negative, or beyond 2³², if the slot belongs to another run
+        left = word - (run << 32)  # negative, or at least 2³², if the slot belongs to another run
         mine = (left > 0) & (left < 1 << 32)
         again.append(mine)
         with e.when(mine):
-            size = e.least(left, e.load(slot, I64, _GRAIN))
+            size = e.imin(left, e.load(slot, I64, _GRAIN))
             with e.when(e.exchange_if(counter, word, word - size)):
                 launch = records.read(e, Launch, e.load(state.pointer, POINTER, _TABLE), entry)
-                first = e.least((number + 1) * e.load(slot, I64, _RANGE_UNITS), e.load(slot, I64, _UNITS)) - left
+                first = e.imin((number + 1) * e.load(slot, I64, _RANGE_UNITS), e.load(slot, I64, _UNITS)) - left
                 e.call(launch.kernel, launch.arguments, first, first + size, scratch)
                 done.add(size)
 

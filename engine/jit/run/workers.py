@@ -1,20 +1,19 @@
-"""Persistent threads that run command buffers: lists of kernels, one after another, each over its units.
+"""Persistent threads that run command buffers: lists of kernels that run in order, each over its units.
 
-The units of an entry are cut into ranges, one for each thread, and those of a range that no thread has taken yet are
-counted. A thread takes some by compare-and-exchange and runs the kernel on them, first of its own range, so that it
-reads weights in the order in which they lie in memory, and then of the others'. When it finds none it adds what it has
-run to the entry's completed units. When all are completed, the threads go on to the next entry. So a thread that the
-system has suspended holds up the others only by the units that it has taken, and a thread that wakes up late joins in
-where the others are.
+The units of an entry are cut into ranges, one per thread, and each range has a counter of units left. A thread takes
+units by compare-and-exchange and runs the kernel on them: first those of its own range, so that it reads weights in
+memory order, and then those of other ranges. When none is left, it adds the number of units that it has run to the
+entry's completed units. When all are completed, the threads proceed to the next entry. So a thread that the system has
+suspended delays the others only by the units that it has taken, and a thread that wakes up late joins at the entry
+that the others have reached.
 
-A counter of units left has the number of the run in its upper half. So a thread of an earlier run cannot take units of
-a later one, and a thread that has taken units knows that the command buffer exists until they are completed. (A number
-comes again after 2³¹ runs: only a thread that is suspended for exactly so many, for months, could mistake one for the
-other.)
+The upper half of a counter is the run's number. So a thread of an earlier run cannot take units of a later one, and
+the command buffer exists as long as a thread has units that are not completed. (Numbers repeat after 2³¹ runs: only a
+thread that is suspended for exactly that many runs, for months, could confuse two.)
 
-One command buffer of several threads runs at a time, those of several engines in order of arrival. One of a single
-thread waits for no other. Workers live in compiled code (`run_commands.py`), also while they sleep: they never wait for
-Python's global lock, and never run Python while the interpreter ends.
+Only one command buffer of several threads runs at a time; those of several engines run in order of arrival. A command
+buffer of a single thread waits for no other. Workers stay in compiled code (`run_commands.py`) even while they sleep:
+they never wait for Python's global lock, and never run Python while the interpreter exits.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from polarlm.engine.jit.run.run_commands import (
 )
 from polarlm.model_loaders.forks import renew_in_children
 
-SCRATCH = 1 << 20  # bytes of each thread
+SCRATCH = 1 << 20  # bytes of scratch per thread
 
 
 class CommandBuffer:
-    """Launches that run one after another. units (entries,): int64, below 2³¹; they may be changed between runs."""
+    """Launches that run in order. units (entries,) int64, below 2³¹: their unit counts, writable between runs."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         assert len(launches) <= MOST_ENTRIES, len(launches)
@@ -61,7 +60,7 @@ class CommandBuffer:
 
     @cached_property
     def alone(self) -> bytes:
-        """The arguments of a run on one thread."""
+        """The packed arguments of a run on one thread."""
         return pack(RunAlone(table=self.address, count=len(self.units)))
 
 
@@ -69,10 +68,10 @@ _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class Workers:
-    """Threads that run kernels."""
+    """The threads of this process that run kernels."""
 
     def __init__(self) -> None:
-        self._code = library(LEVELS[0])  # no numbers are computed here
+        self._code = library(LEVELS[0])  # this code gains nothing from a higher level
         kernels = RUN, RUN_ALONE, SERVE
         self._run, self._run_alone, self._serve = (_Function(self._code.address(kernel)) for kernel in kernels)
         self._local = threading.local()
@@ -80,19 +79,19 @@ class Workers:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """New state and no threads: in a forked child, where the old ones do not exist."""
+        """Reset to new state without threads: for a forked child, in which the old threads do not exist."""
         self._state = aligned(STATE_BYTES)
         set_up(self._state)
         self._scratch = aligned(SCRATCH)
         self._addresses = self._state.ctypes.data, self._scratch.ctypes.data
-        self._number = 0  # of workers
+        self._number = 0  # number of workers
         self._starting = threading.Lock()
         self._is_refused = False
 
     def start(self, threads: int) -> int:
-        """Start the workers for `threads` threads; returns how many threads there are.
+        """Start the workers for `threads` threads, callers included; returns how many threads can run.
 
-        These are fewer if the system refuses to start as many, which is not tried again.
+        These are fewer if the system refuses to start a worker; then no more are tried.
         """
         with self._starting:
             while self._number < min(threads, MOST_THREADS) - 1 and not self._is_refused:
@@ -107,11 +106,11 @@ class Workers:
         return min(threads, self._number + 1)
 
     def _live(self, arguments: np.ndarray, state: np.ndarray, code: Any, scratch: np.ndarray) -> None:
-        """The life of a worker, which keeps what its compiled code uses, to the end of the process."""
+        """The body of a worker thread. Its arguments keep alive what its compiled code uses until the process exits."""
         self._serve(arguments.ctypes.data, 0, 0, scratch.ctypes.data)
 
     def run(self, commands: CommandBuffer, threads: int) -> None:
-        """Run all launches in order, each on up to `threads` threads. Several threads may call this."""
+        """Run all launches in order, each on up to `threads` threads. Thread-safe."""
         if threads == 1:
             self._run_alone(commands.alone, 0, 0, self._scratch_of_caller())
             return
@@ -122,7 +121,7 @@ class Workers:
         self._run(pack(run), 0, 0, scratch)
 
     def _scratch_of_caller(self) -> int:
-        """The address of scratch memory that the calling thread has for itself."""
+        """The address of the calling thread's own scratch memory."""
         try:
             memory: np.ndarray = self._local.scratch
         except AttributeError:
@@ -136,6 +135,6 @@ _of_this_process: list[Workers] = []
 def workers() -> Workers:
     """The workers of this process."""
     if not _of_this_process:
-        # A lock could be held in a forked child for ever. Of two that threads make at the same time, the first is used.
+        # Without a lock, which could stay locked in a forked child: if two threads make one at once, the first is used.
         _of_this_process.append(Workers())
     return _of_this_process[0]

@@ -1,4 +1,4 @@
-"""Large arrays of zeros, most of whose pages are written late, or never."""
+"""Large arrays of zeros, most of whose pages are written late or never."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 
-_LEAST = 1 << 16  # bytes; smaller arrays are not worth pages of their own
-_HUGE = 1 << 22  # bytes from which NumPy asks for huge pages, too
+_LEAST = 1 << 16  # bytes; for smaller arrays own pages do not pay
+_HUGE = 1 << 22  # bytes; NumPy requests huge pages from the same size on
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """As `np.zeros`. The pages of a large array take no memory until they are written.
+    """As `np.zeros`, but the pages of a large array take no memory until they are written. Raises MemoryError.
 
-    `np.zeros` gives no such promise: the C library may take memory that was in use before, and overwrite it with zeros.
-    Raises MemoryError.
+    `np.zeros` does not promise that: the C library may reuse freed memory and overwrite it with zeros.
     """
     kind = np.dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize

@@ -19,7 +19,7 @@ from tests.pairs import pairs
 from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.kernels import prefetch
 from polarlm.engine.backends.native.kernels.prefetch import (
-    NOTHING,
+    NO_HINT,
     PIECE,
     PieceArguments,
     Prefetch,
@@ -102,7 +102,7 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     first, count = 3, can // 2 * 2 + 8  # of keys and of values
     pieces = np.concatenate([[count // 2], rng.permutation(count // 2) * PIECE])
     keys, values = np.zeros((2, count // 2, PIECE), np.uint8)
-    ahead = np.array([keys.ctypes.data, values.ctypes.data, pieces.ctypes.data, first], np.int64)
+    hint = np.array([keys.ctypes.data, values.ctypes.data, pieces.ctypes.data, first], np.int64)
 
     def mark(self: Prefetch, step: Value) -> None:
         def count_bytes(pointer: Value, nbytes: int) -> None:
@@ -124,7 +124,7 @@ def test_a_product_prefetches_each_of_its_pieces_once(
         x=x,
         y=y,
         bias=None,
-        ahead=ahead,
+        hint=hint,
         blocks=blocks,
         tile_bytes=packed.shape[1],
         x_stride=x.strides[0],
@@ -178,17 +178,17 @@ def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_f
     pieces = listing.arrays["pieces"]
     assert pieces[0] > 0
     products = [r for r in recording.launches if r.kernel.name.startswith("product")]
-    given = [r.arrays["ahead"] for r in products]
-    for ahead in given[:2]:
-        assert (ahead == NOTHING).all()
+    given = [r.arrays["hint"] for r in products]
+    for hint in given[:2]:
+        assert (hint == NO_HINT).all()
     for case, before, last in zip(cases[1:], given[2::2], given[3::2], strict=True):
         keys, values = case.cache.full_k, case.cache.full_v
         at = keys.ctypes.data, values.ctypes.data, pieces.ctypes.data
         # The last product takes the first pieces.
         assert tuple(last) == (*at, 0)
         assert tuple(before) == (*at, products[-1].spare)
-    assert all(r.number("ahead") == ahead.ctypes.data for r, ahead in zip(products, given, strict=True))
-    assert (NOTHING[[0, 1, 3]] == 0).all()
+    assert all(r.number("hint") == hint.ctypes.data for r, hint in zip(products, given, strict=True))
+    assert (NO_HINT[[0, 1, 3]] == 0).all()
 
 
 def test_steps_without_time_to_prefetch_list_nothing() -> None:

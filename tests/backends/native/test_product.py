@@ -15,7 +15,7 @@ from tests.pairs import pairs
 from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
 from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
-from polarlm.engine.backends.native.kernels.prefetch import NOTHING
+from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.product import Product, ProductArguments, product, row_tile_of, units
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
@@ -48,7 +48,7 @@ def _products(
         x=x,
         y=y,
         bias=bias,
-        ahead=NOTHING,
+        hint=NO_HINT,
         blocks=columns // format.values,
         tile_bytes=packed.shape[1],
         x_stride=x.strides[0],

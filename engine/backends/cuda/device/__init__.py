@@ -1,4 +1,4 @@
-"""The device interface under the CUDA ops: memory, launches, one matrix product, graphs. No arithmetic of its own."""
+"""The device interface of the CUDA ops: memory, launches, one matrix product, graphs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-# An array on the device: has shape, dtype, strides, size, nbytes, reshape, and slices are views.
+# An array on the device: it has shape, dtype, strides, size, nbytes and reshape, and its slices are views.
 Array = Any
 Result = TypeVar("Result")
 
 MOST_RECORDINGS = 24
-"""Recordings that a device keeps, the most recently used: each is a graph of some hundred launches and its inputs."""
+"""The most recordings that a device keeps, least recently used first out; each is a graph of some hundred launches."""
 
 
 class Addresses(NamedTuple):
     """An argument of `Device.launch`: a table of addresses, for a kernel that works on many arrays.
 
-    rows: arrays on the device, or None for null pointers; equally many in each row. The kernel gets uint64 (rows,
-    columns). written: number of arrays at the beginning of each row that the kernel writes; it only reads the others.
+    rows: arrays on the device, or None for null pointers, equally many in each row. The kernel gets uint64 (rows,
+    columns). written: the kernel writes this many arrays at the beginning of each row, and only reads the others.
     """
 
     rows: Sequence[Sequence[Array | None]]
@@ -27,7 +27,7 @@ class Addresses(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """An input of `Device.run_graph`: `filler` on the host, whose beginning is replaced by `array` on the device."""
+    """An input of `Device.run_graph`: `array` on the device, followed by the rest of `filler` on the host."""
 
     filler: np.ndarray
     array: Array
@@ -37,19 +37,19 @@ class Device(Protocol):
     """One GPU, or a stand-in for it. Work runs in the order of the calls."""
 
     name: str
-    """Name for messages, such as "NVIDIA H200"."""
+    """The device's name for messages, such as "NVIDIA H200"."""
 
     processors: int
-    """Number of multiprocessors."""
+    """The number of multiprocessors."""
 
     shared_memory: int
     """Bytes of shared memory of a multiprocessor, shared by its resident blocks."""
 
     overlaps: bool
-    """Whether kernels are launched before the one before them has ended: those that wait for it by themselves."""
+    """Whether recorded kernels that wait for their predecessor by themselves are launched before it has ended."""
 
     def memory(self) -> tuple[int, int]:
-        """Free bytes and total bytes; memory that this process has allocated but does not use counts as free."""
+        """Free bytes, total bytes. Memory that this process has allocated but does not use counts as free."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An uninitialised array, aligned to 256 bytes. Raises MemoryError."""
@@ -64,7 +64,7 @@ class Device(Protocol):
         """A copy on the host, same dtype, after all earlier work has finished."""
 
     def to_host_later(self, x: Array) -> tuple[Array, Callable[[], np.ndarray]]:
-        """A copy of a contiguous array, which no recorded work overwrites, and what waits for a copy on the host."""
+        """A device copy of a contiguous array, which no recording overwrites; a function that waits for a host copy."""
 
     def wait(self) -> None:
         """Block until all earlier work has finished."""
@@ -80,10 +80,10 @@ class Device(Protocol):
         """
 
     def expect(self, text: str) -> None:
-        """Compile the CUDA source `text` in the background, for later launches. Errors are those of the launches."""
+        """Compile the CUDA source `text` in the background, for later launches, which raise any error."""
 
     def wait_for(self, text: str) -> None:
-        """Block until an expected text is compiled, or has been found to have errors."""
+        """Block until the compilation of an expected text has succeeded or failed."""
 
     def gemm(self, y: Array, x: Array, weight: Array, *, add: bool) -> None:
         """y (T, out) float32 = x (T, in) @ weight (out, in)ᵀ, or += with `add`.
@@ -93,14 +93,14 @@ class Device(Protocol):
         """
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
-        """work(*inputs on the device), or a replay of its launches for a key, shapes and dtypes seen before.
+        """work(*inputs on the device), or a replay of its launches if this key, shapes and dtypes were seen before.
 
         The result, a contiguous array or a tuple of them, is valid until the next call. `work` may keep arrays that it
         uploads, but no other arrays that it creates. Raises MemoryError.
         """
 
     def set_aside(self, size: int) -> None:
-        """Allocate `size` bytes, in one piece, for the memory that all recordings share. Raises MemoryError.
+        """Allocate `size` contiguous bytes for the memory pool that all recordings share. Raises MemoryError.
 
         Recordings that need more allocate it when they are recorded.
         """
@@ -112,5 +112,5 @@ def row_stride(x: Any) -> np.int64:
     for axis in range(x.ndim - 1, 0, -1):
         assert x.shape[axis] == 1 or x.strides[axis] == inner, "the inner axes of a strided array are contiguous"
         inner *= x.shape[axis]
-    # The stride of a single row is arbitrary, and NumPy and CuPy report different ones.
+    # The stride of a single row is arbitrary; NumPy and CuPy report different ones.
     return np.int64(inner // x.itemsize if x.shape[0] == 1 else x.strides[0] // x.itemsize)

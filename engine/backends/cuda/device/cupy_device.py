@@ -1,7 +1,8 @@
 """`engine.backends.cuda.device.Device` on CuPy. Only this file and `cupy_recording` import CuPy.
 
-CuPy provides memory, compilation, launches, cuBLAS and graphs; all arithmetic but copies between strided arrays is in
-`cuda/`. All work goes to one stream. CuPy has a current stream for each thread, so methods here select ours first.
+CuPy provides memory, compilation, launches, cuBLAS and graphs; apart from copies between strided arrays, all other
+arithmetic is in `cuda/`. All work goes to one stream. CuPy has a current stream per thread, so methods select ours
+first.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from polarlm.engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
 
-_STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy to pinned memory
+_STAGED_BYTES = 1 << 20  # for larger arrays a copy to pinned memory does not pay
 
-# Attributes of a device: its compute capability, and the shared memory of a multiprocessor.
+# Device attributes: compute capability, and shared memory per multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
 _NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
@@ -52,7 +53,7 @@ def open_device() -> CupyDevice:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
         )
-    try:  # a missing compiler, header or cuBLAS shows only when it is used
+    try:  # a missing compiler, header or cuBLAS is noticed only when it is used
         gate_up = device.from_host(np.zeros((1, 16), np.float32))
         args = (device.empty((1, 8), np.float32), gate_up, np.int32(8))
         device.launch(
@@ -72,7 +73,7 @@ def open_device() -> CupyDevice:
 
 
 def can_overlap() -> bool:
-    """Whether the current GPU has overlapped launches."""
+    """Whether the current GPU, its driver and runtime support overlapped launches."""
     return overlap.is_there(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
 
 
@@ -83,7 +84,7 @@ def _capability() -> tuple[int, int]:
 
 
 def _too_old_for(capability: tuple[int, int]) -> str:
-    """The version of CUDA's compiler, if it compiles for older GPUs alone; else, or if it cannot be asked, nothing."""
+    """The version of NVRTC if it is too old for this capability; else, or if it is unknown, an empty string."""
     nvrtc = cupy.cuda.nvrtc
     try:
         version, newest = nvrtc.getVersion(), max(nvrtc.getSupportedArchs())
@@ -104,7 +105,7 @@ class CupyDevice:
     """The current GPU of the process; CUDA_VISIBLE_DEVICES chooses among several."""
 
     def __init__(self, *, overlaps: bool | None = None) -> None:
-        """overlaps: whether launches overlap, if they can; None for `overlap.is_wanted`."""
+        """overlaps: whether launches overlap if the GPU supports it; None for `overlap.is_wanted`."""
         self._number = number = _runtime.getDevice()
         properties = _runtime.getDeviceProperties(number)
         self.name = properties["name"].decode()
@@ -115,9 +116,9 @@ class CupyDevice:
         self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], _Kernel] = {}
-        self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # under way, and their pinned memory
+        self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # copies in flight: event, pinned memory
         self._recordings = Recordings(self._stream)
-        self._factors = np.array([0, 1], np.float32)  # of cuBLAS, on the host
+        self._factors = np.array([0, 1], np.float32)  # cuBLAS reads its factors on the host
 
     def memory(self) -> tuple[int, int]:
         free, total = _runtime.memGetInfo()
@@ -136,7 +137,7 @@ class CupyDevice:
     # -- copies ------------------------------------------------------------------------------------------------
 
     def from_host(self, x: np.ndarray) -> cupy.ndarray:
-        # Uploads may be kept, so they must not come from the pool of recordings, which the next graph overwrites.
+        # Uploads may outlive a recording, so they must not come from its pool, which the next graph overwrites.
         with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
             y = self.empty(x.shape, x.dtype)
         x = np.ascontiguousarray(x)
@@ -173,7 +174,7 @@ class CupyDevice:
         return copy, wait
 
     def _keep(self, copied: cupy.cuda.Event, staged: np.ndarray) -> None:
-        """Keep pinned memory until a copy has finished."""
+        """Keep pinned memory alive until its copy has finished."""
         while self._copies and self._copies[0][0].done:
             self._copies.popleft()
         self._copies.append((copied, staged))
@@ -189,7 +190,7 @@ class CupyDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        assert all(size > 0 for size in grid), "an empty grid"  # CuPy launches a block then, and the driver refuses it
+        assert all(size > 0 for size in grid), "an empty grid"  # CuPy would launch one block, which the driver refuses
         self._stream.use()
         compiled = self._kernels.get((kernel, text))
         if compiled is None:
@@ -213,8 +214,8 @@ class CupyDevice:
         self._modules.wait(text)
 
     def _compile(self, text: str) -> cupy.RawModule:
-        """Compiled, or read from CuPy's cache on disk, and loaded. NVRTC runs outside of Python's lock."""
-        _runtime.setDevice(self._number)  # of this thread
+        """The loaded module of a text, compiled or from CuPy's cache on disk. NVRTC releases Python's lock."""
+        _runtime.setDevice(self._number)  # the current device is per thread
         module = cupy.RawModule(code=text, options=OPTIONS)
         module.compile()
         return module
@@ -249,11 +250,11 @@ class CupyDevice:
 
 
 class _Kernel:
-    """A compiled kernel, whether it waits for the one before it, and its limit of dynamic shared memory."""
+    """A compiled kernel; whether it waits for its predecessor by itself; and its limit of dynamic shared memory."""
 
     def __init__(self, function: cupy.RawKernel, waits: bool):
         self.function, self.waits = function, waits
-        self._allowed = 0  # by us. CUDA's own limit, 48 KB without the kernel's static shared memory, is not relied on
+        self._allowed = 0  # CUDA's own limit depends on the kernel's static shared memory, so it is always raised
 
     def allow(self, shared: int) -> None:
         if shared > self._allowed:
@@ -262,7 +263,7 @@ class _Kernel:
 
 
 def _argument(arg: Any) -> Any:
-    """An argument of a launch for CuPy. Raises TypeError for types that CuPy would convert silently."""
+    """A launch argument in the form that CuPy takes. Raises TypeError for types that CuPy would convert silently."""
     if arg is None:
         return np.uintp(0)  # CuPy drops an argument that is None
     if isinstance(arg, _ARGUMENTS):
@@ -271,7 +272,7 @@ def _argument(arg: Any) -> Any:
 
 
 def _c_value(arg: Any) -> Any:
-    """A result of `_argument` as a number of C."""
+    """A result of `_argument` as a ctypes value."""
     if isinstance(arg, cupy.ndarray):
         return ctypes.c_void_p(arg.data.ptr)
     return np.ctypeslib.as_ctypes_type(arg.dtype)(arg.item())

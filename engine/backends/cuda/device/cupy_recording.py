@@ -1,4 +1,4 @@
-"""CUDA graphs of work that repeats, which share one memory pool. A part of `cupy_device`."""
+"""CUDA graphs of repeated work, which share one memory pool. Part of `cupy_device`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 _CUBLAS_OUT_OF_MEMORY = 3  # CUBLAS_STATUS_ALLOC_FAILED
 
-_ALIGNMENT = 256  # bytes, of the inputs in one buffer
+_ALIGNMENT = 256  # bytes: alignment of each input in the buffer of all inputs
 
 
 class Recordings:
-    """The recordings of a device: see `Device.run_graph`. The caller has selected the stream."""
+    """The recordings of a device, see `Device.run_graph`. Callers select the stream first."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self.under_way = False
         """Whether work is being recorded."""
         self._stream = stream
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
-        # A graph holds the addresses that it was recorded with, so recordings allocate from a pool of their own. They
-        # run one after another and share it.
+        # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
+        # it, since they never run concurrently.
         self._memory = cupy.cuda.MemoryPool(_allocate_permanently)
 
     def set_aside(self, size: int) -> None:
@@ -36,7 +36,7 @@ class Recordings:
             cupy.empty(size, np.uint8)  # freed at once: the pool keeps it and splits it for smaller arrays
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
-        """The first call with a key runs `work`, which compiles kernels and allocates memory; the second records it."""
+        """See `Device.run_graph`. The first call runs `work`, which compiles and allocates; the second one records."""
         on_host = [x.filler if isinstance(x, Carried) else x for x in inputs]
         whole = key, tuple((x.shape, x.dtype.str) for x in on_host)
         with memory_errors():
@@ -62,13 +62,13 @@ class Recordings:
 
 
 class _Recording:
-    """Work with inputs of certain shapes: its input arrays, and its graph once it is recorded."""
+    """The input arrays of work with given input shapes, and its graph once it is recorded."""
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, inputs: Sequence[np.ndarray]):
         self.graph: cupy.cuda.Graph | None = None
         self._result: Any = None
         self._stream, self._memory = stream, memory
-        # All inputs are copied at once from a pinned buffer, which is not changed before the copy has finished.
+        # All inputs are copied at once from a pinned buffer, which is not overwritten before that copy has finished.
         ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in inputs]).tolist()
         starts = [0, *ends[:-1]]
         size = ends[-1] if ends else 0
@@ -82,7 +82,7 @@ class _Recording:
         ]
 
     def take(self, on_host: Sequence[np.ndarray], inputs: Sequence[np.ndarray | Carried]) -> None:
-        """Copy the inputs of this call to the device: those on the host, then what is carried over from a result."""
+        """Copy the inputs of this call to the device: those on the host, then arrays carried over from a result."""
         self._copied.synchronize()
         for staged, x in zip(self._staged, on_host, strict=True):
             staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
@@ -113,12 +113,12 @@ class _Recording:
         return self._result
 
     def end(self) -> None:
-        """Wait until the pinned buffer is no longer read, so that it can be freed."""
+        """Wait until no copy reads the pinned buffer, so that it can be freed."""
         self._copied.synchronize()
 
 
 def _borrowed(result: Any) -> Any:
-    """Views of the same memory that do not keep it allocated: the next recording or launch may reuse it."""
+    """Views of a result that do not keep its memory allocated, so that the next recording or launch may reuse it."""
     if isinstance(result, tuple):
         return tuple(map(_borrowed, result))
     assert result.flags.c_contiguous
@@ -127,10 +127,10 @@ def _borrowed(result: Any) -> Any:
 
 
 def _allocate_permanently(size: int) -> cupy.cuda.MemoryPointer:
-    """The allocator of the recordings' pool, whose free blocks graphs still use. Raises MemoryError.
+    """The allocator of the recordings' pool. Graphs still use the pool's free blocks. Raises MemoryError.
 
-    When an allocator raises CUDA's own error, CuPy's pool returns its free blocks to the driver, and graphs would write
-    to memory that is no longer theirs. So this one raises MemoryError, after the default pool has freed its blocks.
+    If an allocator raised CUDA's own error, CuPy's pool would return its free blocks to the driver, and graphs would
+    write to freed memory. So this one frees the default pool's blocks, tries again and then raises MemoryError.
     """
     with memory_errors():
         try:

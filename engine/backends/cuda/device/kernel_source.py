@@ -1,6 +1,6 @@
-"""The source text of a CUDA kernel as the compiler gets it: one string, and the compiler options.
+"""The source text of a CUDA kernel as one string, and the compiler options.
 
-CuPy's cache of compiled kernels is keyed by that string, so our own files are concatenated, never `#include`d.
+CuPy's cache of compiled kernels is keyed by the string, so our own files are concatenated, never `#include`d.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 from polarlm.engine.codecs import FULL
 from polarlm.engine.records import Layout
 
-_JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: the files that precede it
+_JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # at the top of a kernel: the files that precede it
 
-OVERLAPS = "OVERLAPS"  # the constant with which kernels wait for the one before them, see `waits`
+OVERLAPS = "OVERLAPS"  # if defined, kernels wait for their predecessor by themselves, see `waits`
 
-_TWINS = ("codecs", "weights")  # folders whose files have the names of their twins in Python
+_TWINS = ("codecs", "weights")  # folders whose files are named like their twins in Python
 
-# Compiler options beside the target architecture.
+# Compiler options besides the target architecture.
 OPTIONS = ("--std=c++17",)
 
 
 @cache
 def folder() -> Path:
-    """The folder of the CUDA sources, beside `engine`. Raises FileNotFoundError if it is not there."""
+    """The folder of the CUDA sources, next to `engine`. Raises FileNotFoundError if it is missing."""
     place = Path(__file__).resolve().parents[4] / "cuda"
     if not (place / "prelude.cuh").is_file():
         raise FileNotFoundError(f"{place}: the CUDA sources are missing; install polarlm again")
@@ -35,13 +35,13 @@ def folder() -> Path:
 
 
 def source(kernel: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str) -> str:
-    """Constants, prelude, structs of codecs and of the weight format, the files that the kernel JOINS, and
-    `<kernel>.cu`, as one text.
+    """One text of: constants, prelude, structs of codecs and of the weight format, the files that the kernel JOINS, and
+    `<kernel>.cu`.
 
     keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`. defines: the
     constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str
     (a type) as text. WEIGHT may name a weight format, whose struct is included.
-    Compiler messages give the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
+    Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
     joined = _JOINS.search(text)
@@ -59,19 +59,19 @@ def with_readers(
 
 
 def can_read(weight_format: str) -> bool:
-    """Whether kernels can read matrices in this weight format: there is a struct of that name."""
+    """Whether kernels can read matrices in this weight format, that is, whether a struct for it exists."""
     return f"weights/{weight_format}.cuh" in _files()
 
 
 def _weights(name: object) -> str:
-    """The struct of the weight format `name`; empty for any other type."""
+    """The text of the struct of the weight format `name`; empty for other types."""
     if not can_read(str(name)):
         return ""
     return _text("plain_weights.cuh") + _text("packed_weights.cuh") + _text(f"weights/{name}.cuh")
 
 
 def _readers(sides: Mapping[str, Layout | None]) -> str:
-    """The structs that read the records of each side ("Key", "Value") that has a layout."""
+    """The text of the structs that read records, for each side ("Key", "Value") that has a layout."""
     layouts = {side: layout for side, layout in sides.items() if layout}
     if not layouts:
         return ""
@@ -86,11 +86,11 @@ def _readers(sides: Mapping[str, Layout | None]) -> str:
 
 
 def waits(text: str, kernel: str) -> bool:
-    """Whether `kernel` of a text waits for the kernel before it, so that it may be launched before that has ended."""
+    """Whether `kernel` of a text waits for its predecessor by itself, so that it may be launched before that ends."""
     if not re.search(rf"^#define {OVERLAPS}\b", text, re.MULTILINE):
         return False
-    _, _, behind = text.partition(f" {kernel}(" if f" {kernel}(" in text else f"\n{kernel}(")
-    return "wait_for_previous();" in behind.split("__global__", 1)[0]
+    _, _, rest = text.partition(f" {kernel}(" if f" {kernel}(" in text else f"\n{kernel}(")
+    return "wait_for_previous();" in rest.split("__global__", 1)[0]
 
 
 def prelude() -> str:
@@ -99,9 +99,9 @@ def prelude() -> str:
 
 
 def _text(name: str) -> str:
-    """A file of the folder, in ASCII: CuPy writes sources in the locale's encoding, which may be ASCII.
+    """The text of a file of the folder, in ASCII: CuPy writes sources in the locale's encoding, which may be ASCII.
 
-    Other characters, which only comments have, become question marks.
+    Other characters, which only comments have, become question marks. Raises FileNotFoundError.
     """
     path = _files().get(name)
     if path is None:
@@ -112,7 +112,7 @@ def _text(name: str) -> str:
 
 @cache
 def _files() -> dict[str, Path]:
-    """File name → path. The names of codecs and weight formats are prefixed with their folder."""
+    """File name → path. Files of codecs and weight formats have their folder's name as prefix."""
     files = {}
     for path in folder().rglob("*.cu*"):
         parent = path.parent.name
@@ -121,5 +121,5 @@ def _files() -> dict[str, Path]:
 
 
 def _literal(value: int | float | str) -> str:
-    """`value` in C++. A float is written in hexadecimal, which is exact."""
+    """`value` as a C++ literal. A float is written in hexadecimal, which is exact."""
     return f"{float(np.float32(value)).hex()}f" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Compiled modules of CUDA texts, some of them compiled by threads before they are needed."""
+"""Compiled modules of CUDA texts, which threads can compile before they are needed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Generic, TypeVar
 
 Module = TypeVar("Module")
 
-_MOST_THREADS = 8  # of one process: more texts than these are seldom missing, and each takes some 100 MiB
+_MOST_THREADS = 8  # per process: seldom more texts are missing, and each thread takes some 100 MiB
 
 
 def compiler_threads() -> int:
-    """Threads that compile while others load the model."""
+    """The number of threads that compile while the model loads: one core stays for loading."""
     return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1))
 
 
 class Modules(Generic[Module]):
     """The modules of a device. `expect` asks for one before it is needed, `get` waits for it.
 
-    compile: from a text to its module. It is called from several threads and should release Python's lock.
+    compile: text → module. It is called from several threads and should release Python's lock.
     """
 
     def __init__(self, compile: Callable[[str], Module], threads: int) -> None:
@@ -33,19 +33,19 @@ class Modules(Generic[Module]):
         self._running = 0
 
     def expect(self, text: str) -> None:
-        """Compile a text soon, after those before it. Returns at once."""
+        """Queue a text for compilation. Returns at once."""
         with self._lock:
             if text in self._asked:
                 return
             self._asked[text] = Future()
             self._queue.append(text)
             if self._running < self._most_threads:
-                # Not a daemon: the compiler must not be at work while the process ends.
+                # Not a daemon: the compiler must not run while the process exits.
                 threading.Thread(target=self._work, name="compiler").start()
                 self._running += 1
 
     def get(self, text: str) -> Module:
-        """The module of a text. Raises the compiler's error, and compiles the text again at the next call then."""
+        """The module of a text. Raises the compiler's error; the next call then compiles the text again."""
         with self._lock:
             future = self._asked.get(text)
             is_ours = future is None or text in self._queue
@@ -53,7 +53,7 @@ class Modules(Generic[Module]):
                 future = self._asked[text] = Future()
             elif is_ours:
                 self._queue.remove(text)
-        if is_ours:  # no thread has begun it: it does not wait for the texts before it
+        if is_ours:  # no thread has started on it: compile it here, ahead of the queue
             self._fill(text, future)
         try:
             return future.result()
@@ -64,14 +64,14 @@ class Modules(Generic[Module]):
             raise
 
     def wait(self, text: str) -> None:
-        """Block until an expected text is compiled, or cannot be."""
+        """Block until the compilation of an expected text has succeeded or failed."""
         with self._lock:
             future = self._asked.get(text)
         if future is not None:
             wait([future])
 
     def _work(self) -> None:
-        """Compile what is in the queue, until it is empty or the program ends."""
+        """Compile the texts in the queue until it is empty or the main thread has ended."""
         while True:
             with self._lock:
                 if not self._queue or not threading.main_thread().is_alive():

@@ -1,7 +1,7 @@
-"""Launches of kernels that begin before the kernel before them has ended: CUDA's programmatic dependent launch.
+"""Overlapped launches: kernels that start before their predecessor has ended, CUDA's programmatic dependent launch.
 
-CuPy has no call for them, so the driver's `cuLaunchKernelEx` is called directly. Such a kernel must wait by itself for
-what the kernels before it write and read, with `wait_for_previous` of `cuda/prelude.cuh`.
+CuPy has no call for them, so the driver's `cuLaunchKernelEx` is called directly. Such a kernel must itself wait for the
+reads and writes of earlier kernels, with `wait_for_previous` of `cuda/prelude.cuh`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-VARIABLE = "POLARLM_OVERLAP_LAUNCHES"  # 1 turns these launches on, where the GPU and CUDA have them; 0 off
+VARIABLE = "POLARLM_OVERLAP_LAUNCHES"  # 1 turns these launches on, where the GPU and CUDA support them; 0 off
 
 _LEAST_CAPABILITY = 9, 0
 _PROVED = ((9, 0),)  # compute capabilities of GPUs on which all tests have passed with these launches
-_LEAST_CUDA = 12030  # from it on, graphs keep these launches
+_LEAST_CUDA = 12030  # the first version whose graphs keep these launches
 
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -27,12 +27,12 @@ def is_wanted(capability: tuple[int, int]) -> bool:
 
 
 def is_there(capability: tuple[int, int], *cuda_versions: int) -> bool:
-    """Whether a GPU of this compute capability has these launches, with these versions of driver and runtime."""
+    """Whether a GPU of this compute capability supports them, with these versions of driver and runtime."""
     return capability >= _LEAST_CAPABILITY and min(cuda_versions) >= _LEAST_CUDA
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with the member of its union that is used here."""
+    """CUlaunchAttribute, with the one member of its union that is used here."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -56,10 +56,10 @@ class _Config(ctypes.Structure):
 
 
 class OverlappedLaunch:
-    """Launches functions of the driver on a stream, which may begin before the kernel before them has ended."""
+    """Launches kernels on a stream so that they may start before their predecessor has ended."""
 
     def __init__(self, driver: Any) -> None:
-        """driver: the driver's library."""
+        """driver: the library from `load_driver`."""
         self._launch = driver.cuLaunchKernelEx
         self._attribute = _Attribute(_SERIALIZATION, b"", 1, b"")
 
@@ -72,7 +72,7 @@ class OverlappedLaunch:
         args: Sequence[ctypes._SimpleCData[Any]],
         shared: int,
     ) -> int:
-        """function, stream: handles. args: the values of the parameters. Returns the driver's status, 0 for success."""
+        """Launch a kernel and return the driver's status, 0 for success. function, stream: handles; args: arguments."""
         config = _Config(
             (ctypes.c_uint * 3)(*_three(grid)),
             (ctypes.c_uint * 3)(*_three(block)),

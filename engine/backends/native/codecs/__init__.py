@@ -1,12 +1,12 @@
-"""Tiles: the bytes of one quantized block of one KV head as attention reads them, for each codec that has kernels.
+"""Code tiles: the bytes of one quantized block of one KV head as attention reads them, for codecs with kernels.
 
-A module here has the name of the codec's module in `engine.codecs`. It defines `keys(codec, block_size, head_dim)` and
+A module here is named like the codec's module in `engine.codecs`. It defines `keys(codec, block_size, head_dim)` and
 `values(codec, block_size, head_dim)`, which return the tiles of that codec, or None for sizes or options without a
-kernel; a codec that stores one side only may leave out the other. A codec of pairs with `points` needs no module: its
-tiles are those of `_tables`. A layer without tiles of both sides is NumPy's.
+kernel; a codec that stores one side only may leave out the other. A codec of pairs with `points` needs no module: it
+gets the tiles of `_tables`. A layer without tiles of both sides is computed by NumPy.
 
 All vectors are in the stored space: rotated, scaled, without the block mean. N is the block size, D the head dim.
-Addresses are multiples of 64 bytes. Vectors of D float32 have room for D rounded up to a multiple of 16.
+Addresses are multiples of 64 bytes. Vectors of D float32 are padded to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import Value
 
-MOST_QUERIES = 4  # that read a block together
+MOST_QUERIES = 4  # most queries that read a block together
 
 
 class Tiles(Protocol):
@@ -36,7 +36,7 @@ class Tiles(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique: of the layout, with N and D. It is part of the names of kernels."""
+        """A unique name of the layout, N and D. It is part of kernel names."""
 
     @property
     def nbytes(self) -> int:
@@ -49,9 +49,9 @@ class Tiles(Protocol):
         """The exact inverse of `pack`."""
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
-        """The vectors of a tile, exact but for float32 → out (N, D) float32. scratch: memory for 4·N·D bytes.
+        """Decode a tile's vectors, rounded to float32 only → out (N, D) float32. scratch: 4·N·D bytes.
 
-        For prompts, which read earlier turns so.
+        Prompts read the blocks of earlier turns this way.
         """
 
 
@@ -63,15 +63,15 @@ class KeyTiles(Tiles, Protocol):
         """Bytes of a prepared query: a multiple of 64."""
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
-        """The query at q, D float32 and then zeros, times the scale of scores → its prepared form at out."""
+        """Prepare the query at q, D float32 padded with zeros and already scaled → its prepared form at out."""
 
     def emit_scores(
         self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
     ) -> None:
         """The scores of 1 to MOST_QUERIES prepared queries with each key of a tile → N float32 at each of out.
 
-        after: a tile that is needed soon. It is prefetched little by little, while this one is read: a core waits if it
-        has to prefetch many lines at once.
+        after: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
+        prefetches at once stall the core.
         """
 
 
@@ -83,14 +83,14 @@ class ValueTiles(Tiles, Protocol):
     ) -> None:
         """Add Σ weightₜ · valueₜ to the D float32 at each of sums, for 1 to MOST_QUERIES rows of weights.
 
-        after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. What lies beyond
+        after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. The padding after
         the D sums is never read.
         """
 
 
 @runtime_checkable
 class EncodedTiles(Protocol):
-    """Tiles that a kernel can encode. Others are encoded in NumPy, and packed."""
+    """Tiles that a kernel can encode. NumPy encodes others and packs them."""
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         """The kernel that encodes keys (side 0) or values (1) of a format into tiles; None if there is none."""
@@ -112,6 +112,6 @@ def values(codec: Codec, block_size: int, head_dim: int) -> ValueTiles | None:
 
 @cache
 def _module(name: str) -> ModuleType:
-    """The module for a codec, or that of all tables."""
+    """The module of this name, or `_tables` if there is none."""
     own = {module.name for module in pkgutil.iter_modules(__path__)}
     return importlib.import_module(f"{__name__}.{name if name in own else '_tables'}")

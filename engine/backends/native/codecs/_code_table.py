@@ -1,4 +1,4 @@
-"""Tables of points as bytes, and their lookup by codes."""
+"""Tables of points rounded to bytes, and their lookup by codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polarlm.engine.jit.lang.values import Value
 
 @dataclass(frozen=True)
 class CodeTable:
-    """Points (2^bits, width) float32; width: channels of a code."""
+    """The points (2^bits, width) float32 that codes stand for; width: channels per code."""
 
     bits: int
     points: np.ndarray
@@ -25,16 +25,16 @@ class CodeTable:
 
     @property
     def scale(self) -> float:
-        """The value of a step."""
+        """The quantization step of `bytes_`."""
         return float(np.abs(self.points).max()) / 127
 
     @property
     def bytes_(self) -> np.ndarray:
-        """(2^bits, width) int8."""
+        """The points in steps of `scale`: (2^bits, width) int8."""
         return np.rint(self.points / self.scale).astype(np.int8)
 
     def emit(self, e: Emitter, bias: int) -> Callable[[list[Value]], list[Value]]:
-        """A function of the vectors of a code, from `Packing.emit` → a vector of bytes for each channel, plus bias."""
+        """Returns a function: code vectors from `Packing.emit` → for each channel a vector of its bytes plus bias."""
         entries = np.resize(
             (self.bytes_.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, 1 << self.bits))
         )
@@ -54,7 +54,7 @@ class CodeTable:
 
 
 def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value], list[Value]]:
-    """A function of indices → the bytes of each row of entries (width, at most 256)."""
+    """Returns a function: a vector of indices → for each row of entries (width, at most 256) a vector of its bytes."""
     if len(entries) == 2:
         pairs = PairTable(e, *(row.tobytes() for row in entries))
         return lambda index: list(pairs[index])

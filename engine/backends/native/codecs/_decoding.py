@@ -1,4 +1,4 @@
-"""The codes of a tile in the order of tokens."""
+"""Decoding of a tile's codes, in token order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, I64, Value, vector
 
 
 def emit_codes(e: Emitter, packing: Packing, block: Value, vectors: int, out: Value) -> None:
-    """The codes of the first `vectors` vectors of a tile → out (vectors, 64) bytes; after them, for ten bits, as many
-    bytes with the bits above."""
+    """The codes of the first `vectors` vectors of a tile → out (vectors, 64) uint8.
+
+    Ten-bit codes have their low bytes there; the high bits follow, in another (vectors, 64).
+    """
     run = packing.run
 
     def write(at: Value, target: Value, count: int) -> None:
@@ -38,10 +40,10 @@ def emit_points(
     out: Value,
     scratch: Value,
 ) -> None:
-    """norm · point of each code, in the order of tokens → out (N, D) float32.
+    """norm · point of each code, in token order → out (N, D) float32.
 
-    places (N, C): where the codes lie. points (codes, width): what they stand for. norms: for each group of as many
-    codes of a token, (N,), 16 to a vector. scratch: memory for 4·N·D bytes.
+    places (N, C): index of each code in the tile. points (2^bits, width): what codes stand for. norms: a token's codes
+    are cut into len(norms) equal groups; the norms (N,) of each, 16 tokens per vector. scratch: 4·N·D bytes.
     """
     (tokens, codes), width = places.shape, points.shape[1]
     planes, group_codes = tokens * codes, codes // len(norms)

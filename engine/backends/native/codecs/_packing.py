@@ -1,4 +1,4 @@
-"""Codes of a few bits in vectors of 64 bytes: what `engine.codecs._planes` says of them, in LLVM."""
+"""Codes of a few bits in vectors of 64 bytes: the bit planes of `engine.codecs._planes`, as LLVM code."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _WORDS = vector(I32, 16)
 
 
 class Packing(Planes):
-    """Planes of vectors of 64 bytes."""
+    """`Planes` whose unit is a vector of 64 bytes."""
 
     def nbytes(self, vectors: int) -> int:
-        """Bytes of that many vectors of codes."""
+        """Bytes that this many vectors of codes take."""
         return 64 * self.stored(vectors)
 
     def emit(self, e: Emitter, at: Value, count: int, *, dirty: bool = False) -> list[list[Value]]:
-        """The codes of a run of `count` vectors at `at`: bytes (64,) each; for ten bits low bytes and the bits above.
+        """The codes of a run of `count` vectors at `at`: bytes (64,) each; for ten bits, low bytes and high bits.
 
-        dirty: for 7 and 6 bits, the bits above the code may be anything.
+        dirty: for 7 and 6 bits, the unused high bits of a byte may hold anything.
         """
         stored = [e.load(at, _WORDS, 64 * i) for i in range(self.stored(count))]
         codes: list[list[Value]] = [[] for _ in range(count)]
@@ -38,7 +38,7 @@ class Packing(Planes):
         return [[part.bits(BYTES) for part in code] for code in codes]
 
     def emit_pack(self, e: Emitter, codes: list[list[Value]], at: Value) -> None:
-        """The inverse of `emit`: the codes of a run's vectors, clean → the stored vectors at `at`."""
+        """The inverse of `emit`: the codes of a run's vectors, unused bits zero → the stored vectors at `at`."""
         words: list[list[Value]] = [[] for _ in range(self.stored(len(codes)))]
         for code, low, byte, place, bits in self.pieces(len(codes)):
             part = codes[code][low // 8].bits(_WORDS)
@@ -50,15 +50,15 @@ class Packing(Planes):
 
 
 def side_by_side(codes: list[Value]) -> Value:
-    """Four vectors of codes (16,) int32, below 256 → their bytes side by side."""
+    """Four vectors of codes (16,) int32 below 256 → (16,) int32 whose four bytes are these codes."""
     return functools.reduce(operator.or_, (_moved(code, 8 * i) for i, code in enumerate(codes)))
 
 
 def _moved(word: Value, bits: int) -> Value:
-    """Moved upwards by so many bits, or downwards by a negative number of them."""
+    """word shifted left by `bits`, or right by -bits."""
     return word << bits if bits > 0 else word >> -bits if bits else word
 
 
 def _bytes(value: int) -> int:
-    """A byte in each byte of a word, as a signed number."""
+    """An int32 whose four bytes are all `value`, as a signed number."""
     return int.from_bytes(bytes([value] * 4), "little", signed=True)

@@ -1,15 +1,16 @@
 """Tiles of recursive polar codes: their bytes, and their decoding.
 
-A vector is cut into U units of 16 channels, each two halves of 8, that is 4 pairs. A tile has three parts:
+A vector is cut into U units of 16 channels; a unit is two halves, and a half is 8 channels, 4 pairs. A tile has three
+parts:
 
-    directions  (U, N/16, 64) uint8    a unit and 16 tokens: for each pair of each half the angle of level 1, 4 bits
-    rows        (U, N/16, 32) uint8    the angles above, of a half of a token: level 4, level 3, and those of its second
-                                       and first two pairs on level 2, two bits each from the highest on
-    radii       (U, R, N) float16      R = 1; 2 with three levels, where each half has a radius
+    directions  (U, N/16, 64) uint8    for each pair of a unit and 16 tokens, the 4-bit angle of level 1
+    rows        (U, N/16, 32) uint8    for each half and token, the other angles, two bits each from the highest bit:
+                                       level 4, level 3, level 2 of the last two pairs, level 2 of the first two
+    radii       (U, R, N) float16      R = 1 with four levels; 2 with three, where each half has a radius
 
-Level 4 of a second half is stored as its complement, whose cosine is the sine of the angle: `rows_of`. A row has
-eight bits where the fields have seven, so that every half is read alike: 4.0 bits per value. If D is no multiple of 16,
-the last half is zeros. A unit's bytes have an order of their own on each side: `_code_sections`.
+A second half stores the complement of its level 4, whose cosine is the sine of the angle: `rows_of`. A row has eight
+bits where the fields have seven, so that all halves are read alike: 4.0 bits per value. If D is no multiple of 16, the
+last half is zeros. Keys and values order the bytes of a unit differently: `_code_sections`.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ SINES = np.sin(CENTRES[1])
 
 
 def pair_factors(pair: int) -> np.ndarray:
-    """The factors of levels 2 and 3 of a pair of a half, by `level3 << 2 | level2`: (16,) float64."""
+    """The product of levels 2 and 3 for a pair of a half, by `level3 << 2 | level2`: (16,) float64."""
     level3, level2 = np.divmod(np.arange(16), 4)
     flip3, flip2 = 3 * (pair // 2), 3 * (pair % 2)  # the sine of an angle is the cosine of its complement
     return COSINES[3][level3 ^ flip3] * COSINES[2][level2 ^ flip2]
 
 
 class PolarTiles(SectionTiles, ABC):
-    """The common part of tiles of keys and of values."""
+    """What tiles of keys and tiles of values share."""
 
     side: str
 
@@ -61,7 +62,7 @@ class PolarTiles(SectionTiles, ABC):
 
     @abstractmethod
     def _code_sections(self, directions: Stream, rows: Stream) -> tuple[Section, Section]:
-        """The order of a unit's bytes: of codes of pairs (N, D/2), and of those of halves (N, D/8)."""
+        """The sections, which set the order of bytes, of the codes of pairs (N, D/2) and of halves (N, D/8)."""
 
     def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"directions": split(streams["level1"], 4), "rows": rows_of(streams), "radius": streams["radius"]}
@@ -75,7 +76,7 @@ class PolarTiles(SectionTiles, ABC):
         return None if encoding is None else encode_polar(encoding, self)
 
     def prefetch(self, e: Emitter, tile: Value, unit: Value) -> None:
-        """Start to load a unit of a tile."""
+        """Prefetch a unit of a tile."""
         each = 2 * self.tokens
         for offset, nbytes in ((0, 2 * each), (self.rows_at, each), (self.radii_at, each * self.radii)):
             e.prefetch(tile + unit * nbytes + offset, nbytes)
@@ -90,10 +91,10 @@ class PolarTiles(SectionTiles, ABC):
         unit: Value,
         offset: Value,
     ) -> None:
-        """Codes of 16 tokens and both halves of a unit, or its first, → their bytes in a tile.
+        """Codes of 16 tokens and of both halves of a unit, or only its first → their bytes in a tile.
 
-        directions: codes of the pairs, rows of the halves, int32 (16,); radii: float16 as int16. The tokens are those
-        from `offset` / 4 on.
+        directions: codes of the pairs; rows: of the halves, int32 (16,) each; radii: float16 bits, int16 (16,). The
+        first token is `offset` / 4.
         """
         missing = [e.zero(rows[0].type)] * (2 - len(rows))
         directions, rows = [*directions, *missing * 4], [*rows, *missing]
@@ -108,14 +109,13 @@ class PolarTiles(SectionTiles, ABC):
     def _emit_pack_codes(
         self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
     ) -> None:
-        """Codes of 16 tokens and both halves of a unit → the bytes of directions and of rows."""
+        """Codes of 16 tokens and both halves of a unit → the bytes of directions (64) and of rows (32)."""
 
     @abstractmethod
     def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:
-        """Where the codes of token t of 16 lie in a unit (t: int64).
+        """Where a unit's bytes for 16 tokens hold the codes of token 0 ≤ t < 16 (t: int64).
 
-        For each half and pair the byte of its direction and how far it is shifted (int32), and for each half the byte
-        of its row.
+        Returns for each half and pair its direction's byte and bit shift (int32), and for each half its row's byte.
         """
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
@@ -145,7 +145,7 @@ class PolarTiles(SectionTiles, ABC):
 
 
 def emit_cosines(e: Emitter, rows: Value, lanes: Sequence[int], one: float) -> Value:
-    """32 rows → the cosines of level 4 times `one`, int16. lanes: whose row each of the results is."""
+    """32 rows → cosines of level 4 times `one`, int16 (32,). lanes: the row that each result comes from."""
     words = np.resize(np.rint(COSINES[4] * one).astype("<i2"), 16).view(np.uint8).reshape(16, 2)
     index = ((rows.bits(vector(I32, 8)) >> 6) & 0x03030303).bits(rows.type)
     low, high = (lookup_in_lanes(e, by_lane(e, [own], 32), index) for own in words.T)
@@ -154,13 +154,13 @@ def emit_cosines(e: Emitter, rows: Value, lanes: Sequence[int], one: float) -> V
 
 
 def by_lane(e: Emitter, tables: Sequence[np.ndarray], width: int) -> Value:
-    """Tables of 16 bytes, signed or not, for one lane of 16 bytes after the other: `width` bytes."""
+    """A constant of `width` bytes in 128-bit lanes, which hold the tables (16 bytes each) in turn."""
     entries = np.concatenate(tables).astype(np.int64) & 255
     return e.constant(vector(I8, width), entries.tolist() * (width // len(entries)))
 
 
 def interleaved(e: Emitter, a: Value, b: Value) -> list[Value]:
-    """In each 16 bytes the first 8 of a and b in turn, and the last 8."""
+    """In each 128-bit lane, the low 8 bytes of a and b interleaved; then the high 8 bytes."""
     size = a.lanes
     return [
         e.shuffle(a, b, [lane // 16 * 16 + first + lane % 16 // 2 + lane % 2 * size for lane in range(size)])

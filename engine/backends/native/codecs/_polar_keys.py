@@ -1,14 +1,14 @@
-"""Tiles of `polarquant` keys: scores by looking up products.
+"""Tiles of `polarquant` keys: scores by table lookup.
 
-Level 1 has 16 directions, so a pair of a query has 16 products with directions. They are its prepared form, bytes, and
-a code of level 1 looks its product up. A score is Σ radius · Σ factor · product, with factors that are bytes too. Lanes
-are tokens. With VBMI one instruction looks up the products of the 4 pairs of a half, and a dot product of bytes sums
-them. Elsewhere 16 bytes are looked up at a time, and products of two pairs are added as int16. All 4 of a half fit as
-well: the squares of its factors add up to 1, and 127 · 127 · √4 < 2¹⁵. Level 4 then multiplies the sums.
+Level 1 has 16 directions, so a pair of query channels has 16 products with directions. Rounded to bytes, they are the
+prepared query, and a code of level 1 looks its product up. A score is Σ radius · Σ factor · product, where factors are
+bytes too. Lanes are tokens. With VBMI one instruction looks up the products of the 4 pairs of a half, and a dot product
+of bytes sums them. Elsewhere 16 bytes are looked up at a time, and products are added as int16. The sum of all 4 pairs
+fits: the squares of a half's factors add up to 1, and 127 · 127 · √4 < 2¹⁵. Level 4 then multiplies the sums.
 
-Errors beside float32's are those of roundings to half a step. A step of a product is 1/127 of the length of the query's
-largest pair; one of a factor is 1/255. Without VBMI it is 1/127, and the sum of a half is rounded once more, to twice
-the product of these steps.
+Besides float32's errors there are roundings to half a step. The step of a product is 1/127 of the length of the query's
+largest pair; that of a factor is 1/255. Without VBMI the latter is 1/127, and the sum of a half is rounded once more,
+to twice the product of these steps.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
 class PolarKeys(PolarTiles):
     """Tiles of keys.
 
-    Directions: for each half and each q of 0 and 1, 16 tokens; pair q in the low bits, q + 2 in the high. Rows: the 16
-    of the first half, then those of the second. A prepared query: 16 products for each pair, then a step's value.
+    Directions: for each half and each q of 0 and 1, 16 tokens, with pair q in the low bits, q + 2 in the high. Rows: 16
+    of the first half, then 16 of the second. A prepared query: 16 products for each pair, then the value of a step.
     """
 
     side = "keys"
@@ -79,8 +79,8 @@ class PolarKeys(PolarTiles):
         with e.loop(0, 64 * self.units, 64) as offset:
             square = e.load(q + offset, _F16)
             square = square * square
-            top.set(e.maximum(top.get(), square + e.shuffle(square, square, [lane ^ 1 for lane in range(16)])))
-        norm = e.sqrt(e.maximum_lanes(top.get()))
+            top.set(e.fmax(top.get(), square + e.shuffle(square, square, [lane ^ 1 for lane in range(16)])))
+        norm = e.sqrt(e.fmax_lanes(top.get()))
         inverse = e.select(norm > 0.0, e.constant(F32, 127.0) / norm, e.zero(F32))
         cosines, sines = (e.constant(_F16, tuple(x.tolist())) * inverse for x in (COSINES[1], SINES))
         with e.loop(0, self.units) as unit:
@@ -95,7 +95,7 @@ class PolarKeys(PolarTiles):
         self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
     ) -> None:
         groups = self.tokens // 16
-        together = sum_tile(e, 2 * len(queries), groups)  # a quarter of the registers: lookups take many
+        together = sum_tile(e, 2 * len(queries), groups)  # sums get a quarter of the registers: lookups need many
         sums = _sums(e, self.levels)
         for first in range(0, groups, together):
             totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]
@@ -122,9 +122,9 @@ class PolarKeys(PolarTiles):
 
 
 class _SumsOfHalves:
-    """Sums of products over the pairs of a half, all 4 at once, where one instruction looks up 64 bytes.
+    """Sums of products over all 4 pairs of a half at once, for levels where one instruction looks up 64 bytes.
 
-    order: where the products of a half and pair stand among those of a unit. step: the value of 1 among the sums.
+    order: the order of the unit's pairs (4 · half + pair) in a prepared query. step: the value of a sum of 1.
     """
 
     order = tuple(range(8))
@@ -136,7 +136,7 @@ class _SumsOfHalves:
         self._table = Table(e, e.constant_bytes(np.rint(factors * 255).astype(np.uint8).tobytes()), 64)
 
     def read(self, directions: Value, rows: Value) -> None:
-        """directions (16,) int32 and rows (32,) uint8: of a unit and 16 tokens."""
+        """Take the directions (16,) int32 and rows (32,) uint8 of a unit and 16 tokens."""
         e = self._e
         numbers = [e.constant(_BYTES, [16 * (pair + lane // 16 % 2) for lane in range(64)]) for pair in (0, 2)]
         low, high = ((directions >> 4 * i if i else directions) & _CODE for i in (0, 1))
@@ -153,7 +153,7 @@ class _SumsOfHalves:
             self._factors.append(self._table[upper ^ flips].bits(_I16))
 
     def sums(self, query: Value) -> list[Value]:
-        """The sums for each radius, int32 (16,); query: the products of the unit."""
+        """For each radius of the unit the sums, int32 (16,). query: address of the unit's products."""
         e, found = self._e, [self._e.zero(_I16) for _ in range(self._radii)]
         for half in (0, 1):
             products = Table(e, query + 64 * half, 64)[self._pairs[half]]
@@ -163,7 +163,7 @@ class _SumsOfHalves:
 
 
 class _SumsOfPairs:
-    """The same elsewhere. A vector has the pairs q of both halves, or the pairs q + 2."""
+    """The same for other levels. A vector holds the pairs q of both halves, or the pairs q + 2."""
 
     order = 0, 1, 4, 5, 2, 3, 6, 7
 

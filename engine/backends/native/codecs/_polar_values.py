@@ -1,13 +1,14 @@
 """Tiles of `polarquant` values: weights of pairs times directions.
 
-weight · radius · factor is a byte for each query, token and pair, and multiplies the bytes of level 1's cosines and
-sines. Lanes are pairs. Weights and radii are int16; level 4 is a part of the factor with VBMI, else of the radius.
+For each query, token and pair, weight · radius · factor is rounded to a byte, which multiplies the bytes of level 1's
+cosines and sines. Lanes are pairs. Weights and radii are int16; with VBMI level 4 is part of the factor, else of the
+radius.
 
-Errors beside float32's are those of roundings to half a step. A step of a direction is 1/60, where none is farther than
-.14 steps from a whole number; one of a factor is 1/255 of the largest. One of weight · radius · factor is 1/255 of the
-largest factor times the largest radius of the unit times the largest weight · size of the block, where the size of a
-token is the largest of its radii as parts of their units' largest. So a token whose weight is large and whose value is
-small, as attention sinks have them, does not make the others coarse.
+Besides float32's errors there are roundings to half a step. The step of a direction is 1/60, and all directions are
+within .14 steps of a whole number; the step of a factor is 1/255 of the largest. The step of weight · radius · factor
+is 1/255 of the largest factor times the unit's largest radius times the block's largest weight · size. The size of a
+token is the maximum over units of its radius divided by the unit's largest. So an attention sink, a token of large
+weight and small value, does not coarsen the others.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
-# The int16 of the largest weight and of the largest radius, the bytes of the largest factor and direction.
-# Directions are nearly whole numbers (60, 50.87, 33.99, 11.93), and two products have 16 bits: 2 · 255 · 60 < 2¹⁵.
+# What the largest weight and radius are as int16, the largest factor and direction as bytes. With 60, directions are
+# nearly whole numbers (60, 50.87, 33.99, 11.93), and the sum of two products fits int16: 2 · 255 · 60 < 2¹⁵.
 _WORD, _FACTOR, _DIRECTION = 32767, 255, 60
-# The lanes of the first 4 tokens of each channel of a unit, among those of cosines and of sines; the next 4 follow.
+# For each channel of a unit, the lane that sums its first 4 tokens, with lanes of cosines before those of sines; the
+# lane that sums the next 4 tokens follows it.
 _CHANNELS = [16 * axis + 4 * pair + 2 * half for half in (0, 1) for pair in range(4) for axis in (0, 1)]
 
 
 class PolarValues(PolarTiles):
     """Tiles of values.
 
-    Directions: for each pair, both halves of 8 tokens; the first 8 tokens in the low bits. Rows: for each 8 tokens
-    those of the first half, then those of the second.
+    Directions: for each pair, both halves of 8 tokens; the first 8 tokens in the low bits. Rows: for each 8 tokens, the
+    first half's, then the second half's.
     """
 
     side = "values"
@@ -81,7 +83,7 @@ class PolarValues(PolarTiles):
     ) -> None:
         groups, size = self.tokens // 16, e.level.byte_register or 64
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
-        with e.loop(0, self.units) as unit:  # of all units at first: each waits for several operations in turn
+        with e.loop(0, self.units) as unit:  # for all units first, so that their dependency chains overlap
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
             largest, inverse = self._largest_radius(e, radii)
             e.store(largest, largest_radii + unit * 4)
@@ -126,14 +128,14 @@ class PolarValues(PolarTiles):
                 e.store(e.fma((parts[0] + parts[1]).to_float(), factor, e.load(own_sums, _F16)), own_sums)
 
     def _largest_radius(self, e: Emitter, radii: Value) -> tuple[Value, Value]:
-        """The largest radius of a unit, and its inverse. Radii are not negative: their bits are in order."""
+        """The largest radius of a unit, and its inverse or 0. Radii are ≥ 0, so their bits compare as integers."""
         size = 32 if self.tokens % 32 == 0 else 16
         halves = [e.load(radii, vector(I16, size), first) for first in range(0, 2 * self.tokens * self.radii, 2 * size)]
-        top = e.half_to_float(e.most_lanes(functools.reduce(e.most, halves)))
+        top = e.half_to_float(e.imax_lanes(functools.reduce(e.imax, halves)))
         return top, e.select(top > 0.0, e.constant(F32, 1.0) / top, e.zero(F32))
 
     def _measure_tokens(self, e: Emitter, radii: Value, inverses: Value, out: Value) -> None:
-        """The largest of each token's radii, as parts of their units' largest, and _WORD divided by it → out (2, N)."""
+        """Each token's size (see above), and _WORD divided by it → out (2, N) float32."""
         with e.loop(0, 2 * self.tokens, 32) as offset:
             top = e.variable(e.zero(_F16))
             with e.loop(0, self.units) as unit:
@@ -149,12 +151,12 @@ class PolarValues(PolarTiles):
             e.store(word, out + offset * 2, 4 * self.tokens)
 
     def _store_weights(self, e: Emitter, weights: Value, sizes: Value) -> Value:
-        """Replace the float32 weights, times the sizes of their tokens (N,), by int16 → the largest.
+        """Replace the float32 weights by int16 of weight · size, with token sizes (N,) → the largest product.
 
-        They are not negative: their bits are in order.
+        Products are ≥ 0, so their bits compare as integers.
         """
         parts = [e.load(weights, _F16, 64 * i) * e.load(sizes, _F16, 64 * i) for i in range(self.tokens // 16)]
-        top = e.most_lanes(functools.reduce(e.most, (part.bits(_I16) for part in parts))).bits(F32)
+        top = e.imax_lanes(functools.reduce(e.imax, (part.bits(_I16) for part in parts))).bits(F32)
         inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
         for number, part in enumerate(parts):
             e.store(e.round(part * inverse).trunc(I16), weights, 32 * number)
@@ -173,7 +175,7 @@ class PolarValues(PolarTiles):
     ) -> None:
         """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16.
 
-        inverse: of the largest radius; of_tokens (N,): what makes a token's largest radius _WORD after that.
+        inverse: of the unit's largest radius. of_tokens (N,): _WORD divided by each token's size.
         """
         together = 32 if self.tokens % 32 == 0 else 16
         for first in range(0, self.tokens, together):
@@ -197,7 +199,7 @@ class PolarValues(PolarTiles):
 
     @staticmethod
     def _eight(e: Emitter, at: Value, offset: int, size: int) -> Value:
-        """Eight int16 at an address, as often as they fit."""
+        """The eight int16 at `at` + offset, repeated to fill `size` bytes."""
         own = e.load(at, vector(I16, 8), offset)
         return e.shuffle(own, own, [lane % 8 for lane in range(size // 2)])
 
@@ -205,8 +207,8 @@ class PolarValues(PolarTiles):
 class _Factors:
     """Factors of pairs in the order of directions, `size` bytes at a time.
 
-    largest: what the largest byte stands for, times the largest cosine of level 4 if it is not among the factors.
-    sets: of weights that they multiply, 1 or one for each half.
+    largest: what the largest byte stands for, times the largest cosine of level 4 if factors do not include it.
+    sets: sets of scaled weights that they multiply: 1, or one for each half.
     """
 
     def __init__(self, e: Emitter, levels: int, size: int) -> None:
@@ -224,13 +226,13 @@ class _Factors:
             self._tables = [by_lane(e, tables[i : i + size // 16], size) for i in range(0, 4, size // 16)]
 
     def read(self, rows: Value, first: int) -> list[Value]:
-        """rows (16,) uint8 of both halves of 8 tokens → the factors of the pairs from byte `first` of the directions
-        on, int16: those of the first halves, and of the second."""
+        """rows (16,) uint8 of both halves of 8 tokens → the factors for directions from byte `first` on, int16: of the
+        first halves, and of the second halves."""
         e, size = self._e, self._size
         wide = e.shuffle(rows, rows, [lane % 16 for lane in range(size)])
         shifted = (wide.bits(vector(I32, size // 4)) >> 2).bits(wide.type)
         pairs = [(first + byte) // 16 for byte in range(size)]
-        own = e.constant(wide.type, [0 if pair > 1 else 0x03 for pair in pairs])  # bits of the first pairs' level 2
+        own = e.constant(wide.type, [0 if pair > 1 else 0x03 for pair in pairs])  # level 2 of the first two pairs
         if self.has_level4:
             flips = e.constant(wide.type, [(0, 3, 12, 15)[pair] for pair in pairs])
             found = self._whole[(shifted & ~own | wide & own) ^ flips]

@@ -1,4 +1,4 @@
-"""Products of bytes: prepared queries with the codes of keys, and weights as bytes."""
+"""Byte products: prepared queries times the codes of keys, and the quantization of attention weights."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.values import F32, I8, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
-_BIAS = 128  # that makes a table's bytes unsigned
+_BIAS = 128  # makes a table's bytes unsigned
 
 PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in range(4)]
-"""Channels of 8 pairs in the order of a prepared query."""
+"""The channels of 8 pairs in the order of a prepared query."""
 
 
 def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
-    """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its
-    registers are."""
-    dirty = e.level.wide_tables  # which ignore the bits above
+    """Yields the codes of `count` vectors, from the beginning of a run. Each run is loaded only when it is needed, so
+    that its registers are free until then."""
+    dirty = e.level.wide_tables  # their lookups ignore unused high bits
     for first in range(0, count, packing.run):
         start = at + packing.nbytes(first) if first else at
         yield from packing.emit(e, start, min(packing.run, count - first), dirty=dirty)
 
 
 def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
-    """A query, 16 channels to a vector, in the order of its prepared form → the prepared form, see `TableKeys`."""
+    """A query, 16 channels per vector, in the order of its prepared form → the prepared form (see `TableKeys`)."""
     integers, top = round_to(e, parts, 127.0)
     total = e.zero(_I16)
     for number, part in enumerate(integers):
@@ -48,10 +48,10 @@ def emit_products(
     head_dim: int,
     prepared: Sequence[Sequence[Value]],
 ) -> list[list[Value]]:
-    """The products of the keys of a tile with prepared queries: for each query, int32, 16 tokens to a vector.
+    """The dot products of a tile's keys with prepared queries: for each query, int32, 16 tokens per vector.
 
-    after: a tile whose codes are prefetched. prepared: the queries' forms for the first tokens, for as many after them,
-    and so on.
+    after: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the prepared
+    queries of each.
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
@@ -61,7 +61,7 @@ def emit_products(
     totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
 
     def add(at: Value, own: Sequence[Sequence[Value]], count: int) -> None:
-        """The products of `count` vectors with queries from their first quad on."""
+        """Add the products of `count` code vectors at `at` with the queries at `own`."""
         for number, code in enumerate(read_codes(e, packing, at, count)):
             quad, group = divmod(number, groups)
             for channel, found in enumerate(lookup(code)):
@@ -84,7 +84,7 @@ def emit_products(
 
 
 def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
-    """Replace the float32 weights, each times its factor ≥ 0 (16 to a vector), by bytes → the value of a step."""
+    """Replace float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → the quantization step."""
     integers, top = round_to(e, [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)], 255.0)
     for number, part in enumerate(integers):
         e.store(part.trunc(I8), weights, 16 * number)

@@ -1,4 +1,4 @@
-"""Tiles whose bytes are sections of a codec's streams."""
+"""Tiles made of sections of a codec's streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polarlm.engine.codecs._streams import Stream, pack, unpack
 
 
 class SectionTiles:
-    """The bytes of tiles: sections, and zeros up to a multiple of 64."""
+    """A tile's bytes: its sections, padded with zeros to a multiple of 64."""
 
     def __init__(self, name: str, codec: Codec, block_size: int, head_dim: int, *sections: Section) -> None:
         self.name, self._schema = f"{name}_{block_size}_{head_dim}", codec.schema(block_size, head_dim)
@@ -39,6 +39,6 @@ class SectionTiles:
 def codes_section(
     name: str, stream: Stream, planes: Planes | None, cuts: Sequence[tuple[int, ...]], order: Sequence[int]
 ) -> Section:
-    """Codes in vectors of 64, in the order that `arrange` gives them; without planes, of eight bits."""
+    """A section of codes in the order of `arrange`: vectors of 64 in bit planes, or bytes if `planes` is None."""
     width = 64 if planes else math.prod(math.prod(pieces) for pieces in cuts)
     return Section(name, stream, arrange(numbered(*stream.shape), cuts, order).reshape(1, -1, width), planes)

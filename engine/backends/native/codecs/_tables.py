@@ -1,17 +1,17 @@
-"""Codes that stand for points of a table, and a norm for each token: tiles of keys and of values.
+"""Tiles of codes that stand for points of a table, with a norm for each token.
 
-A code stands for 1 or 2 neighbouring channels, so a vector has C = D or D/2 codes. The table has bytes: a point's
-coordinates in 127ths of the largest. Products are sums of bytes times bytes in int32, so a tile is read without
-arithmetic in between, and the only errors beside float32's are those of three roundings:
+A code stands for 1 or 2 adjacent channels, so a vector has C = D or D/2 codes. The table has bytes: a point's
+coordinates in 127ths of the largest. Products are exact int32 sums of bytes times bytes, so besides float32's errors
+there are only three roundings:
 
     the table      half a step, 1/254 of the largest coordinate
     a query        half a step, 1/254 of its largest channel
     a weight       times its token's norm: half a step, 1/510 of the largest of the block
 
-Tiles. V vectors of 64 codes, packed by `_packing`, then the norms as the codec has them.
+A tile has V vectors of 64 codes, packed by `_packing`, then the norms in the codec's dtype.
 
     keys    lanes are tokens: (C/4, N/16) vectors, each of 16 tokens x 4 codes. Nothing is summed across lanes.
-    values  lanes are codes: (C/p, N·p/64) vectors, each of 16/p fours of tokens x p codes x 4 tokens, p = gcd(C, 16)
+    values  lanes are codes: (C/p, N·p/64) vectors, each of 16/p groups x p codes x 4 tokens, p = gcd(C, 16)
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def values(codec: Codec, block_size: int, head_dim: int) -> TableValues | None:
 
 
 class _TableTiles(SectionTiles, ABC):
-    """The common part of tiles of keys and of values."""
+    """What tiles of keys and tiles of values share."""
 
     _side: str
-    by_token: bool  # whether `emit_pack` reads the codes of a token side by side
+    by_token: bool  # whether the codes that `emit_pack` reads are contiguous by token
 
     def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
-        """points: of pairs, or of values, whose codes are joined in the codec's."""
+        """points (2^bits, 2 or 1): of pairs, or of single values, two of whose codes form one of the codec's codes."""
         norms, width = codec.store.norms, points.shape[1]
         self._table = CodeTable(codec.store.bits * width // 2, points)
         self._norm, self._largest = norms.dtype, float(norms.largest)
@@ -91,7 +91,7 @@ class _TableTiles(SectionTiles, ABC):
 
     @abstractmethod
     def _codes_section(self, stream: Stream) -> Section:
-        """The codes (N, C) in a tile."""
+        """The section of the codes (N, C)."""
 
     def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if self._table.width == 1:
@@ -104,9 +104,9 @@ class _TableTiles(SectionTiles, ABC):
         return stored
 
     def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
-        """Codes and norms (N,) float32 ≥ 0, which may be overwritten, → the tile.
+        """Pack codes and norms (N,) float32 ≥ 0, which may be overwritten, into the tile.
 
-        codes (C, N) int32; `by_token`: (N, C) uint8, or uint16 for ten bits.
+        codes (C, N) int32; if `by_token` (N, C) uint8, or uint16 for ten bits.
         """
         run = self._packing.run
         whole = self._vectors // run
@@ -117,16 +117,16 @@ class _TableTiles(SectionTiles, ABC):
             vectors = [self._emit_vector(e, codes, e.i64(whole * run + i)) for i in range(rest)]
             self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
         with e.loop(0, 4 * self._tokens, 64) as offset:
-            norm = e.minimum(e.load(norms + offset, _F16), self._largest)
+            norm = e.fmin(e.load(norms + offset, _F16), self._largest)
             e.store(norm, norms + offset)
         emit_pack_norms(e, norms, self._tokens, self._norm, tile + self._norms_at)
 
     @abstractmethod
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
-        """A vector of codes: 4 bytes in each of 16 lanes, and for ten bits the bits above."""
+        """A vector of codes: 4 bytes in each of 16 lanes; for ten bits, then a vector of their high bits."""
 
     def _four_bytes(self, codes: Sequence[Value]) -> list[Value]:
-        """Four vectors of codes (16,) int32 → their bytes side by side."""
+        """Four vectors of codes (16,) int32 → a vector whose lanes have a byte of each; for ten bits, low and high."""
         parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [[*codes]]
         return [side_by_side(part) for part in parts]
 
@@ -138,8 +138,8 @@ class _TableTiles(SectionTiles, ABC):
 class TableKeys(_TableTiles):
     """Tiles of keys.
 
-    A prepared query: int8 (D,), of each four codes first all first channels, then all second ones; at D rounded up to
-    16, the value of a step times the table's, float32, and -128 times the sum of the bytes, int32.
+    A prepared query: int8 (D,), with the first channels of each four codes before their second channels; at D rounded
+    up to 16, the query's step times the table's, float32, and -128 times the sum of the bytes, int32.
     """
 
     _side = "keys"
@@ -192,7 +192,7 @@ class TableValues(_TableTiles):
 
     @property
     def _lanes(self) -> int:
-        """Codes of a vector that stand beside each other, p."""
+        """Adjacent codes of a token in a vector: p."""
         return math.gcd(self._codes, 16)
 
     def _codes_section(self, stream: Stream) -> Section:
@@ -219,7 +219,7 @@ class TableValues(_TableTiles):
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
         def add(code: list[Value], own: Sequence[Value], place: int) -> None:
-            """The products of a vector with the weights of its tokens: `place` vectors after `own`."""
+            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`."""
             found = lookup(code)
             for weight, total in zip(own, totals, strict=True):
                 fours = self._weights(e, weight, place)
@@ -227,7 +227,7 @@ class TableValues(_TableTiles):
                     total[channel].set(dot4(e, total[channel].get(), fours, values.bits(_I16)))
 
         def finish(offset: Value | int) -> None:
-            """Add the totals of a chunk to the sums at this offset, and begin again at zero."""
+            """Add a chunk's totals to the sums at this offset, and reset them to zero."""
             for total, factor, target in zip(totals, factors, sums, strict=True):
                 own = [self._folded(e, channel.get()).to_float() for channel in total]
                 self._add_to_sums(e, own, factor, target + offset)
@@ -253,7 +253,7 @@ class TableValues(_TableTiles):
             finish(chunk * (4 * self._lanes * width))
 
     def _weights(self, e: Emitter, weights: Value, place: int) -> Value:
-        """Four weights for each lane of vector `place`."""
+        """The four weights (bytes) for each lane of vector `place`."""
         fours = 16 // self._lanes
         if fours == 1:
             return e.broadcast(weights, I32, 16, 4 * place)
@@ -261,14 +261,14 @@ class TableValues(_TableTiles):
         return e.shuffle(own, own, [lane // self._lanes for lane in range(16)])
 
     def _folded(self, e: Emitter, total: Value) -> Value:
-        """The sums over all tokens: (p,)."""
+        """The sums over the lanes of the same code: (p,)."""
         while total.lanes > self._lanes:
             half = total.lanes // 2
             total = e.part(total, 0, half) + e.part(total, half, half)
         return total
 
     def _add_to_sums(self, e: Emitter, channels: list[Value], factor: Value, target: Value) -> None:
-        """channels: for each channel of a code, (p,) float32."""
+        """Add channels · factor to the sums at `target`. channels: for each channel of a code, (p,) float32."""
         p, width = self._lanes, self._table.width
         for first in range(0, width):
             order = [p * (i % width) + i // width for i in range(first * p, (first + 1) * p)]

@@ -1,9 +1,9 @@
 """Tiles of half precision.
 
-    keys    (D, N) float16: lanes are tokens, so nothing is summed across lanes; N a multiple of 16
+    keys    (D, N) float16: lanes are tokens, so nothing is summed across lanes; N is a multiple of 16
     values  (N, D') float16, D' = D rounded up to 16: lanes are channels
 
-A prepared query is its D float32. Products are float32, in the order of the channels or tokens.
+A prepared query is its D float32. Sums are float32, in the order of channels or tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def values(codec: Codec, block_size: int, head_dim: int) -> HalfValues | None:
 
 
 def sum_tile(e: Emitter, heads: int, vectors: int) -> int:
-    """A divisor of the vectors of 16 lanes, whose sums for all heads take about half of the registers."""
+    """A divisor of `vectors`: as many vectors of 16 lanes as have their sums, for all heads, in half the registers."""
     most = e.level.registers // 2 // (heads * (16 // e.level.lanes))
     return max(count for count in range(1, vectors + 1) if vectors % count == 0 and count <= max(1, most))
 

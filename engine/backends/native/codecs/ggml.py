@@ -5,7 +5,7 @@ V vectors of 64 codes, packed by `_packing`, then the scales.
     keys    lanes are tokens: (D/32, N/16, 8) vectors, each of 16 tokens x 4 channels; scales (D/32, N) float16
     values  lanes are channels: (D/16, N/4) vectors, each of 16 channels x 4 tokens; scales (D/32, N) float16
 
-Products are exact sums of bytes times bytes. The errors beside float32's are those of one rounding each:
+Products are exact sums of bytes times bytes. Besides float32's errors there is one rounding of each:
 
     a query        half a step for each 32 channels, 1/254 of the largest of them
     a weight       times the scale of its token's 32 channels: half a step, 1/254 of the largest of the block
@@ -50,10 +50,10 @@ def values(codec: Grouped, block_size: int, head_dim: int) -> GroupedValues | No
 
 
 class _GroupedTiles(SectionTiles, ABC):
-    """The common part of tiles of keys and of values."""
+    """What tiles of keys and tiles of values share."""
 
     _side: str
-    by_token: bool  # whether `emit_pack` reads the codes of a token side by side
+    by_token: bool  # whether the codes that `emit_pack` reads are contiguous by token
 
     def __init__(self, codec: Grouped, block_size: int, head_dim: int) -> None:
         self._tokens, self._head_dim, self._groups = block_size, head_dim, head_dim // _GROUP
@@ -71,12 +71,12 @@ class _GroupedTiles(SectionTiles, ABC):
 
     @abstractmethod
     def _codes_section(self, codes: Stream) -> Section:
-        """The codes (N, D/32, 32) in a tile."""
+        """The section of the codes (N, D/32, 32)."""
 
     def emit_pack(self, e: Emitter, codes: Value, scales: Value, tile: Value) -> None:
-        """Codes as they are in a tile, and scales (D/32, N) float32, → the tile.
+        """Pack codes, plus their zero point, and scales (D/32, N) float32 into the tile.
 
-        codes (D, N) int32; `by_token`: (N, D) uint8.
+        codes (D, N) int32; if `by_token` (N, D) uint8.
         """
         run = self._packing.run
         with e.loop(0, self._vectors // run) as number:
@@ -99,15 +99,15 @@ class _GroupedTiles(SectionTiles, ABC):
         return dot4(e, total, code[0].bits(_I16), signed, fits=self._packing.bits == 4)
 
     def _scales(self, e: Emitter, at: Value) -> list[Value]:
-        """The scales of a group, float32, 16 tokens to a vector."""
+        """The scales of a group, float32, 16 tokens per vector."""
         return [e.half_to_float(e.load(at, _HALVES, 2 * first)) for first in range(0, self._tokens, 16)]
 
 
 class GroupedKeys(_GroupedTiles):
     """Tiles of keys.
 
-    A prepared query: int8 (D,); for each 32 channels the value of a step, float32 (D/32,); and what the sum of products
-    starts at, int32 (D/32,): minus the sum of the bytes times the code of 0.
+    A prepared query: int8 (D,); the step of each 32 channels, float32 (D/32,); and the start value of their sum of
+    products, int32 (D/32,): minus the sum of the bytes times the zero point.
     """
 
     _side = "keys"
@@ -141,7 +141,7 @@ class GroupedKeys(_GroupedTiles):
         self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
     ) -> None:
         parts, run = self._tokens // 16, self._packing.run
-        # With the sums of 16 tokens at a time, LLVM would keep the queries' factors for the next 16, on the stack.
+        # With one vector of sums at a time, LLVM would spill the queries' factors to the stack for the next one.
         together = sum_tile(e, len(queries), parts)
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
         e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
@@ -192,7 +192,7 @@ class GroupedValues(_GroupedTiles):
         fours, run = self._tokens // 4, self._packing.run
         rounded = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)
-        # Both halves of a group at a time share the loads of weights, where their sums fit the registers.
+        # Both halves of a group share the loads of weights where registers have room for the sums of both.
         halves = [(0, 1)] if e.level.has_room else [(0,), (1,)]
         e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:

@@ -1,11 +1,11 @@
-"""Tiles of `polarpair`: a code of a radius and an angle for each pair, and a step of radii for each pair and group of
-tokens. Keys only; without the options that count from a minimum.
+"""Tiles of `polarpair` keys: a code of radius and angle for each pair, and a radius step for each pair and group of
+tokens. Not for the option `minmax`.
 
-The table of `_tables` has the points of radii from 0 to 15, or to 3. A query is multiplied by a group's steps when its
-tokens are read, and then rounded to bytes: so its error is half a step of the largest product of channel and step.
+The table of `_tables` has the points of radii from 0 to 15, or to 3. A query is multiplied by a group's steps when the
+group is read, and then rounded to bytes, so its error is half a step of the largest product of channel and step.
 
 A tile: (D/8, N/16) vectors of 16 tokens x 4 codes, packed by `_packing`, then the steps, (groups, D/2) float16. A
-prepared query is its D float32, of each four pairs first all first channels, then all second ones.
+prepared query is its D float32, with the first channels of each four pairs before their second channels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PolarPairKeys(SectionTiles):
         radius, angle = np.divmod(np.arange(1 << codec.bits), 16)
         self._table = CodeTable(codec.bits, radius[:, None] * np.stack([COSINES, SINES], -1)[angle])
         self._packing = Packing(codec.bits)
-        self._spans = block_size // (codec.group or block_size)  # of tokens that share steps
+        self._spans = block_size // (codec.group or block_size)  # number of groups of tokens that share steps
         schema, cuts = codec.schema(block_size, head_dim), ((block_size // 16, 16), (head_dim // 8, 4))
         self._codes = codes_section("codes", schema["codes"], self._packing, cuts, (2, 0, 1, 3))
         steps = Section.numbers("radius_step", schema["radius_step"])
@@ -87,7 +87,7 @@ class PolarPairKeys(SectionTiles):
                 e.store(e.load(row, step.type, 4 * first) * step, row, 4 * first)
 
     def _steps(self, e: Emitter, block: Value, span: int, first: int) -> Value:
-        """The steps of 16 channels from `first` on, in the order of a prepared query; beyond D any finite numbers."""
+        """The steps (16,) of channels from `first` on, in the order of a prepared query; finite numbers beyond D."""
         pairs = min(8, (self._head_dim - first) // 2)
         own = e.half_to_float(e.load(block, vector(I16, pairs), self._steps_at + span * self._head_dim + first))
         return e.shuffle(own, own, [(4 * (lane // 8) + lane % 4) % pairs for lane in range(16)])

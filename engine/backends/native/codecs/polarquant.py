@@ -1,7 +1,7 @@
-"""Tiles of `polarquant`: keys in `_polar_keys`, values in `_polar_values`, their bytes in `_polar`.
+"""Tiles of `polarquant`: keys in `_polar_keys`, values in `_polar_values`, their layout in `_polar`.
 
-A value is radius · factor · direction: the radius of its unit of 16 channels (of 8, with three levels), the factor of
-its pair, which is the product of cosines and sines of the levels above the first, and the cosine or sine of level 1.
+A value is radius · factor · direction: the radius of its unit of 16 channels (of its half of 8, with three levels); the
+factor of its pair, the product of the cosines and sines of levels 2 and up; and the cosine or sine of level 1.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Rows of activations as products read them.
+"""Rows of activations in the layout that products read.
 
-They lie in panels of the R rows that a product multiplies at once, so that all that a kernel reads lies at constant
-distances from one address. For weights without codes a panel is float32 (inputs, R). For packed weights it has, for
-each group of 32 inputs, the words of all its rows, int16 (R, 32), and then their numbers, float32 (R, 4): the scale,
-the sum of the 32 words, and the sums of the first and of the last 16.
+A panel has the R rows that a product multiplies at once, so that a kernel reads everything at constant offsets from one
+address. For weights without codes a panel is float32 (inputs, R). For packed weights it has, for each group of 32
+inputs, the quantized inputs of all rows, int16 (R, 32), and then float32 (R, 4): the scale, the sum of the 32 int16,
+and the sums of the first and of the last 16.
 
-Inputs are words rather than bytes: an error of 2⁻¹⁶ of the largest input of a group leaves the model as the file has
-it. Bytes would change answers (a KL divergence of .006 where two tokens are about equally likely), and be faster only
-for prompts and large batches, since a step waits for the weights.
+Inputs are quantized to int16, not to bytes: an error of 2⁻¹⁶ of a group's largest input leaves the model as the file
+has it. Bytes would change answers (a KL divergence of .006 where two tokens are about equally likely), and would be
+faster only for prompts and large batches, since a step waits for the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I16, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
-ROW_BYTES = 2 * GROUP + 16  # of a row's group
+ROW_BYTES = 2 * GROUP + 16  # bytes of a group of a row
 
 
 def panel_bytes(columns: int, row_tile: int) -> int:
@@ -32,7 +32,7 @@ def panel_bytes(columns: int, row_tile: int) -> int:
 
 
 class RowArguments(NamedTuple):
-    """Of the kernels that make panels."""
+    """Arguments of the kernels that make panels."""
 
     x: Pointer
     weight: Pointer
@@ -44,9 +44,9 @@ class RowArguments(NamedTuple):
 
 @cache
 def quantize_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
-    """Rows of x → panels, unit by row. x ≈ scale · word, with the largest magnitude of a group at ±32767.
+    """Rows of x → panels for packed weights, one unit per row. The largest magnitude of a group becomes ±32767.
 
-    normed: after an RMS norm, x / rms(x) * weight. columns is a multiple of 32. stride: bytes from row to row of x.
+    normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     """
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -76,7 +76,7 @@ def quantize_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
 
 @cache
 def interleave_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
-    """Rows of x → panels of float32, unit by row; the arguments are those of `quantize_rows`, for any columns."""
+    """Rows of x → panels of float32, one unit per row. Arguments as of `quantize_rows`, with any number of columns."""
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:

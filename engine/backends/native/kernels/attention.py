@@ -1,6 +1,6 @@
-"""Attention of the rows of a step over codes as they lie, by online softmax over blocks.
+"""Attention of a step's rows directly over codes, by online softmax over blocks.
 
-The blocks of a sequence are cut into chunks (`engine.backends.native.spans`). Each gives a partial result
+The blocks of a sequence are cut into chunks (`engine.backends.native.spans`). Each chunk gives a partial result
 (`engine.backends.native.kernels.partials`).
 """
 
@@ -23,16 +23,16 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 _F16 = vector(F32, 16)
-_TILE_TOKENS = 256  # of a step of the softmax, at least a block
-_BLOCKS_AHEAD = 4  # from the block that is read to the one that is prefetched
+_TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
+_BLOCKS_AHEAD = 4  # prefetch distance in blocks
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
     """The properties that a kernel is specialized for.
 
-    mean_bits: of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries of a pass
-    over the blocks.
+    mean_bits: bits of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries that
+    share a pass over the blocks.
     """
 
     keys: KeyTiles
@@ -45,7 +45,7 @@ class Attention:
 
     @property
     def block_tile(self) -> int:
-        """Quantized blocks of a step of the softmax."""
+        """Quantized blocks per step of the softmax."""
         return max(1, _TILE_TOKENS // self.block_size)
 
     @property
@@ -61,13 +61,13 @@ class Attention:
 
 
 def query_tile_of(group: int, rows: int) -> int:
-    """The size of passes for `rows` rows: that for one row, which is then compiled already, unless it is small."""
+    """The query tile for `rows` rows: that of one row, which is compiled already, unless it is small."""
     size = -(-group // -(-group // MOST_QUERIES))
     return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
 
 
 class AttendArguments(NamedTuple):
-    """Of `attend`."""
+    """Arguments of `attend`."""
 
     q: Pointer
     parts: Pointer
@@ -94,12 +94,12 @@ class AttendArguments(NamedTuple):
 
 @cache
 def attend(spec: Attention) -> Kernel[AttendArguments]:
-    """Partial results of the chunks of sequences, unit by chunk and KV head.
+    """Partial results of the chunks of sequences, one unit per chunk and KV head.
 
     q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
     value_stride bytes from head to head. mean, mean_scale (K, blocks, …): the block means. full_k, full_v
-    (slots, K, N, D) float16. headers, table, full, units: of a `StepTable`, with rows of `width` and `most_full`. A
-    row sees the positions above its own minus `window`. scale: multiplies the scores.
+    (slots, K, N, D) float16. headers, table, full, units: `Arrays` of a `StepTable`; width and most_full: its W and F.
+    A row at position p sees positions > p − window. scale: multiplies the scores.
     """
 
     def emit(e: Emitter, args: AttendArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -119,7 +119,7 @@ class _Body:
         with e.loop(begin, end) as unit:
             sequence, chunk = read(e, Unit, args.units, unit // args.kv_heads)
             self.head = unit % args.kv_heads
-            self.unit_after = e.least(unit + 1, end - 1)
+            self.unit_after = e.imin(unit + 1, end - 1)
             self.header = read(e, SpanHeader, args.headers, sequence)
             with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
                 queries = self._queries(first)
@@ -132,7 +132,7 @@ class _Body:
     # -- queries and results -----------------------------------------------------------------------------------
 
     def _queries(self, first: Value) -> list[Query]:
-        """The queries of a pass; the last one again for those beyond the rows of the sequence."""
+        """The queries of a pass, scaled; the sequence's last query is repeated to fill it up."""
         e, spec = self.e, self.spec
         size = padded(spec.head_dim)
         queries = []
@@ -161,14 +161,14 @@ class _Body:
 
     @property
     def _stride(self) -> int:
-        """Bytes of scratch for a query."""
+        """Bytes of scratch per query."""
         spec = self.spec
         return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
 
     def _place(self, first: Value, number: int) -> tuple[Value, Value]:
-        """The row in its sequence of the query with a number in a pass, and its index among all queries (T, H)."""
+        """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H)."""
         e, spec = self.e, self.spec
-        own = e.least(first + number, self.header.rows * spec.group - 1) if number else first
+        own = e.imin(first + number, self.header.rows * spec.group - 1) if number else first
         row = own // spec.group
         heads = self.args.kv_heads * spec.group
         return row, (self.header.first_row + row) * heads + self.head * spec.group + own % spec.group
@@ -187,21 +187,21 @@ class _Body:
     # -- quantized blocks --------------------------------------------------------------------------------------
 
     def _quantized_blocks(self, queries: Sequence[Query], table: Value, chunk: Value) -> None:
-        """Some blocks at a time: the steps of a softmax wait for each other, those of other blocks fill the time."""
+        """Attend to a chunk, several blocks per softmax step: its dependency chain is hidden by independent blocks."""
         e, spec, args, header = self.e, self.spec, self.args, self.header
         for query in queries:
             spec.keys.emit_query(e, query.vector, query.prepared)
         begin = chunk * header.chunk_blocks
-        end = e.least(begin + header.chunk_blocks, header.quantized)
+        end = e.imin(begin + header.chunk_blocks, header.quantized)
         oldest = queries[0].position - args.window + 1 - header.table_start
-        begin = e.most(begin, e.most(oldest, 0) // spec.block_size)
+        begin = e.imax(begin, e.imax(oldest, 0) // spec.block_size)
         keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
         with e.loop(begin, end, spec.block_tile) as number:
-            ids, count = table + number * 8, e.least(end - number, spec.block_tile)
+            ids, count = table + number * 8, e.imin(end - number, spec.block_tile)
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 scores = [query.scores + offset for query in queries]
-                after = e.load(table + e.least(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
                 self._block_scores(queries, keys, block, after, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
@@ -212,14 +212,14 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
-                after = e.load(table + e.least(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
                 own, ahead = values + block * spec.values.nbytes, values + after * spec.values.nbytes
                 spec.values.emit_values(e, own, ahead, weights, [query.weighted for query in queries])
 
     def _block_scores(
         self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Sequence[Value]
     ) -> None:
-        """q·k + q·μ of each query and the keys of a block, whose mean is μ."""
+        """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`."""
         e, spec = self.e, self.spec
         own, ahead = keys + block * spec.keys.nbytes, keys + after * spec.keys.nbytes
         spec.keys.emit_scores(e, own, ahead, [query.prepared for query in queries], scores)
@@ -264,8 +264,8 @@ class _Body:
             slot, start = read(e, FullBlock, full, number)
             lows = [query.position - args.window + 1 - start for query in queries]
             highs = [query.position + 1 - start for query in queries]
-            count = e.least(highs[-1], n)  # rows are in order of position
-            with e.when(count > e.most(lows[0], 0)):
+            count = e.imin(highs[-1], n)  # rows are in order of position
+            with e.when(count > e.imax(lows[0], 0)):
                 offset = self._offset(slot, self.head)
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
                 widened = self.scratch + spec.query_tile * self._stride
@@ -273,16 +273,16 @@ class _Body:
                 full_blocks.scores(e, keys, values, dim, count, *places)
                 mask(e, queries, lows, highs, e.i64(n))
                 softmax(e, queries, e.i64(n), n, dim)
-                after = read(e, FullBlock, full, e.least(number + 1, self.header.full - 1)).slot
+                after = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
                 own_keys = args.full_k + self._offset(after, self.head)
                 after_keys = e.select(number + 1 < self.header.full, own_keys, following)
                 scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
                 full_blocks.add_values(e, values, after_keys, dim, count, scores, weighted)
 
     def _full(self, sequence: Value) -> Value:
-        """The address of the sequence's blocks in full precision."""
+        """The address of the list of the sequence's full-precision blocks."""
         return self.args.full + sequence * self.args.most_full * (8 * FULL)
 
     def _offset(self, slot: Value, head: Value) -> Value:
-        """The distance in bytes from the first key, or value, to those of a head in a slot."""
+        """The offset in bytes of a head's keys, or values, in a slot."""
         return (slot * self.args.kv_heads + head) * (2 * self.spec.block_size * self.spec.head_dim)

@@ -1,4 +1,4 @@
-"""The best token of each row of logits."""
+"""The argmax of each row of logits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 NONE = -1
 
-_TOGETHER = 2  # vectors with maxima of their own: with one alone, each comparison would wait for the one before
+_TOGETHER = 2  # independent vectors of maxima: with one, each comparison would wait for the previous one
 _LANES = 16
-_LOWEST = -3.4028234663852886e38  # of float32
+_LOWEST = -3.4028234663852886e38  # the least float32
 
 
 class BestArguments(NamedTuple):
-    """Of `best_of_rows`."""
+    """Arguments of `best_of_rows`."""
 
     x: Pointer
     best: Pointer
@@ -28,10 +28,10 @@ class BestArguments(NamedTuple):
 
 @cache
 def best_of_rows() -> Kernel[BestArguments]:
-    """The column of the maximum of each row, the first of equal ones, unit by row.
+    """The column of the maximum of each row, the first of equal ones; one unit per row.
 
-    x: float32 rows of `columns`, `stride` bytes from each other. best (rows,) int32: NONE where a number of the row is
-    not finite. There may be 2²⁴ columns.
+    x (rows, columns) float32; stride: bytes from row to row. best (rows,) int32: the columns, or NONE where a number of
+    the row is not finite. At most 2²⁴ columns: column numbers are compared as float32.
     """
 
     def emit(e: Emitter, args: BestArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -44,11 +44,11 @@ def best_of_rows() -> Kernel[BestArguments]:
 def _best(e: Emitter, x: Value, columns: Value) -> Value:
     step = _TOGETHER * _LANES
     whole = columns // step * step
-    widths = [*([_LANES] * _TOGETHER), 0]  # of those that take whole steps, and of the one that takes the rest
+    widths = [*([_LANES] * _TOGETHER), 0]  # lanes: of the vectors for whole steps, then 0 for the scalar remainder
     floats, integers = zip(*((vector(F32, n), vector(I32, n)) if n else (F32, I32) for n in widths), strict=True)
     tops = [e.variable(e.constant(kind, _LOWEST)) for kind in floats]
     columns_of = [e.variable(e.constant(kind, 0)) for kind in integers]
-    infinite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # NaN after a number that is not finite
+    infinite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # becomes NaN if a number is not finite
 
     def see(number: int, column: Value) -> None:
         value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
@@ -67,7 +67,7 @@ def _best(e: Emitter, x: Value, columns: Value) -> Value:
     def over_lanes(values: list[Value]) -> Value:
         highest = values[-1]
         for value in values[:-1]:
-            highest = e.maximum(highest, e.maximum_lanes(value))
+            highest = e.fmax(highest, e.fmax_lanes(value))
         return highest
 
     top = over_lanes([own.get() for own in tops])

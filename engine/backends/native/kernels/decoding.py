@@ -1,4 +1,4 @@
-"""Quantized blocks as float32, for prompts that read earlier turns."""
+"""Decoding of quantized blocks to float32, for prompts that read earlier turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 @dataclass(frozen=True)
 class Decoding:
-    """The properties that a kernel is specialized for. mean_bits: of the block means of keys, 0 for none."""
+    """The properties that a kernel is specialized for. mean_bits: bits of the block means of keys, 0 for none."""
 
     keys: KeyTiles
     values: ValueTiles
@@ -31,7 +31,7 @@ class Decoding:
 
 
 class DecodeArguments(NamedTuple):
-    """Of `decode`."""
+    """Arguments of `decode`."""
 
     keys: Pointer
     values: Pointer
@@ -48,7 +48,7 @@ class DecodeArguments(NamedTuple):
 
 @cache
 def decode(spec: Decoding) -> Kernel[DecodeArguments]:
-    """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with their means; unit by KV head and block.
+    """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with block means; one unit per KV head, block.
 
     keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head. mean, mean_scale
     (K, blocks, …): the block means.

@@ -1,4 +1,4 @@
-"""Rows of weights in tiles as float32."""
+"""Dequantization of rows of a matrix in tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polarlm.engine.weight_formats import WeightFormat
 
 
 class DequantizeArguments(NamedTuple):
-    """Of `dequantize_rows`."""
+    """Arguments of `dequantize_rows`."""
 
     weights: Pointer
     ids: Pointer
@@ -30,7 +30,7 @@ class DequantizeArguments(NamedTuple):
 
 @cache
 def dequantize_rows(format: WeightFormat) -> Kernel[DequantizeArguments]:
-    """Rows `ids` of a matrix times `factor` → float32 (ids, inputs), unit by id."""
+    """Rows `ids` of a matrix times `factor` → y (ids, inputs) float32, one unit per id."""
 
     def emit(e: Emitter, args: DequantizeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
@@ -50,7 +50,7 @@ def dequantize_rows(format: WeightFormat) -> Kernel[DequantizeArguments]:
 def _dequantize_lane(
     e: Emitter, format: WeightFormat, tile: Value, lane: Value, blocks: Value, target: Value, factor: Value
 ) -> None:
-    """One row of a tile → float32."""
+    """Row `lane` of a tile times `factor` → float32 at `target`."""
     place = layout(format)
     table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
     with e.loop(0, blocks) as block:

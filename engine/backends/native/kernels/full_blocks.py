@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I16, Value, vector
 
-_TOKENS_AHEAD = 16  # from a value that is read to the one that is prefetched
+_TOKENS_AHEAD = 16  # prefetch distance in tokens
 
 
 def _lanes(e: Emitter, dim: int) -> int:
-    """Channels in a vector: a divisor of D."""
+    """Channels per vector: a divisor of D."""
     return min(e.level.lanes, dim & -dim)
 
 
@@ -27,15 +27,15 @@ def scores(
     stride: int,
     widened: Value,
 ) -> None:
-    """The scores of the first `count` tokens, and perhaps of some more, with each of the queries (D,).
+    """The scores of the first `count` tokens, rounded up to whole vectors, with each of the queries (D,) → `out`.
 
-    after: what is read next, whose first tokens are prefetched while the last ones of this block are read. stride:
-    bytes from one query to the next, and from one's scores to the next one's. widened: scratch, for the keys of a
-    vector of tokens as float32.
+    after: the keys that are read next: their first tokens are prefetched while the last ones of this block are read.
+    stride: bytes from query to query, and from scores to scores. widened: scratch for the keys of a vector of tokens as
+    float32.
     """
     lanes, sums = _lanes(e, dim), min(16, dim & -dim)
     kind = vector(F32, lanes)
-    lines = -(-2 * lanes * dim // (64 * queries))  # to be prefetched with each query: many at once stall the core
+    lines = -(-2 * lanes * dim // (64 * queries))  # to prefetch with each query: many at once stall the core
     with e.loop(0, count, lanes) as token:
         following = token + lanes
         ahead = e.variable(e.select(following < count, keys + following * (2 * dim), after))
@@ -44,7 +44,7 @@ def scores(
                 halves = e.load(keys + (token * dim + channel) * 2, vector(I16, lanes), 2 * first)
                 e.store(e.half_to_float(halves), widened + channel * 4, 4 * first)
         with e.loop(0, queries * stride, stride) as own:
-            parts = []  # of the sums of a dot product: as many at every level, so that all levels add in one order
+            parts = []  # partial sums of a dot product: as many at every level, so that all levels add in one order
             for part in range(0, sums, lanes):
                 dots = []
                 for number in range(lanes):
@@ -65,11 +65,11 @@ def scores(
 def add_values(
     e: Emitter, values: Value, after: Value, dim: int, count: Value, weights: Sequence[Value], sums: Sequence[Value]
 ) -> None:
-    """Add the values of the first `count` tokens, by each of the weights, to each of the sums (D,). after: as above."""
+    """Add Σ weight · value over the first `count` tokens to each of the sums (D,). after: as in `scores`."""
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
     size = lanes * max(1, e.level.registers // 2 // len(weights))
-    distance = e.least(count, _TOKENS_AHEAD)
+    distance = e.imin(count, _TOKENS_AHEAD)
     for first in range(0, dim, size):
         channels = range(first, min(first + size, dim), lanes)
         totals = [[e.variable(e.load(at, kind, 4 * channel)) for channel in channels] for at in sums]
@@ -91,7 +91,7 @@ def add_values(
 
 
 def _sums(e: Emitter, vectors: list[Value]) -> Value:
-    """The sum of the lanes of each vector, as lanes; as many vectors as they have lanes."""
+    """n vectors of n lanes → a vector of the sums of their lanes."""
     lanes = vectors[0].lanes
     while len(vectors) > 1:
         pairs = list(zip(vectors[::2], vectors[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""QK-norm, RoPE, scale and rotation of heads, and where their keys and values go."""
+"""QK-norm, RoPE, scale and rotation of heads, and the stores of their keys and values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from polarlm.engine.jit.lang.float_ops import float_to_half
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
-_TOGETHER = 4  # vectors that are multiplied by a matrix
+_TOGETHER = 4  # vectors that share a pass over a dense rotation
 
 
 @dataclass(frozen=True)
 class Heads:
     """The properties that a kernel is specialized for.
 
-    keys, values: whether they are multiplied by a factor, and the order of their rotation (see `Rotation`); those of
-    keys hold for queries too. in_slots: keys and values go to full-precision slots, which `places` names.
+    keys, values: whether they are multiplied by a factor, and the order of their rotation (see `Rotation`); queries are
+    treated as keys. in_slots: keys and values go to full-precision slots, which `places` names.
     """
 
     dim: int
@@ -40,7 +40,7 @@ class Heads:
 
 
 class HeadArguments(NamedTuple):
-    """Of `transform`."""
+    """Arguments of `transform`."""
 
     qkv: Pointer
     cos: Pointer
@@ -66,11 +66,11 @@ class HeadArguments(NamedTuple):
 
 @cache
 def transform(spec: Heads) -> Kernel[HeadArguments]:
-    """qkv (T, H + 2K, D) → q (T, H, D), and keys and values at their places; unit by row and KV head.
+    """qkv (T, H + 2K, D) → q (T, H, D), and keys and values in k and v; one unit per row and KV head.
 
     group: H / K. cos, sin (T, D/2). key_factor (H + K, D) and value_factor (K, D), or one row for all heads, if
     *_factor_stride, bytes from head to head, is 0. key_rotation, value_rotation: memory of a `Rotation`. Row t of KV
-    head j goes to k and v, in bytes: as float32 to t · row_stride + j · head_stride; or, in slots, as float16 to
+    head j goes to k and v at a byte offset: as float32 t · row_stride + j · head_stride; or, in slots, as float16
     slot · row_stride + j · head_stride + offset · 2D, with slot and offset from `places` (T, 2) int64.
     """
     dim, row_bytes, order = spec.dim, 4 * spec.dim, spec.keys[1]
@@ -84,18 +84,18 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
             if spec.in_slots:
                 at = read(e, RowPlace, args.places, row)
                 place = at.slot * args.row_stride + head * args.head_stride + at.offset * (2 * dim)
-                # Float32 on its way to a slot: after the vectors for a matrix.
+                # Float32 before it is rounded into a slot: in scratch, after the vectors for a dense rotation.
                 own_k = own_v = scratch + (group + (1 + _TOGETHER)) * row_bytes
             else:
                 place = row * args.row_stride + head * args.head_stride
                 own_k, own_v = args.k + place, args.v + place
 
             def target_of(i: Value) -> Value:
-                """Where query i of the group goes, or its key, which follows the queries."""
+                """The address for query i of the group, or for its key if i = group."""
                 query = args.q + (row * queries + head * group + i) * row_bytes
                 return e.select(i >= group, own_k, query)
 
-            # For a matrix, all of them lie in scratch first, so that several share each pass over it.
+            # For a dense rotation all are collected in scratch first, so that several share each pass over the matrix.
             with e.loop(0, group + 1) as i:
                 is_key = i >= group
                 number = e.select(is_key, queries + head, head * group + i)
@@ -132,7 +132,7 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
 def _norm_and_rope(
     e: Emitter, spec: Heads, x: Value, target: Value, weight: Value, eps: Value, cos: Value, sin: Value, factor: Value
 ) -> None:
-    """A query or key x (D,), normed if there are norms, rotated by its position, times its factor → target (D,)."""
+    """Norm (if there are norms), RoPE and factor of a query or key x (D,) → target (D,)."""
     half = spec.dim // 2
     inverse = inverse_rms(e, x, e.i64(spec.dim), eps) if spec.has_norms else None
     for first, lanes in pieces(half):
@@ -149,7 +149,7 @@ def _norm_and_rope(
 
 
 class SlotArguments(NamedTuple):
-    """Of `to_slot`."""
+    """Arguments of `to_slot`."""
 
     from_k: Pointer
     from_v: Pointer
@@ -162,7 +162,7 @@ class SlotArguments(NamedTuple):
 
 @cache
 def to_slot(dim: int) -> Kernel[SlotArguments]:
-    """Tokens of k and v (K, tokens, D) float32 → a slot, float16; unit by KV head. Strides: bytes from head to head."""
+    """k, v (K, tokens, D) float32 → a slot, float16; one unit per KV head. Strides: bytes from head to head."""
 
     def emit(e: Emitter, args: SlotArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as head, e.loop(0, args.tokens) as token:
@@ -180,7 +180,7 @@ def _put(e: Emitter, x: Value, target: Value, dim: int) -> None:
 
 
 def _to_full_precision(e: Emitter, x: Value) -> Value:
-    """float32 → the float16, as int16, that sinks and current blocks have for it: as `numpy.attention.rounded`."""
+    """float32 → float16 bits, as int16, rounded for full-precision slots as `numpy.attention.rounded` does."""
     integers = vector(I32, x.lanes) if x.lanes else I32
     limit = float(HALF_MAX)
     clipped = e.select(x > limit, e.like(limit, x), e.select(x < -limit, e.like(-limit, x), x))

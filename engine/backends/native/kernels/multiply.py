@@ -1,4 +1,4 @@
-"""Products of float32 matrices, a few rows at a time, which are emitted into other kernels."""
+"""Products of float32 matrices, a few rows at a time, emitted inside other kernels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def multiply(
     size: Value,
     start: Sequence[Sequence[Value]],
 ) -> list[list[Value]]:
-    """start + left (rows, size) @ right (size, columns); strides in bytes from row to row.
+    """start + left (rows, size) @ right (size, columns); strides: bytes from row to row.
 
-    start, and the result: for each row vectors of consecutive columns. They stay in registers.
+    start and the result are vectors of consecutive columns, for each row; they stay in registers.
     """
     sums = [[e.variable(value) for value in row] for row in start]
     lanes = [value.lanes for value in start[0]]

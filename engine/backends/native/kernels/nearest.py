@@ -1,9 +1,9 @@
-"""The nearest points of the tables of `ring` and `turbo`: the same codes as in NumPy, for 16 pairs or values at once.
+"""The nearest points of the tables of `ring` and `turbo`, for 16 pairs or values at once. Codes equal NumPy's.
 
-A pair lies between two circles of a ring table. Its nearest point is on one of these two, since a circle's phases are
-closer to each other than to the next circle, and there it has the phase that is nearest to the pair's angle. So there
-are two candidates, and their scores decide, in the arithmetic of `engine.codecs._nearest`. Where the angle is so near
-to the middle between two phases that its error matters, there are four.
+A pair lies between two circles of a ring table. Its nearest point is on one of these two, since points of a circle are
+closer to each other than to the next circle; on each circle the candidate is the phase nearest to the pair's angle. So
+there are two candidates, and their scores decide, in the arithmetic of `engine.codecs._nearest`. Where the angle is so
+close to the middle of two phases that its rounding error matters, there are four.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
-# Bits of the word that describes two neighbouring circles: the first code (from bit 0), the number of phases of each,
+# Bit fields of the word that describes two adjacent circles: the first code (from bit 0), the number of phases of each,
 # whether the inner one is rotated by half a phase.
 _INNER, _OUTER, _ODD = 10, 17, 24
 
-_UNSURE = 1e-4  # phases: at most 69 of them make a turn, and an angle is off by less than 5e-7 turns
+_UNSURE = 1e-4  # in phases: a turn has at most 69, and the error of an angle is less than 5e-7 turns
 
 
-# Arc tangent over 2π: coefficients of z, z³, … for z from 0 to 1.
+# Coefficients of z, z³, … of arctan(z) / 2π for 0 ≤ z ≤ 1.
 _ARC = 0.159151317, -0.0529385678, 0.0308029088, -0.0185298506, 0.00837908509, -0.00186515755
 
 
 class Found(NamedTuple):
-    """Codes, int32 (16,), and the coordinates of their points, float32 (16,) each."""
+    """Codes (16,) int32, and each coordinate of their points, (16,) float32."""
 
     codes: Value
     points: list[Value]
 
 
 class Search(Protocol):
-    """Finds nearest points."""
+    """A search for nearest points."""
 
     def __call__(self, x: Sequence[Value]) -> Found:
-        """The coordinates of vectors of unit variance, float32 (16,) each, finite → the nearest points."""
+        """Coordinates of vectors of unit variance, each (16,) float32 and finite → the nearest points."""
 
 
 class NearestOfRings:
-    """The points of `ring` with `bits` for each pair."""
+    """The search among the points of `ring` with `bits` bits per pair."""
 
     def __init__(self, e: Emitter, bits: int) -> None:
         self._e = e
@@ -65,7 +65,7 @@ class NearestOfRings:
     def __call__(self, x: Sequence[Value]) -> Found:
         e = self._e
         # NaN and infinity must not become an index, and scores must be finite.
-        a, b = x = [e.minimum(e.maximum(value, -1e37), 1e37) for value in x]
+        a, b = x = [e.fmin(e.fmax(value, -1e37), 1e37) for value in x]
         square = e.fma(a, a, b * b)
         word = e.constant(_I16, self._words[0])
         for limit, outside in zip(self._limits, self._words[1:], strict=True):
@@ -99,7 +99,7 @@ class NearestOfRings:
         return Found(codes, points)
 
     def _better(self, x: Sequence[Value], code: Value, best: Found | None, score: Value) -> tuple[Found, Value]:
-        """The better of a candidate and the best so far, and its score; of equals the one with the lower code."""
+        """The better of a candidate and the best so far, and its score; the lower code wins a tie."""
         e = self._e
         points = gather_pairs(e, self._points, code)
         (a, b), (p, q) = x, points
@@ -111,7 +111,7 @@ class NearestOfRings:
         return Found(e.select(better, code, best.codes), chosen), e.select(better, own, score)
 
     def _turn(self, a: Value, b: Value) -> Value:
-        """The angle of (a, b) in turns, 0 to 1."""
+        """The angle of (a, b) in turns, from 0 to 1."""
         e = self._e
         x, y = e.absolute(a), e.absolute(b)
         is_steep = x < y
@@ -126,7 +126,7 @@ class NearestOfRings:
 
 
 class NearestLevels:
-    """The levels of `turbo` with `bits` for each value."""
+    """The search among the levels of `turbo` with `bits` bits per value."""
 
     def __init__(self, e: Emitter, bits: int) -> None:
         self._e = e

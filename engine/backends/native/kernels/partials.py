@@ -1,10 +1,10 @@
 """Partial results of attention, and the kernel that merges them.
 
-A partial result is for a row, a query head and the tokens of a chunk:
+A partial result belongs to a row, a query head and the tokens of a chunk:
 
-    row_max  the largest score                                  float32, then
-    row_sum  the sum of the weights e^(score − row_max)         float32, then nothing up to 64 bytes, then
-    weighted the sum of the weighted values                     float32, D rounded up to a multiple of 16
+    row_max   the largest score                                 float32
+    row_sum   the sum of the weights e^(score − row_max)        float32, then padding up to 64 bytes
+    weighted  the sum of the weighted values                    float32, D rounded up to a multiple of 16
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I64, Value, vector
 
-LOWEST = -1e30  # the score of a token that is not seen: finite, so that differences of two are no NaN
-WEIGHTED = 64  # bytes of a partial result before its sum of weighted values
+LOWEST = -1e30  # the score of a masked token: finite, so that differences of two are not NaN
+WEIGHTED = 64  # offset in bytes of `weighted` in a partial result
 
 _F16 = vector(F32, 16)
 
 
 def padded(head_dim: int) -> int:
-    """Bytes of D float32 rounded up to a multiple of 16."""
+    """Bytes of D float32, with D rounded up to a multiple of 16."""
     return -(-head_dim // 16) * 64
 
 
@@ -36,7 +36,7 @@ def partial_bytes(head_dim: int) -> int:
 
 
 class MergeArguments(NamedTuple):
-    """Of `merge`."""
+    """Arguments of `merge`."""
 
     parts: Pointer
     headers: Pointer
@@ -51,9 +51,9 @@ class MergeArguments(NamedTuple):
 
 @cache
 def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArguments]:
-    """Partial results → out (T, H, D), unit by row and head.
+    """Partial results → out (T, H, D) float32, one unit per row and head.
 
-    Each result is multiplied by scale_back (H,) if is_scaled, and then rotated; order, memory, before: of a `Rotation`.
+    A result is multiplied by scale_back (H,) if is_scaled, and then rotated; order, memory, before: see `Rotation`.
     """
 
     def emit(e: Emitter, args: MergeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -64,7 +64,7 @@ def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArgument
             own = args.parts + unit * args.most_chunks * size
             row_max = e.variable(e.constant(F32, LOWEST))
             with e.loop(0, chunks) as chunk:
-                row_max.set(e.maximum(row_max.get(), e.load(own + chunk * size, F32)))
+                row_max.set(e.fmax(row_max.get(), e.load(own + chunk * size, F32)))
             row_sum = e.variable(e.zero(F32))
             sums = [e.variable(e.zero(_F16)) for _ in offsets]
             with e.loop(0, chunks) as chunk:

@@ -1,7 +1,7 @@
-"""Prefetches of blocks in full precision by the products before the attention that reads them.
+"""Prefetches of full-precision blocks, by the products before the attention that reads them.
 
-Products of several rows compute for longer than they read; attention over blocks in full precision reads for longer
-than it computes. So the products of a step bring those blocks into the cores' caches, a step's bytes at a time.
+Products of several rows are bound by arithmetic; attention over full-precision blocks is bound by memory. So products
+prefetch those blocks into the cores' caches, a few lines with each step of their inner loop.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from polarlm.engine.jit.lang.records import Int64, Pointer, read, words
 from polarlm.engine.jit.lang.values import I64, Value
 
 PIECE = 4096
-"""Bytes that are prefetched together."""
+"""Bytes of a piece, the unit in which prefetches are handed out."""
 
-_STEP = 256  # bytes that are prefetched with 32 inputs of a tile of weights: many lines at once stall a core
+_STEP = 256  # bytes to prefetch with 32 inputs of a weight tile: many lines at once stall the core
 STEPS = PIECE // _STEP
-"""Steps in which a product prefetches a piece."""
+"""Steps of a product that prefetch one piece."""
 
 _EMPTY = np.zeros(1, np.int64)
 
 
-class Ahead(NamedTuple):
-    """What a product prefetches: pieces of `full_k` and `full_v` in a list, from the one with a number on."""
+class PrefetchHint(NamedTuple):
+    """The prefetch hint of a product: the listed pieces of keys and of values, from number `first` on.
+
+    pieces: see `list_pieces`. Piece 2i is of keys, 2i + 1 of values.
+    """
 
     keys: Pointer
     values: Pointer
@@ -36,20 +39,20 @@ class Ahead(NamedTuple):
     first: Int64
 
 
-NOTHING = words(Ahead(keys=None, values=None, pieces=_EMPTY, first=0))
+NO_HINT = words(PrefetchHint(keys=None, values=None, pieces=_EMPTY, first=0))
 
 
 class Prefetch:
-    """Emits the prefetches of a product."""
+    """Emits a product's prefetches."""
 
-    def __init__(self, e: Emitter, ahead: Value) -> None:
-        """ahead: an `Ahead`."""
+    def __init__(self, e: Emitter, hint: Value) -> None:
+        """hint: address of a `PrefetchHint`."""
         self._e = e
-        self._keys, self._values, self._pieces, self._first = read(e, Ahead, ahead)
+        self._keys, self._values, self._pieces, self._first = read(e, PrefetchHint, hint)
         self._count = e.load(self._pieces, I64) * 2
 
     def step(self, step: Value) -> None:
-        """Prefetch the bytes of a step of the product; there are STEPS for each piece."""
+        """Prefetch the bytes of step number `step` of the product; a piece takes STEPS steps."""
         e = self._e
         number = self._first + step // STEPS
         with e.when(number < self._count):
@@ -59,7 +62,7 @@ class Prefetch:
 
 
 class PieceArguments(NamedTuple):
-    """Of `list_pieces`."""
+    """Arguments of `list_pieces`."""
 
     headers: Pointer
     full: Pointer
@@ -74,10 +77,11 @@ class PieceArguments(NamedTuple):
 
 @cache
 def list_pieces() -> Kernel[PieceArguments]:
-    """The pieces of the blocks in full precision that the sequences of a step attend to. One unit.
+    """Lists the pieces of the full-precision blocks that the sequences of a step attend to; one unit.
 
-    headers, full: of a `StepTable`, with rows of `most_full`. pieces: their number P, then P offsets in bytes from the
-    first key, or value. block_bytes, token_bytes: of a head. A row sees the positions above its own minus `window`.
+    headers, full: of a `StepTable`, whose F is most_full. pieces, the result: their number P, then P offsets in bytes,
+    which hold for keys and for values. block_bytes, token_bytes: per KV head. A row at position p sees positions
+    > p − window.
     """
 
     def emit(e: Emitter, args: PieceArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -91,7 +95,7 @@ def list_pieces() -> Kernel[PieceArguments]:
                 is_seen = start * token_bytes + block_bytes > (header.position - args.window + 1) * token_bytes
                 with e.when(is_seen), e.loop(0, args.kv_heads) as head:
                     first = (slot * args.kv_heads + head) * block_bytes
-                    with e.loop(0, e.least(tokens_end, block_bytes), PIECE) as offset:
+                    with e.loop(0, e.imin(tokens_end, block_bytes), PIECE) as offset:
                         e.store(first + offset, args.pieces + count.get() * 8, 8)
                         count.add(e.i64(1))
         e.store(count.get(), args.pieces)

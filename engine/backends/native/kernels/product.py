@@ -25,27 +25,25 @@ Size = TypeVar("Size", int, Value)
 
 _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
 
-# Bytes from a load of codes to the prefetch. The hardware does not read ahead by itself where a loop has several
-# streams of vectors: without this, 4-bit codes of many inputs come at half the memory's bandwidth, and 6-bit codes at
-# a third.
+# Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
+# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third.
 _AHEAD = 8192
 
 
 def row_tile_of(rows: int, level: Level, *, packed: bool) -> int:
-    """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
-    their sums stay in registers. packed: whether the weights have codes."""
+    """The row tile for `rows` rows: how many a kernel multiplies with each vector of weights. Their sums stay in
+    registers. packed: whether the weights have codes."""
     return -(-rows // -(-rows // most_rows(level, packed=packed)))
 
 
 def most_rows(level: Level, *, packed: bool) -> int:
-    """The most `row_tile_of`. Without codes there is room for half as many, times two tiles; with codes this would
-    save no more than unpacking them twice as often costs."""
+    """The largest row tile. Without codes half as many rows are multiplied with two tiles; with codes, unpacking them
+    twice as often would cost what that saves."""
     return level.sums // (1 if packed else _tiles(level))
 
 
 def _tiles(level: Level) -> int:
-    """Tiles without codes that are multiplied with each input, where registers have room for their sums: an input is
-    then loaded once for both."""
+    """Tiles without codes that share the loads of inputs: 2 where registers have room for their sums."""
     return 2 if level.has_room else 1
 
 
@@ -53,8 +51,8 @@ def _tiles(level: Level) -> int:
 class Product:
     """The properties that a kernel is specialized for.
 
-    row_tile: rows. adds: y has values, to which the product is added. has_bias: a bias is added.
-    activation: the weights are [gate | up], each of whole tiles, and y = activation(gate) * up. It excludes `adds`.
+    row_tile: rows of a panel. adds: the product is added to y. has_bias: a bias is added. activation: the weights are
+    [gate | up], each of whole tiles, and y = activation(gate) * up; excludes `adds`.
     """
 
     format: WeightFormat
@@ -70,13 +68,13 @@ class Product:
 
 
 class ProductArguments(NamedTuple):
-    """Of `product`."""
+    """Arguments of `product`."""
 
     weights: Pointer
     x: Pointer
     y: Pointer
     bias: Pointer
-    ahead: Pointer
+    hint: Pointer
     blocks: Int64
     tile_bytes: Int64
     x_stride: Int64
@@ -88,27 +86,27 @@ class ProductArguments(NamedTuple):
 
 @cache
 def product(spec: Product) -> Kernel[ProductArguments]:
-    """y = x @ wᵀ, unit by tile of 16 outputs, or by two; see `units`.
+    """y = x @ wᵀ, one unit per tile of 16 outputs, or per two tiles; see `units`.
 
-    x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; `rows` of their rows count.
-    x_stride: bytes of a panel. bias (outputs,). blocks: of a row of weights, inputs for formats without codes.
-    tiles: of the weights; of the gate projection alone, if there is an activation. ahead: what it prefetches
-    (`engine.backends.native.kernels.prefetch`), `prefetched_pieces` of it.
+    x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; their first `rows` rows are
+    read. x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights; for formats without codes,
+    inputs. tiles: tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
+    (`engine.backends.native.kernels.prefetch`), of which the product takes `prefetched_pieces`.
     """
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
         rows, tiles = args.rows, args.tiles
-        prefetch = Prefetch(e, args.ahead) if _prefetches(spec) else None
+        prefetch = Prefetch(e, args.hint) if _prefetches(spec) else None
         parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
         wide = _tiles_of_unit(spec, e.level)
         with e.loop(begin, end) as unit, e.loop(0, rows, spec.row_tile) as first:
             tile = unit * wide
-            others = [tile + tiles] if spec.activation else [e.least(tile + i, tiles - 1) for i in range(1, wide)]
+            others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
             starts = [args.weights + number * args.tile_bytes for number in (tile, *others)]
             passed = unit * ((rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
 
             def multiply(part: int) -> list[list[Value]]:
-                """The sums of each tile of a part, and row."""
+                """The sums of each tile of part `part` and each row."""
                 own, inputs = starts[part::parts], (args.x, first, args.blocks, args.x_stride)
                 if spec.format.unpack is None:
                     return _plain(e, spec, own, *inputs)
@@ -116,7 +114,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
             if parts == 1:
                 sums = multiply(0)
-            else:  # Those of the gate wait in scratch.
+            else:  # scratch keeps the sums of the gate meanwhile
                 (gates,) = multiply(0)
                 for row, total in enumerate(gates):
                     e.store(total, scratch, 128 + 64 * row)
@@ -133,35 +131,35 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
 
 def units(spec: Product, tiles: int, level: Level) -> int:
-    """Units of a product with so many tiles, those of an up projection not counted."""
+    """The number of units of a product. tiles: as in `product`."""
     return -(-tiles // _tiles_of_unit(spec, level))
 
 
 def _tiles_of_unit(spec: Product, level: Level) -> int:
-    """Tiles whose outputs a unit computes."""
+    """Tiles per unit."""
     alone = spec.format.unpack is not None or spec.activation is not None or spec.row_tile == 1
     return 1 if alone else _tiles(level)
 
 
 def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
-    """Pieces that a product has the time to prefetch; units, blocks and rows are those that it is launched with."""
+    """Pieces that a product has the time to prefetch. units, blocks, rows: those of its launch."""
     if not _prefetches(spec):
         return 0
     return units * -(-rows // spec.row_tile) * _parts(spec, level) * _steps(spec, blocks) // STEPS
 
 
 def _prefetches(spec: Product) -> bool:
-    """Whether it computes for longer than it reads: for several rows, with few bytes a weight."""
+    """Whether the product is bound by arithmetic: with several rows and few bytes per weight."""
     return spec.row_tile > 1 and spec.format.unpack is not None
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
-    """Steps of the inputs of a row: 32 each."""
+    """Steps of the inner loop over a row's inputs, 32 each."""
     return blocks * (spec.format.values // 32)
 
 
 def _parts(spec: Product, level: Level) -> int:
-    """2 if gate and up projection are multiplied one after the other: where registers have no room for both's sums."""
+    """2 if gate and up projection are multiplied in turn, because registers have no room for the sums of both; or 1."""
     return 2 if spec.activation is not None and 2 * spec.row_tile > level.sums else 1
 
 
@@ -175,8 +173,11 @@ def _write(
     outputs: Value,
     scratch: Value,
 ) -> None:
-    """Store the outputs of a tile in a row of y. totals: the sums, of the gate and of the up projection if there is an
-    activation. place: the tile's number, and the distance in tiles to that of the up projection."""
+    """Store the outputs of a tile in a row of y.
+
+    totals: their sums; with an activation, of the gate and of the up projection. place: the tile's number, and the
+    distance in tiles from a gate tile to its up tile.
+    """
     tile, distance = place
     y, left = row + tile * 64, outputs - tile * 16
     biases = [bias + (tile + distance * number) * 64 for number in range(len(totals))]
@@ -201,10 +202,10 @@ def _write(
 def _plain(
     e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, columns: Value, stride: Value
 ) -> list[list[Value]]:
-    """Weights that are float32, float16 or bfloat16; x float32. Returns the sums of each tile and row."""
+    """The sums of each tile and row, for weights in float32, float16 or bfloat16. x: panels of float32."""
     size, row_tile = spec.format.nbytes, spec.row_tile
     panel = x + first // row_tile * stride
-    # Two sums each, of even and of odd inputs: one alone would wait for each of its products.
+    # Two sums each, of even and of odd inputs, hide the latency of a multiply-add.
     sums = [[[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(row_tile)] for _ in tiles]
 
     def add(column: Value, count: int) -> None:
@@ -236,7 +237,7 @@ def _packed(
     prefetch: Prefetch | None,
     first_step: Value,
 ) -> list[list[Value]]:
-    """Weights of codes and scales; x from `quantize_rows`. Returns the sums of each tile and row."""
+    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
     codes = _Codes(e, format, place)
     panel = x + first // spec.row_tile * stride
@@ -272,12 +273,12 @@ def _packed(
 
 
 def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec: Product) -> list[Value]:
-    """Products of a group's codes, of 16 outputs, with the words of each row: int32."""
+    """For each row, the dot products (16,) int32 of its inputs with the codes of a group of 16 outputs."""
     size = spec.format.group // 2
-    # Two sums a row, where they fit the registers: one alone would wait for each of its products.
+    # Two sums per row hide the latency of a dot product, where registers have room for them.
     chains = 2 if spec.row_tile == 1 or e.level.has_room else 1
     sums = [[e.zero(_I16)] * chains for _ in range(spec.row_tile)]
-    # Pairs that share vectors of codes follow each other, so that few registers hold codes.
+    # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):
         code = codes.pair(at, pair)
@@ -288,10 +289,10 @@ def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec:
 
 
 class _Codes:
-    """The codes of a tile, as words. zero: what is to be taken from each code after the products.
+    """The codes of a tile as int16. zero: the zero point, which is subtracted after the products.
 
-    (Codes of 8 bits and the values of tables are signed: sums of products with 32 codes up to 255 would not be exact
-    as float32.)
+    Codes of 8 bits and the values of tables are signed instead: sums of products with 32 codes up to 255 would not be
+    exact as float32.
     """
 
     def __init__(self, e: Emitter, format: WeightFormat, place: TileLayout) -> None:
@@ -301,12 +302,14 @@ class _Codes:
         self.zero = 0 if self._is_signed or self._table else format.zero
 
     def vector(self, pair: int) -> int:
-        """The number of the vector, of the lowest plane, that has a pair."""
+        """The index of the vector of the lowest plane that holds a pair."""
         return pair % self._place.planes[0]
 
     def pair(self, at: Value, pair: int) -> Value:
-        """2 codes of each of 16 rows, the words of int32 lanes; at: of the codes of 32 inputs, pair: the number of 2 of
-        them."""
+        """The two codes of pair number `pair` of 16 rows, as the int16 halves of int32 lanes (16,).
+
+        at: address of the codes of 32 inputs.
+        """
         words = read_pair(self._e, self._place, at, pair, 16)
         if self._table is not None:
             words = (self._table[words.bits(_BYTES)].bits(_WORDS) << 8).ashr(8)

@@ -16,8 +16,8 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
-KEYS = 128  # of a tile
-MOST_QUERIES = 192  # of a unit
+KEYS = 128  # keys of a tile
+MOST_QUERIES = 192  # most queries of a unit
 _QUERY_TILE = 6  # queries whose sums stay in registers
 _F16 = vector(F32, 16)
 
@@ -26,7 +26,7 @@ _F16 = vector(F32, 16)
 class Prompt:
     """The properties that a kernel is specialized for.
 
-    dim: of a head. is_scaled: whether results are multiplied by a scale for each head. order: of their rotation back.
+    dim: D. is_scaled: whether results are multiplied by a scale for each head. order: of the `Rotation` of results.
     """
 
     dim: int
@@ -39,11 +39,11 @@ class Prompt:
 
 
 class _Scratch:
-    """Where things lie in the scratch of a unit, in bytes.
+    """Offsets in bytes of a unit's arrays in scratch, float32 if not said otherwise.
 
-    keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. rescale (16,): the
-    factors of older sums, then (16,) the sums of the weights. Of each query: position () int64, query (D,), scaled,
-    weighted (D,): weighted values; row_max (), row_sum (): maximum of its scores, and sum of its weights.
+    keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. rescale (2, 16):
+    the factors of older sums, then the sums of new weights. For each query: position, int64; query (D,), scaled;
+    weighted (D,), the weighted values; row_max and row_sum, the maximum of its scores and the sum of its weights.
     """
 
     def __init__(self, dim: int) -> None:
@@ -64,13 +64,15 @@ class _Scratch:
 
 
 def supports(dim: int) -> bool:
-    """Whether a unit has room for heads of so many channels."""
+    """Whether scratch has room for a unit with heads of `dim` channels."""
     return _Scratch(dim).end <= SCRATCH
 
 
 class Segment(NamedTuple):
-    """Consecutive keys and values (K, …, D) float32, of a token at least: their addresses, the bytes from head to head,
-    the position of the first token, and how many they are."""
+    """Consecutive keys and values k, v (K, ≥ tokens, D) float32 of at least one token.
+
+    head_stride: bytes from head to head. start: position of the first token.
+    """
 
     k: Pointer
     v: Pointer
@@ -80,7 +82,7 @@ class Segment(NamedTuple):
 
 
 class PromptArguments(NamedTuple):
-    """Of `attend`."""
+    """Arguments of `attend`."""
 
     q: Pointer
     out: Pointer
@@ -104,13 +106,13 @@ class PromptArguments(NamedTuple):
 
 @cache
 def attend(spec: Prompt) -> Kernel[PromptArguments]:
-    """Attention of q (T, H, D) over segments of keys and values → out (T, H, D); unit by KV head and `tile` rows.
+    """Attention of q (T, H, D) over segments of keys and values → out (T, H, D); one unit per KV head and `tile` rows.
 
-    Row t has `position` + t and sees keys at positions up to its own, and after that minus `window`. group: H / K.
-    tile · group is at most MOST_QUERIES. scale: multiplies the scores. segments: `count` of `Segment`.
-    Several launches may attend to the segments of a sequence, one after another: is_first, is_last. Until the last one,
-    row_max and row_sum (T, H) and out have the maximum, the sum of weights and the weighted sum. The last multiplies
-    the result by scale_back (H,), and rotates it: before (D,) and rotation are those of a `Rotation`.
+    Row t has position p = `position` + t and sees positions p − window + 1, …, p. group: H / K. tile · group is at most
+    MOST_QUERIES. scale: multiplies the scores. segments (count,): a `Segment` each.
+    The segments of a sequence may be split among several launches: is_first, is_last. Between them row_max and row_sum
+    (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies results by
+    scale_back (H,) and rotates them: before (D,) and rotation are those of a `Rotation`.
     """
     layout, row_bytes = _Scratch(spec.dim), 4 * spec.dim
 
@@ -119,7 +121,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
         unit_state = _Unit(e, spec, layout, scratch)
         with e.loop(begin, end) as unit:
             head, first_row = unit % kv_heads, unit // kv_heads * args.tile
-            own_rows = e.least(args.rows - first_row, args.tile)
+            own_rows = e.imin(args.rows - first_row, args.tile)
             queries = own_rows * group
             first_position = args.position + first_row
             last_position = first_position + own_rows - 1
@@ -133,11 +135,11 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
             unit_state.fill_up(queries, last_position)
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
-                from_key = e.most(first_position - args.window + 1 - start, 0) // KEYS * KEYS
-                to_key = e.least(tokens, last_position + 1 - start)
+                from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
+                to_key = e.imin(tokens, last_position + 1 - start)
                 with e.loop(from_key, to_key, KEYS) as first:
                     at = head * head_stride + first * row_bytes
-                    left = e.least(tokens - first, KEYS)
+                    left = e.imin(tokens - first, KEYS)
                     unit_state.attend(k + at, v + at, start + first, left, queries, args.window)
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
@@ -152,7 +154,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
 
 
 class _Unit:
-    """Emits the work of a unit on its queries, whose state is in scratch."""
+    """Emits the work of a unit on its queries. Their state is in scratch."""
 
     def __init__(self, e: Emitter, spec: Prompt, layout: _Scratch, scratch: Value) -> None:
         self._e, self._spec, self._dim = e, spec, spec.dim
@@ -165,14 +167,14 @@ class _Unit:
         self._row_max, self._row_sum = scratch + layout.row_max, scratch + layout.row_sum
         rows, vectors = e.level.float_tile
         self._rows = max(n for n in (1, 2, 3, 4, _QUERY_TILE) if n <= rows)  # divisors of MOST_QUERIES
-        self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of those of KEYS
+        self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of KEYS / 16
 
     def _row(self, i: Value) -> tuple[Value, Value]:
-        """Where query i and its weighted sum lie."""
+        """The addresses of query i and of its weighted sum."""
         return self._query + i * (4 * self._dim), self._weighted + i * (4 * self._dim)
 
     def open(self, i: Value, position: Value, q: Value, scale: Value) -> None:
-        """Query i has no scores yet."""
+        """Initialize query i from q (D,), times scale, with an empty sum."""
         e = self._e
         query, weighted = self._row(i)
         for first, lanes in pieces(self._dim):
@@ -183,27 +185,27 @@ class _Unit:
         e.store(position, self._position + i * 8)
 
     def fill_up(self, queries: Value, position: Value) -> None:
-        """Queries up to a whole number of `_rows`; their results are not read."""
+        """Initialize padding queries up to a multiple of `_rows`; their results are not read."""
         e = self._e
         with e.loop(queries, (queries + (self._rows - 1)) // self._rows * self._rows) as i:
             self.open(i, position, self._query, e.constant(F32, 0.0))
 
     def resume(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
-        """Take the state of query i from where an earlier launch has left it."""
+        """Load the state of query i that an earlier launch has stored."""
         e = self._e
         _copy(e, out, self._row(i)[1], self._dim)
         e.store(e.load(row_max + number * 4, F32), self._row_max + i * 4)
         e.store(e.load(row_sum + number * 4, F32), self._row_sum + i * 4)
 
     def suspend(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
-        """Leave the state of query i for a later launch."""
+        """Store the state of query i for a later launch."""
         e = self._e
         _copy(e, self._row(i)[1], out, self._dim)
         e.store(e.load(self._row_max + i * 4, F32), row_max + number * 4)
         e.store(e.load(self._row_sum + i * 4, F32), row_sum + number * 4)
 
     def finish(self, i: Value, out: Value, scale_back: Value, before: Value, rotation: Value) -> None:
-        """The result of query i."""
+        """Store the result of query i: normalized, scaled and rotated."""
         e, weighted, order = self._e, self._row(i)[1], self._spec.order
         row_sum = e.load(self._row_sum + i * 4, F32)
         factor = e.like(1.0, row_sum) / row_sum
@@ -215,7 +217,7 @@ class _Unit:
         rotate(e, weighted, out, rotation, self._dim, order)
 
     def attend(self, k: Value, v: Value, start: Value, tokens: Value, queries: Value, window: Value) -> None:
-        """Attention of all queries to a tile of keys and values, the first of which has position `start`."""
+        """Attend with all queries to a tile of keys and values, whose first token has position `start`."""
         e, rows = self._e, self._rows
         self._transpose(k, tokens)
         with e.loop(0, queries, rows) as i:
@@ -223,7 +225,7 @@ class _Unit:
             lowest, highest = e.load(at, I64), e.load(at, I64, 8 * (rows - 1))
             with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
                 query, weighted = self._row(i)
-                seen = e.least(highest - start + 1, tokens)
+                seen = e.imin(highest - start + 1, tokens)
                 step = 16 * self._vectors
                 with e.loop(0, seen, step) as first:
                     panel = multiply(
@@ -243,10 +245,10 @@ class _Unit:
                     self._add_values(weighted, v, seen, part)
 
     def _transpose(self, k: Value, tokens: Value) -> None:
-        """k (tokens, D) → keys (D, KEYS); the last token fills up the tile."""
+        """k (tokens, D) → keys (D, KEYS), where copies of the last token are padding."""
         e, row_bytes = self._e, 4 * self._dim
         with e.loop(0, KEYS, 16) as first:
-            rows = [k + e.least(first + i, tokens - 1) * row_bytes for i in range(16)]
+            rows = [k + e.imin(first + i, tokens - 1) * row_bytes for i in range(16)]
             target = self._keys + first * 4
             whole = self._dim // 16 * 16
             with e.loop(0, whole, 16) as channel:
@@ -257,14 +259,14 @@ class _Unit:
                 e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
 
     def _softmax(self, i: Value, start: Value, tokens: Value, window: Value) -> None:
-        """Scores → weights, and the row_max, row_sum and rescale of these queries."""
+        """Scores → weights in place; updates row_max, row_sum and rescale of `_rows` queries from i on."""
         e = self._e
         integers = vector(I32, 16)
         keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, KEYS, 16)]
         with e.loop(0, self._rows) as row:
             position = e.load(self._position + (i + row) * 8, I64)
-            last = e.most(e.least(position - start, tokens - 1), -1).trunc(I32)
-            first = e.least(e.most(position - start - window + 1, 0), KEYS).trunc(I32)
+            last = e.imax(e.imin(position - start, tokens - 1), -1).trunc(I32)
+            first = e.imin(e.imax(position - start - window + 1, 0), KEYS).trunc(I32)
             at, seen, scores = self._weights + row * (4 * KEYS), [], []
             for number, key in enumerate(keys):
                 seen.append((key <= last) & (key >= first))
@@ -272,13 +274,13 @@ class _Unit:
                 scores.append(e.select(seen[-1], score, e.like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             before = e.load(own_row_max, F32)
-            row_max = e.maximum(e.maximum_lanes(_reduced(scores, e.maximum)), before)
+            row_max = e.fmax(e.fmax_lanes(_reduced(scores, e.fmax)), before)
             weights = [
                 e.select(own, e.exp(score - row_max), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)
             ]
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
-            # A score of −infinity has the weight 0: the sum takes what is not finite from the scores.
+            # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
             marked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
             e.store(row_max, own_row_max)
             e.store(before - row_max, rescale)
@@ -290,7 +292,7 @@ class _Unit:
             e.store(e.fma(e.load(row_sum, F32, 4 * number), rescale, added), row_sum, 4 * number)
 
     def _add_values(self, weighted: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
-        """Add weights · values of some channels to the faded sums."""
+        """Add weights · values to the rescaled sums, for the channels of `part`."""
         e, row_bytes, first = self._e, 4 * self._dim, part[0][0]
         start = []
         for row in range(self._rows):
@@ -313,7 +315,7 @@ def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:
 
 
 def _reduced(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """The values combined, by halves."""
+    """The values combined pairwise, as a tree."""
     whole = list(values)
     while len(whole) > 1:
         whole = [combine(a, b) for a, b in zip(whole[::2], whole[1::2], strict=True)]

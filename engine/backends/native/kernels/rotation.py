@@ -1,4 +1,4 @@
-"""Rotations of vectors of D channels, which are emitted into other kernels."""
+"""Rotations of vectors of D channels, emitted inside other kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polarlm.engine.jit.lang.values import F32, Value, vector
 
 
 def pieces(channels: int) -> Iterator[tuple[int, int]]:
-    """(first channel, lanes) of the vectors of at most 16 lanes that cover the channels."""
+    """Yields (first channel, lanes) of vectors of 16, 8, 4, 2 or 1 lanes that together cover the channels."""
     first = 0
     for lanes in (16, 8, 4, 2, 1):
         while channels - first >= lanes:
@@ -19,9 +19,9 @@ def pieces(channels: int) -> Iterator[tuple[int, int]]:
 
 
 def rotate(e: Emitter, x: Value, target: Value, memory: Value, dim: int, order: int) -> None:
-    """x (D,) @ rotation → target (D,), float32; order and memory: of a `Rotation`. target may be x unless order is 0.
+    """x (D,) @ rotation → target (D,), float32; order and memory: see `Rotation`. target may be x unless order is 0.
 
-    For a Hadamard matrix, x has been multiplied by the signs before it.
+    For a Hadamard matrix the caller has already multiplied x by the signs before it.
     """
     if order == 1:
         for first, lanes in pieces(dim):
@@ -35,7 +35,7 @@ def rotate(e: Emitter, x: Value, target: Value, memory: Value, dim: int, order: 
 
 
 def rotate_dense(e: Emitter, x: Value, matrix: Value, dim: int, rows: int) -> Iterator[tuple[int, list[Value]]]:
-    """x (rows, D) @ matrix (D, D) → some channels of the result after others: offset in bytes, a vector of each row."""
+    """x (rows, D) @ matrix (D, D). Yields offset in bytes and, for each row, the vector of result channels there."""
     part_tile = max(4, e.level.lanes // 4) if rows == 1 else max(1, e.level.lanes // 4)
     parts = list(pieces(dim))
     for number in range(0, len(parts), part_tile):
@@ -47,7 +47,7 @@ def rotate_dense(e: Emitter, x: Value, matrix: Value, dim: int, rows: int) -> It
 
 
 def _hadamard(e: Emitter, x: Value, target: Value, after: Value, first: int, order: int) -> None:
-    """The fast Walsh-Hadamard transform of `order` channels, a power of two, times `after`."""
+    """The fast Walsh-Hadamard transform of `order` (a power of two) channels from `first` on, times `after`."""
     lanes = min(order, 16)
     places = range(4 * first, 4 * (first + order), 4 * lanes)
     whole = [e.load(x, vector(F32, lanes), place) for place in places]

@@ -15,7 +15,7 @@ _F16 = vector(F32, 16)
 
 
 def over_columns(e: Emitter, columns: Value, body: Callable[[Value, Type], None]) -> None:
-    """body(offset in bytes, type) for 16 columns at a time, float32 (16,), and then for each of the last, float32."""
+    """Emit body(offset in bytes, type) for vectors of 16 columns, then for each remaining column; type: float32."""
     whole = columns // 16 * 16
     with e.loop(0, whole, 16) as column:
         body(column * 4, _F16)
@@ -24,7 +24,7 @@ def over_columns(e: Emitter, columns: Value, body: Callable[[Value, Type], None]
 
 
 def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
-    """1 / rms of the columns at x."""
+    """1 / √(mean square of the columns at x + eps)."""
     total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
     def add_square(offset: Value, kind: Type) -> None:
@@ -37,7 +37,7 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
 
 
 class NormArguments(NamedTuple):
-    """Of `norm_rows`."""
+    """Arguments of `norm_rows`."""
 
     x: Pointer
     weight: Pointer
@@ -50,7 +50,7 @@ class NormArguments(NamedTuple):
 
 @cache
 def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
-    """target = x / rms(x) * weight, unit by row; adds: it is added to target. target may be x.
+    """target = x / rms(x) * weight, or with `adds` target += that; one unit per row. target may be x.
 
     x_stride, stride: bytes from row to row of x and of target.
     """
@@ -70,7 +70,7 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
 
 
 class GateArguments(NamedTuple):
-    """Of `gate`."""
+    """Arguments of `gate`."""
 
     both: Pointer
     out: Pointer
@@ -79,7 +79,7 @@ class GateArguments(NamedTuple):
 
 @cache
 def gate(activation: str) -> Kernel[GateArguments]:
-    """[gate | up] (rows, 2·columns) → activation(gate) * up (rows, columns), unit by row."""
+    """[gate | up] (rows, 2·columns) → activation(gate) * up (rows, columns), one unit per row."""
 
     def emit(e: Emitter, args: GateArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:

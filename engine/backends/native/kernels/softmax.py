@@ -1,4 +1,4 @@
-"""The online softmax of queries over the tokens of some blocks."""
+"""Online softmax of queries over the tokens of one or more blocks."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _F16 = vector(F32, 16)
 
 @dataclass
 class Query:
-    """A query of a pass: addresses in scratch, its row's position, and what has been found for it so far."""
+    """A query of a pass: addresses in scratch, its row's position, and the state of its softmax."""
 
-    vector: Value  # times the scale of scores
+    vector: Value  # already scaled
     prepared: Value
-    scores: Value  # of some blocks; then their weights
+    scores: Value  # scores with the tokens of some blocks; then their weights
     weighted: Value  # sum of weighted values
     position: Value
     row_max: Variable
-    row_sum: Variable  # lanes, to be added up
+    row_sum: Variable  # partial sums in lanes
 
 
 def _over_tokens(e: Emitter, tokens: Value, block_size: int, body: Callable[[Sequence[int], Value], None]) -> None:
-    """body(offsets in bytes of vectors of 16 tokens, offset before these): for all tokens, a multiple of N."""
+    """Emit body(offsets in bytes of vectors of 16 tokens, offset to add to these) for all tokens, a multiple of N."""
     step = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
     with e.loop(0, tokens * 4, 4 * step) as before:
         body(range(0, 4 * step, 64), before)
 
 
 def mask(e: Emitter, queries: Sequence[Query], lows: Sequence[Value], highs: Sequence[Value], tokens: Value) -> None:
-    """Hide the tokens below those of `lows`, and from those of `highs` on."""
+    """Set scores to LOWEST outside low ≤ token < high, for the low and high of each query."""
     lanes = e.constant(vector(I32, 16), tuple(range(16)))
     for query, first, last in zip(queries, lows, highs, strict=True):
-        low, high = e.most(first, 0).trunc(I32), e.most(last, 0).trunc(I32)
+        low, high = e.imax(first, 0).trunc(I32), e.imax(last, 0).trunc(I32)
         with e.loop(0, tokens, 16) as token:
             numbers = lanes + token.trunc(I32)
             at = query.scores + token * 4
@@ -45,9 +45,9 @@ def mask(e: Emitter, queries: Sequence[Query], lows: Sequence[Value], highs: Seq
 
 
 def softmax(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int, head_dim: int) -> None:
-    """Scores → weights, in place, added to the sums of weights.
+    """Scores → weights e^(score − row_max), in place; adds them to row_sum.
 
-    Where a score is above the maximum so far, the sums are rescaled to the new one.
+    If a score exceeds row_max, row_sum and the weighted sum are rescaled to the new maximum first.
     """
     highest = [e.variable(e.constant(_F16, LOWEST)) for _ in queries]
 
@@ -58,14 +58,14 @@ def softmax(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int
                 row_max.set(e.select(score > row_max.get(), score, row_max.get()))
 
     _over_tokens(e, tokens, block_size, find)
-    maxima = [e.maximum_lanes(row_max.get()) for row_max in highest]
+    maxima = [e.fmax_lanes(row_max.get()) for row_max in highest]
     grown = [row_max > query.row_max.get() for query, row_max in zip(queries, maxima, strict=True)]
     some = grown[0]
     for other in grown[1:]:
         some = some | other
     with e.when(some):
         for query, row_max in zip(queries, maxima, strict=True):
-            new = e.maximum(row_max, query.row_max.get())
+            new = e.fmax(row_max, query.row_max.get())
             rescale = e.exp(query.row_max.get() - new)
             query.row_max.set(new)
             query.row_sum.set(query.row_sum.get() * rescale)

@@ -1,6 +1,6 @@
 """Reads of tiles of weights (`engine.backends.native.tiles`).
 
-lanes: 16 for all rows of a tile, 0 for one of them.
+lanes: 16 to read all rows of a tile, 0 to read one row.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from polarlm.engine.weight_formats import WeightFormat
 
 
 def _type(element: Type, lanes: int) -> Type:
-    """The type of a vector; of a scalar for 0 lanes."""
+    """A vector type, or the scalar type for 0 lanes."""
     return vector(element, lanes) if lanes else element
 
 
 def read_plain(e: Emitter, at: Value, format: WeightFormat, lanes: int, offset: int = 0) -> Value:
-    """Weights of a format without codes at `at` + `offset` bytes, float32."""
+    """Weights of a format without codes, at `at` + `offset` bytes, as float32."""
     if format.nbytes == 4:
         return e.load(at, _type(F32, lanes), offset)
     return _widened(e, e.load(at, _type(I16, lanes), offset), is_bfloat=format.name == "bf16")
 
 
 def read_scale(e: Emitter, at: Value, place: int, is_power: bool, lanes: int) -> Value:
-    """Scales or offsets, float32. place, is_power: of a `TileLayout`."""
+    """Scales or offsets as float32. place: offset in the block; is_power: as in `TileLayout`."""
     return _widened(e, e.load(at, _type(I16, lanes), place), is_bfloat=is_power)
 
 
@@ -35,7 +35,7 @@ def _widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
 
 
 def times_sub(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool = False) -> Value:
-    """The factor times that of a group of inputs, where the format has one."""
+    """factor times the sub-scale (or sub-offset) of a group, if the format has one."""
     if place is None:
         return factor
     sub = e.load(at, _type(I8, factor.lanes), place + 16 * group)
@@ -43,7 +43,7 @@ def times_sub(e: Emitter, factor: Value, at: Value, place: int | None, group: in
 
 
 def read_pair(e: Emitter, layout: TileLayout, at: Value, pair: int, lanes: int) -> Value:
-    """A pair of codes of each row, int16 (2 · rows,); at: of the codes of 32 inputs, pair: its number among them."""
+    """Pair number `pair` of the codes of 32 inputs at `at`, for each row: int16 (2 · rows,)."""
     words = vector(I16, 2 * (lanes or 1))
     if layout.planes == (8,):
         both = e.load(at, words, 64 * (pair % 8))

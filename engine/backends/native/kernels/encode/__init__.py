@@ -1,13 +1,14 @@
-"""Encoding of blocks with error feedback: the arithmetic of `engine.quantization.encode`, unit by block of a KV head.
+"""Encoding of blocks with error feedback: the arithmetic of `engine.quantization.encode`, one unit per block and KV
+head.
 
-Vectors have a channel in rows and 16 tokens in lanes. Keys are rounded pair by pair, all tokens of the block at once.
-With feedback along tokens pair j of token t needs the errors of pairs before it and of tokens before it: then a row has
-the pairs with the same t + j (`skewed`), and the rows are rounded one after another.
+A row is a channel, its lanes are tokens, 16 per vector. Keys are rounded pair by pair, all tokens of the block at once.
+With feedback along tokens, pair j of token t needs the errors of earlier pairs and of earlier tokens: then a row has
+the pairs with the same t + j (`skewed`), and rows are rounded in order.
 
-Multiply-adds of vectors for N tokens of D channels, at two a cycle with AVX-512: error feedback D²N/32, the norm twice
+Vector multiply-adds for N tokens of D channels, at two per cycle with AVX-512: error feedback D²N/32, the norm twice
 that; both are products with a triangle. For N = D = 64 these are 24 600 for keys: 12 300 cycles. The search for the
-nearest points takes about 45 ns for 16 pairs: 6 µs for a block. In skewed rows each lane has its own coefficients, so
-that a product loads two vectors, one of them across two cache lines: loads are the limit, not products.
+nearest points takes about 45 ns for 16 pairs: 6 µs for a block. In skewed rows each lane has its own coefficients, so a
+multiply-add loads two vectors, one of them across two cache lines: loads are the limit, not arithmetic.
 Measured with N = D = 64 and AVX-512, one thread: keys of ring4 11 µs a block, values of ring3.5 29 µs: about a tenth of
 NumPy's time.
 Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector.
@@ -27,10 +28,10 @@ from polarlm.engine.quantization.encode import LARGEST
 
 
 def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
-    """Encodes blocks into tiles.
+    """The kernel that encodes blocks into tiles.
 
-    blocks (units,): a `Block` each; dim: D; is_half: whether all x are float16, as in slots. A byte of `damaged`
-    (units,) becomes 1 where x is not finite. Scratch: `scratch_bytes`.
+    blocks (units,): a `Block` each; dim: D; is_half: whether all x are float16, as in slots. damaged (units,) uint8: 1
+    where x is not finite. Needs `scratch_bytes` of scratch.
     """
 
     def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -47,7 +48,7 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
             if encoding.has_metric:
                 write_norms(unit)
             if tiles.by_token:
-                write_codes(unit, unit.errors)  # which are not needed any more
+                write_codes(unit, unit.errors)  # reuses the memory of the errors
                 tiles.emit_pack(e, unit.errors, unit.norms, unit.block.tiles)
             else:
                 assert not encoding.along_tokens

@@ -1,4 +1,4 @@
-"""How the encoder is specialized for the format of a cache."""
+"""The specialization of the encoder for the format of a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polarlm.engine.jit.run.workers import SCRATCH
 
 
 def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
-    """For keys (side 0) or values (1) of a codec that rounds to a table of points; None if there is no kernel."""
+    """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points; None without kernel."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
     rounding = codec.rounding
     if not isinstance(rounding, (RingTable, TurboTable)) or format.block_size % LANES:
@@ -25,14 +25,14 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
         along_tokens=metric is not None and metric.token_feedback is not None,
         mean_bits=0 if side else format.mean_bits,
         has_metric=metric is not None,
-        # Of `turbo`, vectors whose norm overflows have the codes next to 0.
+        # Without a limit, vectors of `turbo` whose norm overflows get the codes next to 0, as in NumPy.
         largest=float(rounding.norms.largest) if metric is None and isinstance(rounding, RingTable) else math.inf,
     )
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
 
 def without_metric(format: CacheFormat, side: int, bits: int = 8) -> Encoding | None:
-    """For keys (side 0) or values (1) of a codec with codes of its own; None if there is no room for it."""
+    """The encoding of keys (side 0) or values (1) for codecs without an error metric; None if scratch is too small."""
     mean_bits = 0 if side else format.mean_bits
     encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None

@@ -1,4 +1,4 @@
-"""Encoding of `q8_0`, `q4_0` and `f16`: without an error metric, with the results of NumPy."""
+"""Encoding of `q8_0`, `q4_0` and `f16`, which have no error metric. Results equal NumPy's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROUP = 32
 
 
 def encode_groups(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
-    """Blocks as `q8_0` (8 bits) or `q4_0` (4 bits) into tiles; arguments as of `encode`."""
+    """The kernel that encodes blocks as `q8_0` (8 bits) or `q4_0` (4 bits); arguments as of `encode`."""
     choose = _round_to_bytes if encoding.bits == 8 else _round_to_nibbles
 
     def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -38,16 +38,16 @@ def encode_groups(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArgume
 
 
 def _inverse(e: Emitter, scale: Value) -> Value:
-    """1 / scale, and 0 where that exceeds a float32."""
+    """1 / scale, or 0 where that overflows."""
     inverse = e.constant(_F16, 1.0) / scale
     return e.select(e.absolute(inverse) < float("inf"), inverse, e.zero(_F16))
 
 
 def _round_to_bytes(unit: Unit, x: Value, codes: Value) -> Value:
-    """32 rows at x → codes plus 128, int32 rows; returns the scales."""
+    """32 rows at x → codes + 128 at `codes`, int32 rows; returns the scales (16,)."""
     e, top = unit.e, unit.e.variable(unit.e.zero(_F16))
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
-        top.set(e.maximum(top.get(), e.absolute(e.load(x + row, _F16))))
+        top.set(e.fmax(top.get(), e.absolute(e.load(x + row, _F16))))
     scale = top.get() / 127.0
     inverse = _inverse(e, scale)
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
@@ -61,7 +61,7 @@ def _round_to_bytes(unit: Unit, x: Value, codes: Value) -> Value:
 
 
 def _round_to_nibbles(unit: Unit, x: Value, codes: Value) -> Value:
-    """32 rows at x → codes, int32 rows; returns the scales."""
+    """32 rows at x → codes at `codes`, int32 rows; returns the scales (16,)."""
     e = unit.e
     top, farthest = e.variable(e.zero(_F16)), e.variable(e.load(x, _F16))
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
@@ -73,13 +73,13 @@ def _round_to_nibbles(unit: Unit, x: Value, codes: Value) -> Value:
     scale = farthest.get() / -8.0
     inverse = _inverse(e, scale)
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
-        code = e.minimum(e.load(x + row, _F16) * inverse + 8.5, 15.0)
+        code = e.fmin(e.load(x + row, _F16) * inverse + 8.5, 15.0)
         e.store(code.to_int(), codes + row)
     return scale
 
 
 def encode_halves(encoding: Encoding, is_keys: bool, name: str) -> Kernel[EncodeArguments]:
-    """Blocks as `f16` into tiles of this name; arguments as of `encode`."""
+    """The kernel that rounds blocks to `f16` tiles, whose name is `name`; arguments as of `encode`."""
 
     def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:

@@ -1,4 +1,4 @@
-"""The vectors of a block: centred, with tokens in lanes, and their norms."""
+"""Loads the vectors of a block: centred, with tokens in lanes; and measures their norms."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from polarlm.engine.jit.lang.float_ops import float_to_half
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, Variable, vector
 
 ANY = float(np.finfo(np.float32).max)
-"""A limit that no finite value exceeds."""
+"""A limit that clips no finite value."""
 
 _F8, _F16, _I16 = vector(F32, 8), vector(F32, LANES), vector(I32, LANES)
 
 
 def load(unit: Unit, limit: float) -> Value:
-    """x of the unit to `x`, centred and clipped to ±limit. Returns a byte: whether it is not finite."""
+    """The block's x, centred and clipped to ±limit → `unit.x` (D, N). Returns a byte: 1 if it is not finite."""
     e, stride, given = unit.e, unit.dim * 4, _as_floats(unit)
     if unit.encoding.mean_bits:
         _centre(unit, given)
@@ -42,7 +42,7 @@ def load(unit: Unit, limit: float) -> Value:
 
 
 def load_halves(unit: Unit, out: Value) -> Value:
-    """x of the unit → float16 rows at `out`, of D rounded up to 16. Returns a byte: whether it is not finite."""
+    """The block's x → (N, D rounded up to 16) float16 at `out`. Returns a byte: 1 if it is not finite."""
     e, given = unit.e, _as_floats(unit)
     bad = e.variable(e.zero(vector(I32, 8)))
     with e.loop(0, unit.tokens) as token, e.loop(0, unit.dim, 8) as channel:
@@ -53,7 +53,7 @@ def load_halves(unit: Unit, out: Value) -> Value:
 
 
 def _as_floats(unit: Unit) -> Value:
-    """The address of x (N, D) as float32; if it is given as halves, these are written to `errors`."""
+    """The address of x (N, D) float32. If x is float16, it is converted into the memory of `errors`."""
     e = unit.e
     with e.when(unit.is_half > 0), e.loop(0, unit.dim * unit.tokens, LANES) as i:
         e.store(e.half_to_float(e.load(unit.block.x + i * 2, vector(I16, LANES))), unit.errors + i * 4)
@@ -61,11 +61,11 @@ def _as_floats(unit: Unit) -> Value:
 
 
 def _clipped(e: Emitter, value: Value, limit: float, bad: Variable) -> Value:
-    """value within ±limit, and 0 where it is not finite; `bad` becomes 1 there."""
+    """value clipped to ±limit, 0 where it is not finite; there lanes of `bad` become 1."""
     integers = vector(I32, value.lanes)
     is_bad = (value.bits(integers) & 0x7FFFFFFF) >= 0x7F800000
     bad.set(e.select(is_bad, e.constant(integers, 1), bad.get()))
-    return e.select(is_bad, e.zero(value.type), e.minimum(e.maximum(value, -limit), limit))
+    return e.select(is_bad, e.zero(value.type), e.fmin(e.fmax(value, -limit), limit))
 
 
 def _any_byte(e: Emitter, lanes: Variable) -> Value:
@@ -73,7 +73,7 @@ def _any_byte(e: Emitter, lanes: Variable) -> Value:
 
 
 def measure(unit: Unit) -> None:
-    """The RMS of the vectors in `x` to `norms`, and its inverse."""
+    """The RMS of the vectors in `x` → `norms`; its inverse, or 0 → `inverses`."""
     e = unit.e
     with unit.vectors() as offset:
         total = e.variable(e.zero(_F16))
@@ -87,25 +87,28 @@ def measure(unit: Unit) -> None:
 
 
 def _centre(unit: Unit, source: Value) -> None:
-    """The mean of the vectors at `source` to its fields, and as it reads back to `mean`: as `conditioning.centre`."""
+    """Store the block mean of the vectors at `source`, and write what it decodes to → `unit.mean` (D,).
+
+    The arithmetic is that of `conditioning.centre`.
+    """
     e, stride = unit.e, unit.dim * 4
     top = e.variable(e.zero(_F8))
     with e.loop(0, unit.dim, 8) as channel:
         total = e.variable(e.load(source + channel * 4, _F8))
         with e.loop(1, unit.tokens) as token:
             total.set(total.get() + e.load(source + token * stride + channel * 4, _F8))
-        mean = e.minimum(e.maximum(total.get() / float(unit.tokens), -HALF_MAX), HALF_MAX)
+        mean = e.fmin(e.fmax(total.get() / float(unit.tokens), -HALF_MAX), HALF_MAX)
         e.store(mean, unit.mean + channel * 4)
-        top.set(e.maximum(top.get(), e.absolute(mean)))
+        top.set(e.fmax(top.get(), e.absolute(mean)))
     if unit.encoding.mean_bits == 8:
-        half = float_to_half(e, e.maximum_lanes(top.get()) / 127.0)
+        half = float_to_half(e, e.fmax_lanes(top.get()) / 127.0)
         e.store(half, unit.block.mean_scale)
         scale = e.half_to_float(half)
         step = e.splat(e.select(scale > 0.0, scale, e.constant(F32, 1.0)), 8)
     with e.loop(0, unit.dim, 8) as channel:
         mean = e.load(unit.mean + channel * 4, _F8)
         if unit.encoding.mean_bits == 8:
-            code = e.least(e.most(e.round(mean / step), -127), 127)
+            code = e.imin(e.imax(e.round(mean / step), -127), 127)
             e.store(code.trunc(I8), unit.block.mean + channel)
             back = code.to_float() * scale
         else:
@@ -116,9 +119,9 @@ def _centre(unit: Unit, source: Value) -> None:
 
 
 def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
-    """8 vectors of 16 numbers, those of tokens t and t + 8 → 8 vectors, one for each channel, with tokens in lanes.
+    """8 vectors, each with 8 channels of tokens t and t + 8 → 8 vectors, one for each channel, with tokens in lanes.
 
-    A bit of the row's number changes places with a bit of the lane's, three times.
+    Each of three rounds swaps one bit of the row index with the same bit of the lane index.
     """
     whole = list(rows)
     for bit in (1, 2, 4):

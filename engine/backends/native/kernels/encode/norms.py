@@ -1,4 +1,4 @@
-"""The norms of least cost of a block."""
+"""The norms of a block that minimise its error metric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _F16 = vector(F32, LANES)
 
 
 def write_norms(unit: Unit) -> None:
-    """Replace `norms` by those of least cost, from the targets in `x` and their errors in `errors`."""
+    """Replace `norms` by those of least cost, given the targets in `x` and their errors in `errors`, overwritten."""
     e, tilted = unit.e, unit.encoding.tilted
     vector_tile = unit.vector_tile(2)
     with e.loop(0, unit.row, 64 * vector_tile) as offset:
@@ -47,11 +47,11 @@ def write_norms(unit: Unit) -> None:
             place = offset + 64 * number
             ratio = own.tilted(unit.dim) if tilted else own.fitted()
             norm = ratio * e.load(unit.norms + place, _F16)
-            e.store(e.maximum(norm, 0.0), unit.norms + place)
+            e.store(e.fmax(norm, 0.0), unit.norms + place)
 
 
 def _decode(unit: Unit, sources: Sequence[Value]) -> None:
-    """Replace errors of the vectors at the second half of `sources` by x − errors."""
+    """Replace errors, at the second half of `sources`, by x − errors, where x is at the first half."""
     e, half = unit.e, len(sources) // 2
     with e.loop(0, unit.dim) as channel:
         for x, errors in zip(sources[:half], sources[half:], strict=True):
@@ -60,7 +60,7 @@ def _decode(unit: Unit, sources: Sequence[Value]) -> None:
 
 
 class _Sums:
-    """Sums over channels for 16 vectors x and y, with a symmetric matrix S: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ and others."""
+    """Sums over channels for 16 vectors x and y: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ with a symmetric matrix S, and others."""
 
     def __init__(self, e: Emitter, tilted: bool) -> None:
         self.e, self.is_tilted = e, tilted
@@ -71,7 +71,7 @@ class _Sums:
         self.sums[name].set(self.e.fma(a, b, self.sums[name].get()))
 
     def add(self, diagonal: Value, x: Value, y: Value, sum_x: Value, sum_y: Value) -> None:
-        """A channel. sum_x, sum_y: the products of the channels before it with its row of S."""
+        """Add a channel. sum_x, sum_y: the products of all earlier channels with its row of S."""
         e = self.e
         own_y = e.fma(diagonal, y, sum_y)
         self._add("xy", x, own_y)
@@ -85,11 +85,11 @@ class _Sums:
             self._add(name, a, b)
 
     def fitted(self) -> Value:
-        """The factor of y for which the error costs least."""
+        """The factor of y that minimises the cost of the error."""
         return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
 
     def tilted(self, dim: Value) -> Value:
-        """The same for the queries that attend to each key; see `engine.quantization.encode`."""
+        """The same factor for the queries that attend to each key; see `engine.quantization.encode`."""
         e = self.e
         got = {name: total.get() for name, total in self.sums.items()}
         root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
@@ -98,9 +98,9 @@ class _Sums:
         tilted = self._ratio(e.fma(lean_x, lean_y, got["xy"]), e.fma(lean_y, lean_y, got["yy"]))
         plain = self._ratio(got["plain_xy"], got["plain_yy"])
         low, high = TILT_RANGE
-        return e.minimum(e.maximum(tilted, plain * low), plain * high)
+        return e.fmin(e.fmax(tilted, plain * low), plain * high)
 
     def _ratio(self, numerator: Value, denominator: Value) -> Value:
-        """numerator / denominator, and 1 where the denominator is 0."""
+        """numerator / denominator, or 1 where the denominator is 0."""
         e = self.e
         return e.select(denominator > 0.0, numerator / denominator, e.constant(_F16, 1.0))

@@ -1,4 +1,4 @@
-"""Encoding of `polarquant`, with the codes of NumPy: the same comparisons of the same float32."""
+"""Encoding of `polarquant`. Codes equal NumPy's: it makes the same comparisons of the same float32."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class PolarTiles(Protocol):
         unit: Value,
         offset: Value,
     ) -> None:
-        """Codes of 16 tokens and both halves of a unit, or its first, → their bytes in a tile."""
+        """Codes of 16 tokens and of both halves of a unit, or only its first → their bytes in a tile."""
 
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
 
 def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel[EncodeArguments]:
-    """Blocks into tiles; arguments as of `encode`."""
+    """The kernel that encodes blocks; arguments as of `encode`."""
 
     def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
@@ -47,7 +47,7 @@ def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel[EncodeArgument
             e.store(load(unit, ANY), args.damaged + number)
 
             def write(channels: Value, halves: int) -> None:
-                """The codes of 16 channels, or of the first 8."""
+                """Encode the 8 · halves channels of unit `channels`."""
                 with unit.vectors() as offset:
                     x = [
                         e.load(unit.x + channels * (16 * unit.row) + offset, _F16, unit.row * channel)
@@ -64,7 +64,7 @@ def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel[EncodeArgument
 
 
 def _quantize(e: Emitter, x: Sequence[Value], levels: int) -> tuple[list[Value], list[Value], list[Value]]:
-    """16 or 8 channels of 16 tokens → codes of their pairs on level 1 and rows of their halves, int32; radii, int16."""
+    """16 or 8 channels of 16 tokens → codes of pairs on level 1, rows of halves, int32; radii, float16 as int16."""
     squares = [channel * channel for channel in x]
     codes: dict[int, list[Value]] = {}
     for level in range(1, levels + 1):
@@ -81,11 +81,11 @@ def _quantize(e: Emitter, x: Sequence[Value], levels: int) -> tuple[list[Value],
         if levels == 4:
             row = row | (codes[4][0] ^ 3 * half) << 6
         rows.append(row)
-    return directions, rows, [float_to_half(e, e.minimum(e.sqrt(total), float(HALF_MAX))) for total in squares]
+    return directions, rows, [float_to_half(e, e.fmin(e.sqrt(total), float(HALF_MAX))) for total in squares]
 
 
 def _quarter(e: Emitter, a: Value, b: Value, level: int) -> tuple[Value, Value]:
-    """a², b² → codes within a quadrant, int32, and their sums."""
+    """a², b² (16,) → the codes of their angles within a quadrant, int32, and a² + b²."""
     tan_squared = float(TAN_SQUARED[level])
     code = e.zero(_I16)
     for beyond in (b > a * tan_squared, b > a, b * tan_squared > a):

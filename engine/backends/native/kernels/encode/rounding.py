@@ -1,4 +1,4 @@
-"""The codes of a block: rounding with error feedback between pairs."""
+"""Rounding of a block to codes, with error feedback between pairs or without feedback."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
 
 def round_all_tokens(unit: Unit) -> None:
-    """Round pair by pair; errors to `errors`."""
+    """Round pair by pair, all tokens at once → `codes`, and the errors of `x` → `errors`."""
     e, width = unit.e, unit.width
     search = unit.encoding.table(e, unit.encoding.bits)
     unit.clear(unit.errors, unit.dim * unit.row)
     vector_tile = unit.vector_tile(8 // width)
     with e.loop(0, unit.pairs) as pair:
         rows = [unit.block.feedback + (pair * width + row) * (unit.dim * 4) for row in range(width)]
-        before = (pair * width + 1) & -2  # an odd number of them is followed by coefficients of 0
+        before = (pair * width + 1) & -2  # rounded up to even: the coefficient after an odd number is 0
         here = pair * unit.row_of_pairs
         with e.loop(0, unit.row, 64 * vector_tile) as offset:
             sources = [unit.errors + offset + 64 * number for number in range(vector_tile)]
@@ -39,13 +39,13 @@ def round_all_tokens(unit: Unit) -> None:
 
 
 def round_alone(unit: Unit) -> None:
-    """Round without feedback, as `Codec.encode`; norms are limited to `Encoding.largest`."""
+    """Round without feedback, as `Codec.encode` does; norms are limited to `Encoding.largest`."""
     e = unit.e
     search = unit.encoding.table(e, unit.encoding.bits)
     with unit.vectors() as offset:
         norm = e.load(unit.norms + offset, _F16)
         if unit.encoding.largest < math.inf:
-            norm = e.minimum(norm, unit.encoding.largest)
+            norm = e.fmin(norm, unit.encoding.largest)
             e.store(norm, unit.norms + offset)
         divisor = e.select(norm > 0.0, norm, e.constant(_F16, 1.0))
         with e.loop(0, unit.pairs) as pair:
@@ -55,10 +55,10 @@ def round_alone(unit: Unit) -> None:
 
 
 def write_codes(unit: Unit, out: Value) -> None:
-    """The codes in the rows of `codes` → (N, P) at `out`, uint8 or uint16."""
+    """Transpose the codes in the rows of `codes` → (N, P) at `out`, uint8, or uint16 for ten bits."""
     e, size = unit.e, unit.encoding.code.width // 8
-    row = unit.row_of_lanes + 4 if unit.encoding.along_tokens else e.i64(unit.row)  # from a pair to the next
-    step = unit.row_of_lanes if unit.encoding.along_tokens else 4  # from a token to the next
+    row = unit.row_of_lanes + 4 if unit.encoding.along_tokens else e.i64(unit.row)  # bytes from pair to pair
+    step = unit.row_of_lanes if unit.encoding.along_tokens else 4  # bytes from token to token
     with e.loop(0, unit.tokens) as token:
         source, target = unit.codes + token * step, out + token * unit.pairs * size
         with e.loop(0, unit.pairs, 4) as pair:

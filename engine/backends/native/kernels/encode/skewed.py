@@ -1,8 +1,8 @@
-"""The codes of a block with error feedback between pairs and along tokens.
+"""Rounding of a block to codes, with error feedback between pairs and along tokens.
 
-Rows are skewed: row d has pair j of token d − j, in lane j. All cells of a row are rounded at once. They need errors of
-rows above: that of pair j − k of the same token lies k rows higher and k lanes to the left, that of the same pair m
-tokens earlier m rows higher in the same lane.
+Rows are skewed: row d has pair j of token d − j in lane j. All cells of a row are rounded at once. They need errors of
+earlier rows: that of pair j − k of the same token is in row d − k, lane j − k; that of pair j of token t − m is in row
+d − m, lane j.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
 
 def round_skewed(unit: Unit) -> None:
-    """Round row by row; targets to `x`, their errors to `errors`."""
+    """Round row by row → `codes`; targets (x plus feedback along tokens) → `x`, and their errors → `errors`."""
     e, width, row_bytes = unit.e, unit.width, unit.row_of_lanes * unit.width
     search = unit.encoding.table(e, unit.encoding.bits)
-    pad = row_bytes + unit.row_of_lanes  # for what comes before the first row, and before its first lane
+    pad = row_bytes + unit.row_of_lanes  # zeros that are read for rows and lanes before the first
     nbytes = row_bytes * unit.encoding.rows(unit.pairs) + pad
     targets, errors, target_errors = (unit.take(nbytes) + pad for _ in range(3))
     unit.clear(targets + -pad, nbytes * 3)
@@ -25,9 +25,9 @@ def round_skewed(unit: Unit) -> None:
     norms, inverses = _reversed(unit, unit.norms), _reversed(unit, unit.inverses)
     axes = [unit.row_of_lanes * axis for axis in range(width)]
     with e.loop(0, unit.encoding.rows(unit.pairs)) as row:
-        first = e.most(row - (unit.tokens - 1), 0) // LANES * LANES
-        with e.loop(first, e.least(row + 1, unit.pairs), LANES) as pair:
-            token = row - pair  # of the first lane; the next has the one before
+        first = e.imax(row - (unit.tokens - 1), 0) // LANES * LANES
+        with e.loop(first, e.imin(row + 1, unit.pairs), LANES) as pair:
+            token = row - pair  # the first lane's token; each next lane has the one before it
             at = row_bytes * row + pair * 4
             places = [at + axis for axis in axes]
             xs = [e.load(targets + place, _F16) for place in places]
@@ -49,7 +49,7 @@ def round_skewed(unit: Unit) -> None:
 
 
 def _reversed(unit: Unit, numbers: Value) -> Value:
-    """Numbers (N,) float32 of the tokens → ROW_PAD zeros, the numbers from the last to the first, and zeros again."""
+    """Numbers (N,) float32 of tokens → the address of ROW_PAD zeros, the numbers in reverse order, ROW_PAD zeros."""
     e, out = unit.e, unit.take(unit.row + 8 * ROW_PAD)
     unit.clear(out, e.i64(unit.row + 8 * ROW_PAD))
     with unit.vectors() as offset:
@@ -59,11 +59,11 @@ def _reversed(unit: Unit, numbers: Value) -> Value:
 
 
 def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
-    """Error feedback from earlier tokens to 16 cells. errors: of these cells; token: of the first."""
+    """Error feedback from earlier tokens to 16 cells. errors: address of these cells; token: the first cell's."""
     e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
     sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
     coefficients = unit.block.along + (-token + (ROW_PAD + unit.tokens - 1)) * 4
-    with e.loop(1, e.least(token + 1, e.i64(unit.tokens)), 2) as lag:
+    with e.loop(1, e.imin(token + 1, e.i64(unit.tokens)), 2) as lag:
         factors = coefficients + lag * diagonal
         for step in (0, 1):
             factor = e.load(factors, _F16, step * diagonal)
@@ -75,11 +75,11 @@ def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
 
 
 def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Value]:
-    """Error feedback from earlier pairs of the same tokens to 16 cells. errors: of these cells; pair: of the first."""
+    """Error feedback from earlier pairs of their tokens to 16 cells. errors: their address; pair: the first cell's."""
     e, width, diagonal = unit.e, unit.width, unit.row_of_lanes
     sums = [[e.variable(e.zero(_F16)) for _ in range(2 * width)] for _ in range(width)]
     coefficients = unit.block.feedback + pair * 4
-    lags = e.least(e.least(pair + (LANES - 1), unit.pairs - 1), row)
+    lags = e.imin(e.imin(pair + (LANES - 1), unit.pairs - 1), row)
     with e.loop(1, lags + 1, 2) as lag:
         for step in (0, 1):
             back = -(lag + step)
@@ -95,7 +95,7 @@ def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Valu
 
 
 def _skew(unit: Unit, source: Value, target: Value, *, back: bool = False) -> None:
-    """Rows (D, N) of channels → skewed rows, or back."""
+    """Rows of channels (D, N) → skewed rows; with `back`, the inverse."""
     e, step = unit.e, unit.row_of_lanes * unit.width
     with e.loop(0, unit.pairs) as pair, e.loop(0, unit.tokens, LANES) as token:
         for axis in range(unit.width):

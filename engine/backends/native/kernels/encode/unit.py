@@ -1,4 +1,4 @@
-"""A block of one KV head on its way to codes: what it is encoded with, its memory, and products of its vectors."""
+"""The state of a unit that encodes a block of one KV head: its arguments, its scratch, and products of its vectors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, Type, Value, Variable, 
 LANES = 16
 _F16 = vector(F32, LANES)
 
-ROW_PAD = LANES  # zeros before and after the coefficients of a row of tokens
+ROW_PAD = LANES  # padding (zeros) before and after the coefficients of a row of tokens
 
 
 class EncodeArguments(NamedTuple):
-    """Of `encode`."""
+    """Arguments of `encode`."""
 
     blocks: Pointer
     damaged: Pointer
@@ -31,10 +31,10 @@ class EncodeArguments(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a unit reads and writes.
+    """The addresses that a unit reads and writes.
 
-    x (N, D) float32 or float16; the metric's arrays of its KV head, as `Encoding` describes them; where the results are
-    written: a tile, and the fields of the mean.
+    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them; then the
+    outputs: a tile, and the fields of the block mean.
     """
 
     x: Pointer
@@ -51,15 +51,15 @@ class Block(NamedTuple):
 class Encoding:
     """The properties that a kernel is specialized for.
 
-    bits: of a code. width: values of a code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
-    tilted: norms are tilted, with `mean_query` (D,) and `matrix` (D, D) the second moment of queries; else
-    they are fitted, with `matrix` the metric's. along_tokens: with feedback along tokens.
-    mean_bits: of the block mean that is subtracted; 0 for none. has_metric: else codes are of the nearest points, and
-    norms are the RMS, or `largest` if that is less.
+    bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
+    tilted: norms are tilted, by `mean_query` (D,) and the second moment of queries, `matrix` (D, D); else they are
+    fitted, by the metric's `matrix`. along_tokens: whether there is feedback along tokens. mean_bits: bits of the block
+    mean that is subtracted; 0 for none. has_metric: if False, codes are those of the nearest points, and norms are the
+    RMS, at most `largest`.
 
-    feedback (D, D): the metric's. With feedback along tokens its diagonals: (P + 1, width, width, P') float32, P' = P
-    rounded up to 16, at [k, a, b, j] the coefficient of channel b of pair j − k for channel a of pair j; and along
-    (N + 1, N + 32): at [m, 16 + i] the coefficient of token t − m for token t = N − 1 − i. Both are 0 where there is no
+    feedback (D, D): the metric's. With feedback along tokens it has diagonals: (P + 1, width, width, P') float32, P' =
+    P rounded up to 16; [k, a, b, j] is the coefficient of channel b of pair j − k for channel a of pair j. along
+    (N + 1, N + 32): [m, 16 + i] is the coefficient of token t − m for token t = N − 1 − i. Both are 0 where there is no
     such pair or token.
     """
 
@@ -88,7 +88,7 @@ class Encoding:
         return NearestOfRings if self.width == 2 else NearestLevels
 
     def rows(self, pairs: Any) -> Any:
-        """Rows of pairs: P, or with feedback along tokens P + N − 1."""
+        """Rows that are rounded in order: P, or P + N − 1 with feedback along tokens."""
         return pairs + (self.tokens - 1) if self.along_tokens else pairs
 
 
@@ -99,14 +99,14 @@ class PackedTiles(Protocol):
     by_token: bool
 
     def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
-        """Codes and norms (N,) float32 ≥ 0, which may be overwritten, → the tile.
+        """Pack codes and norms (N,) float32 ≥ 0, which may be overwritten, into the tile.
 
         codes (P, N) int32; if `by_token` (N, P) uint8, or uint16 for ten bits.
         """
 
 
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
-    """Memory that a unit works in."""
+    """Bytes of scratch that a unit needs."""
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     own = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if not encoding.along_tokens:
@@ -116,7 +116,7 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
 
 
 class Unit:
-    """Writes the code for one block."""
+    """Emits the work on one block. Sizes of rows are in bytes; the memory is in scratch."""
 
     def __init__(self, e: Emitter, encoding: Encoding, args: EncodeArguments, number: Value, scratch: Value) -> None:
         self.e, self.encoding, self.dim, self.is_half = e, encoding, args.dim, args.is_half
@@ -137,17 +137,17 @@ class Unit:
         self.mean = self.take(self.dim * 4)
 
     def take(self, nbytes: int | Value) -> Value:
-        """The next bytes of the scratch memory."""
+        """The address of the next `nbytes` bytes of scratch."""
         first = self.scratch
         self.scratch = first + nbytes
         return first
 
     def vectors(self, first: Value | int = 0, end: Value | int | None = None) -> AbstractContextManager[Value]:
-        """A loop over vectors of 16 tokens: their offset in bytes in a row."""
+        """A loop over the vectors of 16 tokens in a row; its variable is their offset in bytes."""
         return self.e.loop(first, self.row if end is None else end, 64)
 
     def vector_tile(self, vectors: int) -> int:
-        """How many vectors of tokens are multiplied together: their sums stay in registers."""
+        """The number of vectors of tokens that are multiplied together, so that their sums stay in registers."""
         most = vectors if self.e.level.has_room else 1
         return max(n for n in range(1, most + 1) if self.tokens // LANES % n == 0)
 
@@ -156,12 +156,12 @@ class Unit:
             self.e.store(self.e.zero(_F16), start + offset)
 
     def products(self, rows: Sequence[Value], sources: Sequence[Value], count: Value) -> list[list[Value]]:
-        """Sums of the first `count` coefficients of each row, times vectors at each source, a row apart.
+        """For each row of coefficients and each source, Σ of the first `count` coefficients times vectors.
 
-        count: an even number.
+        count: even. The vectors of a source are `self.row` bytes apart.
         """
         e = self.e
-        chains = 2 if len(rows) * len(sources) < 8 else 1  # multiply-adds that do not wait for each other
+        chains = 2 if len(rows) * len(sources) < 8 else 1  # independent multiply-adds hide their latency
         sums = [[[e.variable(e.zero(_F16)) for _ in range(chains)] for _ in sources] for _ in rows]
         with e.loop(0, count, 2) as number:
             for step in (0, 1):
