@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polarlm.bench.gpu.nvrtc import compile_binary
-from polarlm.bench.gpu.paper import LIBRARY, Launch, Part
+from polarlm.bench.gpu.parts import LIBRARY, Launch, Part
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
 from polarlm.model_loaders.config import ModelConfig
 

@@ -12,8 +12,7 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import cost, predict
 from polarlm.bench.gpu.cost import MACHINES
-from polarlm.bench.gpu.paper import PaperDevice, Part, step_parts
-from polarlm.bench.gpu.paper_prompt import prompt_parts
+from polarlm.bench.gpu.parts import Part, prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.engine.errors import EngineError
@@ -38,8 +37,8 @@ IDLE = Counts(
 
 
 def parts_of(context: int, batch: int, cache: str = "balanced", weights: str = "bf16") -> dict[str, Part]:
-    device = PaperDevice(H200.processors, H200.shared_memory)
-    return {part.name: part for part in step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, device)}
+    sizes = H200.processors, H200.shared_memory
+    return {part.name: part for part in step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, *sizes)}
 
 
 @pytest.mark.parametrize(("batch", "product"), [(1, ["gemv"]), (2, ["gemv"]), (3, ["narrow", "gemm_small"])])
@@ -167,8 +166,8 @@ def test_a_warp_computes_its_units_one_after_another(monkeypatch: pytest.MonkeyP
 
 
 def prompt_of(tokens: int, weights: str = "bf16", cache: str = "balanced") -> dict[str, Part]:
-    device = PaperDevice(H200.processors, H200.shared_memory)
-    return {part.name: part for part in prompt_parts(LLAMA_8B, weights, CacheType.read(cache), tokens, device)}
+    sizes = H200.processors, H200.shared_memory
+    return {part.name: part for part in prompt_parts(LLAMA_8B, weights, CacheType.read(cache), tokens, *sizes)}
 
 
 def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from polarlm.bench.gpu.setup import LLAMA_8B, llama
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
+from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -30,54 +31,36 @@ from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import Linear, Matrix, get
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
-from tests.cuda.emulated import EmulatedDevice
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
 
 
-class Counting(EmulatedDevice):
-    """Counts the bytes of live arrays, and runs no launches.
+class Counting(TracingDevice):
+    """Counts the bytes of live arrays.
 
     peak: since the last `begin`. recorded: the peak of recorded work alone.
     """
 
-    processors = 132
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda launch: None, 132, 228 << 10)
         self.live = self.peak = self.recorded = self.aside = 0
 
     def begin(self) -> int:
         self.peak = self.live
         return self.live
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        x = np.empty(shape, dtype)  # memory that nobody touches costs nothing
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> TracingArray:
+        x = super().empty(shape, dtype)
         self.live += x.nbytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(x, self._gone, x.nbytes)
+        weakref.finalize(x._like, self._gone, x.nbytes)  # what views keep alive, too
         return x
 
     def _gone(self, size: int) -> None:
         self.live -= size
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return self.empty(shape, dtype)
-
-    def from_host(self, x: np.ndarray) -> np.ndarray:
-        return self.empty(x.shape, x.dtype)
-
-    def to_host(self, x: np.ndarray) -> np.ndarray:
-        return np.zeros(x.shape, x.dtype)
-
-    def launch(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def gemm(self, *_: Any, add: bool) -> None:
-        pass
-
-    def run_graph(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         before = self.begin()
         result = super().run_graph(key, work, inputs)
         self.recorded = max(self.recorded, self.peak - before)
