@@ -18,6 +18,7 @@ from polarlm.bench.gpu.nvrtc import compile_binary
 from polarlm.bench.gpu.parts import LIBRARY, Launch, Part
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
+from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.config import ModelConfig
 
 # Seconds that a kernel adds to its bytes or instructions: until it begins after the one before it, and until all
@@ -239,14 +240,18 @@ def _units(launch: Launch, loop: Counts) -> float:
 
 
 def packed_steps(text: str) -> int:
-    """The steps of 32 inputs of a span of `gemv_packed`, of whose text this is."""
-    return 4 if "GROUP = 16" in text or "#define UNIT 128\n" in text else 8
+    """The steps of 32 inputs of a span of `gemv_packed`, of whose text this is: of 8 groups, or of a unit."""
+    return min(8 * get(_constant(text, "WEIGHT")).group, int(_constant(text, "UNIT"))) // 32
 
 
 def _define(launch: Launch, name: str) -> int:
-    """A constant of the launch's text."""
-    line = next(line for line in launch.text.splitlines() if line.startswith(f"#define {name} "))
-    return int(line.split()[2])
+    """A number among the constants of the launch's text."""
+    return int(_constant(launch.text, name))
+
+
+def _constant(text: str, name: str) -> str:
+    line = next(line for line in text.splitlines() if line.startswith(f"#define {name} "))
+    return line.split()[2]
 
 
 def _small(launch: Launch, machine: Machine) -> float:
