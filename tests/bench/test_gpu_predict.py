@@ -171,8 +171,8 @@ def prompt_of(tokens: int, weights: str = "bf16", cache: str = "balanced") -> di
 
 
 def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
-    """A layer takes 2,048 rows at a time."""
-    parts = prompt_of(4096)
+    """A layer takes 8,192 rows at a time."""
+    parts = prompt_of(16384)
     kernels = {name: [launch.kernel for launch in part.launches] for name, part in parts.items()}
     assert kernels["qkv"] == kernels["out"] == ["narrow", "gemm"]
     assert kernels["gate_up"] == ["narrow", "gemm", "activate_mul"]
@@ -181,7 +181,7 @@ def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
     assert kernels["attention"] == ["prefill_attention", "rotate"] * 2
     assert [parts[name].repeats for name in ("qkv", "heads", "attention", "down", "head")] == [64, 64, 32, 64, 1]
     flops = sum(part.repeats * launch.flops for part in parts.values() for launch in part.launches)
-    assert flops == 2 * 4096 * len(LLAMA_8B.layers) * 218_103_808
+    assert flops == 2 * 16384 * len(LLAMA_8B.layers) * 218_103_808
     packed = [launch.kernel for launch in prompt_of(2048, "q4_k")["out"].launches]
     assert packed == ["narrow", "dequantize", "gemm"]
 
@@ -190,7 +190,7 @@ def test_attention_of_a_prompt_waits_for_its_busiest_unit(monkeypatch: pytest.Mo
     """An iteration of IDLE's loop has the products of 32 rows with 16 tokens; a row sees half of the prompt."""
     attention = prompt_of(8192)["attention"]
     iterations = 32 * 8192 / 32 * (8192 / 2 / 16 + 0.5) / H200.processors
-    beside = 4 * 2 * 2.7e-6 + 4 * 2 * 2048 * 4096 * 4 / H200.bandwidth  # launches, and q and the result of `rotate`
+    beside = 2 * 2.7e-6 + 2 * 8192 * 4096 * 4 / H200.bandwidth  # launches, and q and the result of `rotate`
 
     def predicted(loop: Counts) -> cost.Prediction:
         monkeypatch.setattr(cost, "_compiled", lambda *given: (253, loop))
