@@ -34,6 +34,7 @@ from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
+MEMORY = int(23.4e9), 24 * GB  # of a GPU on which driver and desktop take some
 
 
 class Counting(TracingDevice):
@@ -42,8 +43,8 @@ class Counting(TracingDevice):
     peak: since the last `begin`. recorded: the peak of recorded work alone.
     """
 
-    def __init__(self) -> None:
-        super().__init__(lambda launch: None, 132, 228 << 10)
+    def __init__(self, memory: tuple[int, int] = (GB, 2 * GB)) -> None:
+        super().__init__(lambda launch: None, 132, 228 << 10, memory)
         self.live = self.peak = self.recorded = self.aside = 0
 
     def begin(self) -> int:
@@ -68,13 +69,6 @@ class Counting(TracingDevice):
 
     def set_aside(self, size: int) -> None:
         self.aside = size
-
-
-class OfSize(Counting):
-    """A GPU of 24 GB, of which driver and desktop take some."""
-
-    def memory(self) -> tuple[int, int]:
-        return int(23.4e9), 24 * GB
 
 
 def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Transformer:
@@ -189,7 +183,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
     gate and up of a chunk, logits of a step."""
     for parallel in (1, 8, 64):
         config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
-        ops, model = CudaOps(OfSize()), LLAMA_8B
+        ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
         shape = cache_shape(config, WHOLE, ops, model)
         plan = store_plan(config, ops, model, shape, ops.room_beside(2 * WEIGHTS))
         heads, kv_heads, dim = model.attention.heads, model.attention.kv_heads, model.attention.head_dim
@@ -206,7 +200,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
 
 def test_a_short_context_leaves_more_memory_to_the_store() -> None:
     """Memory is kept free only for prompts that the context admits."""
-    ops, model = CudaOps(OfSize()), LLAMA_8B
+    ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
     shape = cache_shape(EngineConfig(), WHOLE, ops, model)
     short, long = (ops.work_bytes(Load(model, shape.format(0), tokens, 8)) for tokens in (8192, 131072))
     assert short < 1.1 * GB < 3 * GB < long

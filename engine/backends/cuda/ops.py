@@ -146,7 +146,8 @@ class CudaOps:
 
     def warm_up(self) -> WarmUp:
         device, expected = self._device, Expected(self._device)
-        ops = CudaOps(TracingDevice(expected.add, device.processors, device.shared_memory, device.overlaps))
+        sizes = device.processors, device.shared_memory, device.memory()
+        ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps))
         load = ops.load
 
         def load_first_rows(matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:

@@ -56,14 +56,19 @@ class TracingDevice:
     name = "traced GPU"
 
     def __init__(
-        self, launched: Callable[[Launch], None], processors: int, shared_memory: int, overlaps: bool = False
+        self,
+        launched: Callable[[Launch], None],
+        processors: int,
+        shared_memory: int,
+        memory: tuple[int, int] = (1 << 40, 1 << 40),
+        overlaps: bool = False,
     ) -> None:
         """launched: is called with every launch. The rest is that of the GPU that the launches are meant for."""
-        self._launched = launched
+        self._launched, self._memory = launched, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
 
     def memory(self) -> tuple[int, int]:
-        return 1 << 40, 1 << 40
+        return self._memory
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> TracingArray:
         strides = np.cumprod([np.dtype(dtype).itemsize, *shape[:0:-1]])[::-1].tolist()
