@@ -30,7 +30,7 @@ FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules")
 # stand-in, of threads, texts and counts.
 NEVER = (
     *("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_modules", "test_overlap"),
-    *("test_warm_up", "test_shapes", "test_source"),
+    *("test_warm_up", "test_tracing", "test_shapes", "test_source"),
 )
 # Whole models and engines: where the GPU has overlapped launches, they run with these and with launches in turn.
 AGAIN = (*_MODELS, "test_gpu", "test_schedules")

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polarlm.bench.gpu.nvrtc import compile_binary
-from polarlm.bench.gpu.paper import LIBRARY, Launch, Part
+from polarlm.bench.gpu.parts import LIBRARY, Launch, Part
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
+from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
+from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.config import ModelConfig
 
 # Seconds that a kernel adds to its bytes or instructions: until it begins after the one before it, and until all
@@ -28,7 +30,6 @@ _OVERLAPS_FROM = 90  # compute capability, times ten
 _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
 _REGISTERS = 65536  # of a multiprocessor
-_SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each block
 _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
 _PROMPT = "prefill_attention"
 
@@ -195,7 +196,7 @@ def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[flo
     iterations = config.attention.heads * part.prompt / rows * (part.prompt / 2 / tokens + 0.5) / machine.processors
     clocks, limit = _busiest(loop, iterations, 0, 0, machine)
     by_registers = _REGISTERS // (-(-registers // 8) * 8 * threads)
-    resident = max(1, min(by_registers, machine.shared_memory // (launch.shared + _SYSTEM_SHARED)))
+    resident = max(1, min(by_registers, machine.shared_memory // (launch.shared + SYSTEM_BYTES)))
     in_turn = iterations * loop.latency / (resident * threads // 32)
     if in_turn > clocks:
         clocks, limit = in_turn, "latency"
@@ -239,14 +240,18 @@ def _units(launch: Launch, loop: Counts) -> float:
 
 
 def packed_steps(text: str) -> int:
-    """The steps of 32 inputs of a span of `gemv_packed`, of whose text this is."""
-    return 4 if "GROUP = 16" in text or "#define UNIT 128\n" in text else 8
+    """The steps of 32 inputs of a span of `gemv_packed`, of whose text this is: of 8 groups, or of a unit."""
+    return min(8 * get(_constant(text, "WEIGHT")).group, int(_constant(text, "UNIT"))) // 32
 
 
 def _define(launch: Launch, name: str) -> int:
-    """A constant of the launch's text."""
-    line = next(line for line in launch.text.splitlines() if line.startswith(f"#define {name} "))
-    return int(line.split()[2])
+    """A number among the constants of the launch's text."""
+    return int(_constant(launch.text, name))
+
+
+def _constant(text: str, name: str) -> str:
+    line = next(line for line in text.splitlines() if line.startswith(f"#define {name} "))
+    return line.split()[2]
 
 
 def _small(launch: Launch, machine: Machine) -> float:

@@ -15,8 +15,7 @@ from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
 from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
-from polarlm.bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
-from polarlm.bench.gpu.paper_prompt import prompt_parts
+from polarlm.bench.gpu.parts import BLOCK_SIZE, known_weights, prompt_parts, step_parts
 from polarlm.bench.gpu.setup import LLAMA_8B, llama
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
@@ -151,16 +150,15 @@ def _numbers(flag: str, text: str, least: int, most: int) -> list[int]:
 
 def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: CacheType, context: int, batch: int) -> Step:
     """Raises EngineError for a cache type without kernels, and where the compiler or nvdisasm is missing."""
-    device = PaperDevice(machine.processors, machine.shared_memory)
-    parts = step_parts(config, weights, cache_type, context, batch, device)
+    parts = step_parts(config, weights, cache_type, context, batch, machine.processors, machine.shared_memory)
     predicted = predict(parts, machine, config)
     return Step(predicted, context, batch, overlapped(predicted, machine))
 
 
 def _prompt(machine: Machine, config: ModelConfig, weights: str, cache_type: CacheType, tokens: int) -> Prompt:
     """Raises EngineError as `_step` does."""
-    device = PaperDevice(machine.processors, machine.shared_memory)
-    return Prompt(predict(prompt_parts(config, weights, cache_type, tokens, device), machine, config), tokens)
+    parts = prompt_parts(config, weights, cache_type, tokens, machine.processors, machine.shared_memory)
+    return Prompt(predict(parts, machine, config), tokens)
 
 
 def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> str:

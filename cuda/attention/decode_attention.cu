@@ -10,11 +10,12 @@
 // spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
 // sees no token. window: tokens that a query sees, itself included; 0 for all. Behind the newest token a
 // full-precision record may hold anything, also NaN.
-// DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, TO (of out; float if it is not
-// defined; halves are clipped to ±65504, NaN stays). PRECOND: records aligned to 128 bytes, acc and tables to 16, ml
-// and q to 8; STEP_ROWS <= N where it is above 1; ORDER divides D, and is at most 32 or D % 32 == 0.
+// DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, SHARED (bytes of tables and
+// means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays).
+// PRECOND: records aligned to 128 bytes, acc and tables to 16, ml and q to 8; STEP_ROWS <= N where it is above 1; ORDER
+// divides D, and is at most 32 or D % 32 == 0.
 //
-// Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED_BYTES + 4 (2 B + 7 WARPS + 3) + 1024.
+// Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 3) + 1024.
 // chunks: CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths,
 // so that it can be recorded: every CTA computes from `spans` which units are its own (shares.cuh).
 //
@@ -33,7 +34,7 @@
 // The dynamic shared memory, at an address that the compiler knows: then it is an immediate of each lookup's load, and
 // no instruction adds it. Up to sm_89 the compiler finds the address itself; from sm_90 on, where CTAs may be in
 // clusters, it does not. The system reserves up to 1024 bytes at the start; this kernel has no static shared memory. If
-// the system reserves less, the 1024 bytes that the launch adds to SHARED_BYTES make up for it.
+// the system reserves less, the 1024 bytes that the launch adds to SHARED make up for it.
 __device__ __forceinline__ unsigned char *at_known_address(unsigned char *dynamic) {
 #if __CUDA_ARCH__ >= 900
     if (shared_address(dynamic) > 1024) __trap();
@@ -138,7 +139,7 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
     wait_for_previous();
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = at_known_address(dynamic);
-    int *const is_last = reinterpret_cast<int *>(shared + SHARED_BYTES);
+    int *const is_last = reinterpret_cast<int *>(shared + SHARED);
     const Plan plan(is_last + 2, spans, span_stride, sequences, kv_heads, window);
     const Pools pools = {keys, values, full_k, full_v, kv_heads};
     const Sums sums = {acc, ml, sequences * kv_heads * chunks};

@@ -17,7 +17,7 @@
 // computation.
 //
 // Grid (ceil(T · GROUP / (WARPS · WARP_ROWS)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or
-// 32). Dynamic shared memory SHARED_BYTES: tables of both codecs, keys and values of a part, and the queries if
+// 32), SHARED (bytes of dynamic shared memory): tables of both codecs, keys and values of a part, and the queries if
 // WARP_ROWS is 32 and DP > 64.
 // WARP_ROWS 32 reads shared memory half as often. Registers and 99 KB suffice for it up to DP 64, and up to DP 128 if
 // both sides are f16 without means. A sequence without quantized blocks takes that variant, whatever its cache type.

@@ -8,7 +8,7 @@ constexpr int KEYS = Tables::BYTES;  // the tables begin at 0
 constexpr int VALUES = KEYS + PART_BYTES;
 constexpr int QUERIES = VALUES + PART_BYTES;
 constexpr bool QUERIES_SHARED = MT > 1 && DP > 64;  // registers are needed for sums
-constexpr int SHARED_BYTES = QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP * 2 : 0);
+static_assert(SHARED == QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP * 2 : 0), "tables, a part, and queries");
 
 // One side's pools: quantized records, the sink's, those of the new rows.
 struct SidePools {

@@ -6,24 +6,25 @@
 // bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
-// up. Of the inputs, its 8 warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
+// up. Of the inputs, its warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
 // alone: it copies a unit of each tile, whole blocks of the format, which lie together, to SLOTS in shared memory, and
 // its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands.
 // Columns of B behind the last row repeat rows: their sums are not read.
-// Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
-// DEFINES: ACT (of x: __half), WEIGHT (a packed format), ROWS (most rows: 4, 8, 16), TILES (even if GATED), SLOTS (more
-// than TILES), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
+// Grid (ceil(rows of weights / (16 · TILES))), 32 · WARPS threads.
+// DEFINES: ACT (of x: __half), WEIGHT (a packed format), ROWS (most rows: 4, 8, 16), UNIT (a multiple of VALUES), TILES
+// (even if GATED), SLOTS (more than TILES), WARPS, SHARED (bytes of dynamic shared memory), ADD (0 or 1), ACTIVATION (a
+// function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh.
-// Dynamic shared memory: 8 · max(SLOTS · BYTES, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile.
-// Cost: bytes of the weights, of which at least 8 · (SLOTS − TILES) units per block are in flight; each block reads all
-// rows of x from L2 or L1, which for 16 rows is about the bytes of four tiles of 4-bit weights.
+// Cost: bytes of the weights, of which at least WARPS · (SLOTS − TILES) units per block are in flight; each block reads
+// all rows of x from L2 or L1, which for 16 rows is about the bytes of four tiles of 4-bit weights.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x aligned to 16 bytes; out % 16 == 0 if GATED.
 
-constexpr int WARPS = 8, TILE = 16 * TILES;
-constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
+constexpr int TILE = 16 * TILES, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;  // BYTES: of a unit of a tile
+constexpr int COPIED_BYTES = WARPS * SLOTS * BYTES, JOINED_BYTES = WARPS * ROWS * pitch_of(TILE) * 4;
 constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x
 constexpr bool CONSTANTS_KEPT = TILES <= 2 || WEIGHT::HIGH == 0;  // in registers, of which more planes need more
-static_assert(SLOTS > TILES && !(GATED && TILES % 2), "as the head says");
+static_assert(SLOTS > TILES && !(GATED && TILES % 2) && UNIT % WEIGHT::VALUES == 0, "as the head says");
+static_assert(SHARED == (COPIED_BYTES > JOINED_BYTES ? COPIED_BYTES : JOINED_BYTES), "the slots, and then the sums");
 
 // The A operands of 16 rows of weights and 32 inputs, k … of a unit. zero: see PackedWeights.
 __device__ __forceinline__ void unpack(uint4 (&w)[2], const unsigned char *unit, int k, unsigned zero) {
@@ -37,7 +38,7 @@ __device__ __forceinline__ void unpack(uint4 (&w)[2], const unsigned char *unit,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
 gemm_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, int rows, int in, int out,
                    long long pitch) {
     let_next_begin();

@@ -15,11 +15,10 @@
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
 // blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights), TO float;
 // gemm_small_sum_kernel adds the parts.
-// DEFINES: ACT (the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), ADD (0 or
-// 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
+// DEFINES: ACT (the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), SHARED
+// (bytes of dynamic shared memory, at most 96 KB), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not
+// defined), TO (of y, see output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh.
-// Dynamic shared memory: max(5 · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
-// WARPS_K = 8 / WARPS_OUT: at most 96 KB.
 // Cost: bytes of the weights, of which STAGES − 1 stages per block are in flight at any time, 64 KB of 16-bit weights;
 // each block reads its inputs of all rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the
 // bytes of 16-bit weights.
@@ -89,7 +88,7 @@ gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;
     const int column = warp % WARPS_OUT * 32;
     const Tile tile = {int(blockIdx.x) * COLUMNS, out};
-    uint4 *const fragments = shared + 5 * WARPS * 4 * 32;
+    uint4 *const fragments = shared + COPIED;
 
     const Weights<WEIGHT> weights(weight, tile, column, warp_k * 32, in, shared);
     Inputs inputs = {};

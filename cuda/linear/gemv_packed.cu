@@ -19,22 +19,23 @@
 // adds, and its lanes unpack from there the A operands (packed_weights.cuh).
 // Grid (sets of tiles, or fewer), 32 · WARPS threads.
 // DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of
-// VALUES), TILES (even if GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), NORMED (0 or
-// 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
+// VALUES), TILES (even if GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes
+// of dynamic shared memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined),
+// TO (of y, see output_tile.cuh).
 // JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh.
-// Dynamic shared memory: WARPS · (SLOTS · BYTES + 8 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile.
 // Cost: bytes of the weights, of which at least WARPS · (SLOTS − TILES) units per block are in flight; each block reads
 // all rows of x from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
 
 constexpr int TILE = 16 * TILES, THREADS = 32 * WARPS;
-constexpr int BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
+constexpr int BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;               // of a unit of a tile
 constexpr int SPAN = 8 * WEIGHT::GROUP < UNIT ? 8 * WEIGHT::GROUP : UNIT;  // inputs of up to 8 groups
 constexpr int UNROLLED = ROWS == 1 && TILES == 1 ? UNIT / SPAN : 1;         // spans: more would need more registers
 constexpr bool WHOLE = UNIT == WEIGHT::VALUES;                             // then the inputs are whole units
 constexpr int JOINED = WARPS * ROWS * pitch_of(TILE);                      // floats: the sums of all warps
 static_assert(SLOTS > TILES && !(GATED && TILES % 2) && UNIT % WEIGHT::VALUES == 0 && UNIT <= 256, "as the head says");
 static_assert(WEIGHT::GROUP == 32 || WEIGHT::GROUP == 16, "a step has one group or two");
+static_assert(SHARED == WARPS * SLOTS * BYTES + 2 * JOINED * 4, "the slots of each warp, and the sums of two sets");
 
 // A row of x: lane l has inputs 8l … 8l + 7 of a unit, and zeros behind it.
 struct Inputs {

@@ -6,7 +6,10 @@ constexpr int STAGES = WEIGHT::PACKED ? 8 : 5;  // as many of packed weights fit
 constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // COLUMNS: of y, of a block
 constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
 constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = pitch_of(TILE);
+constexpr int COPIED = 5 * WARPS * 4 * 32;  // of weights: 16 bytes each, for 5 stages of 16-bit weights
+constexpr int LOOP_BYTES = 16 * (COPIED + 2 * FRAGMENTS * 32), JOINED_BYTES = WARPS_K * ROWS * PITCH * 4;
 static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
+static_assert(SHARED == (LOOP_BYTES > JOINED_BYTES ? LOOP_BYTES : JOINED_BYTES), "weights and x, and then the sums");
 
 using Product = WEIGHT::Product;
 
@@ -75,7 +78,7 @@ struct Weights<W, false> {
 template <class W>
 struct Weights<W, true> {
     static constexpr int PIECES = W::PIECES;
-    static_assert(STAGES * 2 * PIECES <= 5 * 128, "shared memory is laid out for 5 stages of 16-bit weights");
+    static_assert(STAGES * WARPS * 2 * PIECES <= COPIED, "shared memory is laid out for 5 stages of 16-bit weights");
     const unsigned char *tiles[2];
     uint4 *stages;  // this warp's in [STAGES][WARPS][2][PIECES]
     int input, in, lane;  // the warp's first input of stage 0

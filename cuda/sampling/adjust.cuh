@@ -1,7 +1,7 @@
 // The table of draws, and the changes of single logits before a draw: biases, penalties, DRY. Part of sample.cu.
 //
-// The table is int32, made by engine/backends/cuda/draws.py: a `Params` for each row, then the lists of the rows that
-// have any. A row's lists begin at word `lists`, a multiple of 4:
+// The table is int32, made by engine/backends/cuda/sampler_inputs.py: a `Params` for each row, then the lists of the
+// rows that have any. A row's lists begin at word `lists`, a multiple of 4:
 //   DRY         double amounts (dry), int ids (dry)
 //   biases      int ids (biases), float amounts (biases)
 //   penalties   int ids of the last tokens (recent); an id may be there several times; −1: the row's newest token

@@ -1,7 +1,7 @@
 // The op `sample`: the next token of every sequence, as in engine/sampling/sample.py; only ids leave the GPU.
 //
-// ids (B): the token; -1 where the logits are not finite, -2 where biases and mask leave no token. logits (B, V), rows
-// `stride` floats apart. draws: the table of adjust.cuh. scratch (B, SCRATCH_WORDS): of 8 bytes.
+// ids (B): the token; -1 where the logits are not finite, NOTHING_LEFT where biases and mask leave no token. logits (B,
+// V), rows `stride` floats apart. draws: the table of adjust.cuh. scratch (B, SCRATCH_WORDS): of 8 bytes.
 // Kernels in this order; the first and the last only where rows have lists, with `saved`, as many floats as the table
 // has words (null without lists), and newest (B), or null: the token behind which each row's logits come, for lists
 // that do not know it.
@@ -20,12 +20,12 @@
 // for each 8 bits of a rank (whole_row.cuh), up to seven times for each cut.
 // Cost: V is read twice, once for greedy rows; up to ROOM ranks are written and read. A list of biases, penalties or
 // DRY costs two accesses to each of its logits; a mask V / 8 bytes with every read of V.
-// Grid (ceil(V / PART), B) of sample_maxima and sample_list, (B) of the others. Block THREADS. DEFINES: none.
+// Grid (ceil(V / PART), B) of sample_maxima and sample_list, (B) of the others. Block THREADS. DEFINES: THREADS (256),
+// PART (logits of a block), SCRATCH_WORDS, ROW_WORDS (of a row's parameters), NOTHING_LEFT (below -1).
 // JOINS: row.cuh, adjust.cuh, best.cuh, whole_row.cuh.
 // PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; table aligned to 16 bytes; ids of
 // lists < V, recent <= 64.
-constexpr int NOT_FINITE = -1, NOTHING_LEFT = -2;  // instead of an id
-constexpr int PART = 4 * CHUNKS * THREADS;         // logits of a block
+constexpr int NOT_FINITE = -1;                     // instead of an id, as NOTHING_LEFT is
 constexpr int TOPS = 3 * THREADS;                  // sets of a row, at most
 constexpr int BOUND = 448;                         // the list goes down to the maximum in this place, or one before it
 constexpr unsigned INFINITE = 0xff800000u, MINUS_INFINITE = 0x007fffffu;  // keys
@@ -38,7 +38,7 @@ struct Scratch {
     Rank tops[TOPS];    // of each set: key and inverted id of its best token
     Rank list[ROOM];
 };
-constexpr int SCRATCH_WORDS = sizeof(Scratch) / sizeof(Rank);
+static_assert(sizeof(Scratch) == SCRATCH_WORDS * sizeof(Rank) && sizeof(Params) == 4 * ROW_WORDS, "as Python has them");
 
 __device__ __forceinline__ Scratch &scratch_of(Rank *scratch, int row) {
     return *reinterpret_cast<Scratch *>(scratch + static_cast<long long>(row) * SCRATCH_WORDS);

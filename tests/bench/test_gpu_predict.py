@@ -12,8 +12,7 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import cost, predict
 from polarlm.bench.gpu.cost import MACHINES
-from polarlm.bench.gpu.paper import PaperDevice, Part, step_parts
-from polarlm.bench.gpu.paper_prompt import prompt_parts
+from polarlm.bench.gpu.parts import Part, prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.engine.errors import EngineError
@@ -38,8 +37,8 @@ IDLE = Counts(
 
 
 def parts_of(context: int, batch: int, cache: str = "balanced", weights: str = "bf16") -> dict[str, Part]:
-    device = PaperDevice(H200.processors, H200.shared_memory)
-    return {part.name: part for part in step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, device)}
+    sizes = H200.processors, H200.shared_memory
+    return {part.name: part for part in step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, *sizes)}
 
 
 @pytest.mark.parametrize(("batch", "product"), [(1, ["gemv"]), (2, ["gemv"]), (3, ["narrow", "gemm_small"])])
@@ -167,13 +166,13 @@ def test_a_warp_computes_its_units_one_after_another(monkeypatch: pytest.MonkeyP
 
 
 def prompt_of(tokens: int, weights: str = "bf16", cache: str = "balanced") -> dict[str, Part]:
-    device = PaperDevice(H200.processors, H200.shared_memory)
-    return {part.name: part for part in prompt_parts(LLAMA_8B, weights, CacheType.read(cache), tokens, device)}
+    sizes = H200.processors, H200.shared_memory
+    return {part.name: part for part in prompt_parts(LLAMA_8B, weights, CacheType.read(cache), tokens, *sizes)}
 
 
 def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
-    """A layer takes 2,048 rows at a time."""
-    parts = prompt_of(4096)
+    """A layer takes 8,192 rows at a time."""
+    parts = prompt_of(16384)
     kernels = {name: [launch.kernel for launch in part.launches] for name, part in parts.items()}
     assert kernels["qkv"] == kernels["out"] == ["narrow", "gemm"]
     assert kernels["gate_up"] == ["narrow", "gemm", "activate_mul"]
@@ -182,7 +181,7 @@ def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
     assert kernels["attention"] == ["prefill_attention", "rotate"] * 2
     assert [parts[name].repeats for name in ("qkv", "heads", "attention", "down", "head")] == [64, 64, 32, 64, 1]
     flops = sum(part.repeats * launch.flops for part in parts.values() for launch in part.launches)
-    assert flops == 2 * 4096 * len(LLAMA_8B.layers) * 218_103_808
+    assert flops == 2 * 16384 * len(LLAMA_8B.layers) * 218_103_808
     packed = [launch.kernel for launch in prompt_of(2048, "q4_k")["out"].launches]
     assert packed == ["narrow", "dequantize", "gemm"]
 
@@ -191,7 +190,7 @@ def test_attention_of_a_prompt_waits_for_its_busiest_unit(monkeypatch: pytest.Mo
     """An iteration of IDLE's loop has the products of 32 rows with 16 tokens; a row sees half of the prompt."""
     attention = prompt_of(8192)["attention"]
     iterations = 32 * 8192 / 32 * (8192 / 2 / 16 + 0.5) / H200.processors
-    beside = 4 * 2 * 2.7e-6 + 4 * 2 * 2048 * 4096 * 4 / H200.bandwidth  # launches, and q and the result of `rotate`
+    beside = 2 * 2.7e-6 + 2 * 8192 * 4096 * 4 / H200.bandwidth  # launches, and q and the result of `rotate`
 
     def predicted(loop: Counts) -> cost.Prediction:
         monkeypatch.setattr(cost, "_compiled", lambda *given: (253, loop))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import pytest
 from polarlm.bench.gpu import nvrtc, sass
 from polarlm.bench.gpu.cost import packed_steps
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler, parse
-from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import get
 from tests.cuda.variants import Cache, Define, Variant
 
 ARCH = 90
@@ -121,13 +121,21 @@ def attention(kernel: str, keys: str, values: str, mean_bits: int = 8) -> Varian
     return Variant(kernel, config.defines, cache, config.shared)
 
 
-def product(kernel: str, rows: int, constants: Mapping[str, Define], weight: str = "bf16") -> Variant:
-    types: dict[str, Define] = {"ACT": "float", "WEIGHT": weight, "NORMED": 1, "ADD": 0, "ROWS": rows}
-    return Variant(kernel, {**types, **constants})
+def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool = False) -> Variant:
+    """A product on an H200 with weights (out, 4096), without its activation."""
+    format, sizes = get(weight), (132, 228 << 10)
+    if kernel == "gemv":
+        config, _ = launch_configs.gemv(rows, out, 4096, sizes[0])
+    elif kernel == "gemm_small":
+        config, *_ = launch_configs.gemm_small(rows, out, 4096, *sizes)
+    else:
+        configured = getattr(launch_configs, kernel)
+        config, _ = configured(rows, out, *sizes, format.values, packed.block_bytes(format), gated)
+    x: dict[str, Define] = {"ACT": "float", "NORMED": 1}
+    if rows > launch_configs.GEMV_ROWS:  # as `narrow` gives it
+        x = {"ACT": "__nv_bfloat16" if weight == "bf16" else "__half", "NORMED": 0}
+    return Variant(kernel, {**x, "WEIGHT": weight, "ADD": 0, **config.defines}, None, config.shared)
 
-
-STAYING: dict[str, Define] = {"WARPS": 8, "RESIDENT": 3, "UNIT": 256}
-ROUNDED: dict[str, Define] = {"ACT": "__half", "NORMED": 0}  # x as `narrow` gives it
 
 POLARQUANT = attention("decode_attention", "polarquant", "polarquant")
 PREFILL = attention("prefill_attention", "f16", "f16", 0)
@@ -136,23 +144,19 @@ BUDGETS = [
     Budget("decode_attention", attention("decode_attention", "ring4", "ring3.5"), 168, 2.236),
     Budget("decode_attention", POLARQUANT, 168, 3.717),
     Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 168, 3.133),
-    Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.562),
-    Budget("gemv", product("gemv", 2, {"OUTPUTS": 4, "SPLIT": 1}), 110, 5.938),
-    Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}, "f16"), 128, 4.438),
-    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 2, "ACT": "__nv_bfloat16", "NORMED": 0}), 48, 5.500),
-    Budget("gemm_small", product("gemm_small", 32, {"WARPS_OUT": 4, **ROUNDED}, "q4_k"), 84, 8.156),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 2, **STAYING}, "q4_k"), 66, 2.383),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4, **STAYING}, "q4_k"), 70, 2.004),
-    Budget("gemm_packed", product("gemm_packed", 8, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 78, 2.793),
-    Budget("gemm_packed", product("gemm_packed", 16, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 107, 2.969),
-    Budget("gemm_packed", product("gemm_packed", 8, {"TILES": 1, "SLOTS": 4, **ROUNDED}, "q4_k"), 62, 3.016),
-    Budget("gemm_packed", product("gemm_packed", 16, {"TILES": 4, "SLOTS": 5, **ROUNDED}, "q4_k"), 128, 2.902),
-    Budget(
-        "gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4, **STAYING, "RESIDENT": 2}, "q6_k"), 103, 3.000
-    ),
-    Budget(
-        "gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 2, **STAYING, "UNIT": 128}, "q8_0"), 70, 3.953
-    ),
+    Budget("gemv", product("gemv", 1, 28672), 128, 4.562),
+    Budget("gemv", product("gemv", 2, 28672), 110, 5.938),
+    Budget("gemv", product("gemv", 1, 28672, "f16"), 128, 4.438),
+    Budget("gemm_small", product("gemm_small", 8, 28672), 48, 5.500),
+    Budget("gemm_small", product("gemm_small", 32, 28672, "q4_k"), 84, 8.156),
+    Budget("gemv_packed", product("gemv_packed", 1, 4096, "q4_k"), 66, 2.383),
+    Budget("gemv_packed", product("gemv_packed", 1, 28672, "q4_k"), 70, 2.004),
+    Budget("gemm_packed", product("gemm_packed", 8, 4096, "q4_k", gated=True), 78, 2.793),
+    Budget("gemm_packed", product("gemm_packed", 16, 6144, "q4_k"), 107, 2.969),
+    Budget("gemm_packed", product("gemm_packed", 8, 4096, "q4_k"), 62, 3.016),
+    Budget("gemm_packed", product("gemm_packed", 16, 28672, "q4_k"), 128, 2.902),
+    Budget("gemv_packed", product("gemv_packed", 1, 28672, "q6_k"), 103, 3.000),
+    Budget("gemv_packed", product("gemv_packed", 1, 4096, "q8_0"), 70, 3.953),
     Budget("prefill_attention", PREFILL, 253, 0.747),
 ]
 

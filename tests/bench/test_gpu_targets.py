@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Prediction, overlapped, predict
-from polarlm.bench.gpu.paper import PaperDevice, step_parts
+from polarlm.bench.gpu.parts import step_parts
 from polarlm.bench.gpu.setup import LLAMA_8B
 from tests.bench.test_gpu_sass import skip_without_the_recorded_compiler
 
@@ -28,8 +28,8 @@ def _can_predict() -> None:
 
 def predicted(weights: str, cache: str, context: int, batch: int, only: str = "") -> list[Prediction]:
     """The parts of a step, or one of them."""
-    device = PaperDevice(H200.processors, H200.shared_memory)
-    parts = step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, device)
+    sizes = H200.processors, H200.shared_memory
+    parts = step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, *sizes)
     return predict([part for part in parts if only in ("", part.name)], H200, LLAMA_8B)
 
 

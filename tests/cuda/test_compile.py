@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
@@ -130,6 +132,16 @@ extern "C" __global__ void planted(float *y, const int *x) {
 def test_faulty_kernels_fail_the_checks(text: str, dynamic: int, arch: int, words: str) -> None:
     (usage,) = compile_text(text, arch)
     assert any(words in fault for fault in faults(Variant("planted", {}, dynamic_shared=dynamic), usage))
+
+
+@pytest.mark.parametrize(
+    "kernel", ["gemv_packed", "gemm_packed", "gemm_small", "prefill_attention", "decode_attention"]
+)
+def test_a_kernel_does_not_compile_with_other_bytes_of_shared_memory(kernel: str) -> None:
+    variant = VARIANTS[kernel][0]
+    more = replace(variant, defines={**variant.defines, "SHARED": int(variant.defines["SHARED"]) + 16})
+    with pytest.raises(EngineError, match="static assertion failed"):
+        compile_text(more.text(), 90)
 
 
 def test_a_compile_error_names_file_and_line() -> None:

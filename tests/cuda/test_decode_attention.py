@@ -21,7 +21,6 @@ from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.linear import result_type
 from polarlm.engine.codecs._rotation import twice_signed_hadamard
-from polarlm.engine.records import table_bytes
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.formats import EPS32, poisoned, read, store
 from tests.cuda.programs import Program
@@ -55,13 +54,11 @@ def attend(
     group, most = heads // cache.kv_heads, max(1, *(span.rows for span in cache.headers))
     chunks, columns = launch_configs.decode_cells(group, most)
     layouts = cache.key_layout, cache.value_layout
-    shared = table_bytes(*layouts) + (512 * warps if cache.key_layout.mean_bits else 0)
-    shared = max(shared, 4 * warps * columns * (-(-dim // 16) * 16 + 6)) + 4 * (2 * len(cache.spans) + 7 * warps + 3)
     order, before, behind = rotation
-    rows: dict[str, Any] = {"GROUP": group, "WARPS": warps, "STEP_ROWS": 1 if most == 1 else 16, "ORDER": order}
+    config = launch_configs.decode_blocks(warps, *layouts, group, most, len(cache.spans), order)
     cells = len(cache.spans) * cache.kv_heads * chunks
     out = poisoned(q.shape, kind)
-    text = source("decode_attention", *layouts, **rows, **result_type(out))
+    text = source("decode_attention", *layouts, **config.defines, **result_type(out))
     acc = np.full((2 * cells + ctas, columns, -(-dim // 16) * 16), np.nan, np.float32)
     ml = np.full((2 * cells + ctas, columns, 2), np.nan, np.float32)
     counts = np.zeros(cells, np.int32)
@@ -70,7 +67,8 @@ def attend(
     sizes = [np.int32(x) for x in (len(cache.spans), cache.spans.shape[1], cache.kv_heads, chunks, window)]
     args = out, acc, ml, counts, q, *pools, cache.spans, *tables, factors, before, behind, *sizes
     scale = np.float32(1 / np.sqrt(dim))
-    compiled(text).launch("decode_attention_kernel", (ctas,), (32 * warps,), *args, scale, shared=shared, seed=seed)
+    block, shared = (config.threads,), config.shared - launch_configs.SYSTEM_BYTES  # of which the emulator has none
+    compiled(text).launch("decode_attention_kernel", (ctas,), block, *args, scale, shared=shared, seed=seed)
     assert not counts.any()
     return out
 

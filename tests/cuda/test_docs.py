@@ -20,6 +20,7 @@ from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs, sampler_inputs
 from polarlm.engine.backends.cuda.cache import SpanHeader
 from polarlm.engine.backends.cuda.device import kernel_source
+from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import MOST_LOGPROBS
@@ -28,7 +29,6 @@ from polarlm.engine.records import Layout
 from polarlm.engine.records.pair_table import PairRecord
 from polarlm.engine.sampling.sample import Penalties, SamplerInput
 from polarlm.engine.state import cache_types
-from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_model_emulated import GREEDY, N, model_of
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
@@ -260,16 +260,14 @@ def test_bytes_of_draws_match_the_document() -> None:
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
-class Listed(EmulatedDevice):
-    """Records launches without running them."""
+class Listed(TracingDevice):
+    """Names of launches. recorded: those of the last recording."""
 
-    def launch(self, kernel: str, text: str, *_: Any, **__: Any) -> None:
-        self.launches.append(kernel.removesuffix("_kernel"))
+    def __init__(self) -> None:
+        super().__init__(lambda launch: self.launches.append(launch.kernel.removesuffix("_kernel")), 6, 228 << 10)
+        self.launches: list[str] = []
 
-    def gemm(self, *_: Any, add: bool) -> None:
-        self.launches.append("gemm")
-
-    def run_graph(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         before = len(self.launches)
         result = super().run_graph(key, work, inputs)
         self.recorded = self.launches[before:]

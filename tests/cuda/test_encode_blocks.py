@@ -65,23 +65,17 @@ class Side:
         return encode_with_metric(codecs.get(self.name), x, metric), mean
 
 
-def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:
-    """RounderMemory::BYTES of `cuda/encode/encode_blocks.cu`, or what a codec takes that has no table."""
-    size, dim = layout.record.geometry.block_size, layout.record.geometry.head_dim
-    mean = 4 * dim * (layout.mean_bits > 0)
-    if not isinstance(layout.record, PairRecord):
-        return 4 * dim * size + mean
-    points, width = layout.record.points.shape
-    shares = warps // -(-tokens // 32)
-    floats = dim * (tokens + 4) + shares * 7 * tokens + width * (2 * tokens + points) + 2 * size
-    return 4 * floats + mean + 2 * dim // width * (size + tokens + 2)
-
-
 @cache
 def program(name: str, shape: BlockShape) -> Program:
+    """It does not compile where `launch_configs.encode_bytes` is not RounderMemory::BYTES."""
     keys, values = (Side(values, name, shape).layout for values in (False, True))
     defines = {"WARPS": shape.warps, "TOKENS": shape.tokens, **launch_configs.ROUNDING}
-    return Program(source("encode_blocks", keys, values, **defines))
+    text = source("encode_blocks", keys, values, **defines)
+    for side, layout in (("Key", keys), ("Value", values)):
+        if isinstance(layout.record, PairRecord):
+            size = launch_configs.encode_bytes(layout, shape.tokens, shape.warps)
+            text += f'static_assert(RounderMemory<{side}Layout, {side}Codec>::BYTES == {size}, "");\n'
+    return Program(text)
 
 
 @cache
@@ -114,7 +108,7 @@ def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> 
     table = Addresses([arrays(side, metric, out, exact)], written=1)
     args: list[Any] = [table, jobs, np.int32(side.values), np.int32(heads)]
     shape, kernel = side.shape, "encode_blocks_kernel"
-    shared = shared_bytes(layout, shape.warps, shape.tokens)
+    shared = launch_configs.encode_bytes(layout, shape.tokens, shape.warps)
     program(side.name, shape).launch(kernel, (blocks, heads), (32 * shape.warps,), *args, shared=shared, seed=seed)
     untouched = np.setdiff1d(np.arange(blocks + 2), ids)
     assert (out[untouched] == 0xA5).all()
@@ -281,7 +275,6 @@ def test_the_engine_s_launch_gives_the_codes_of_numpy(
     plan = launch_configs.encode_blocks(*layouts)
     shape = BlockShape(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
     assert shape.warps == warps
-    assert plan.shared == max(shared_bytes(layout, shape.warps, shape.tokens) for layout in layouts)
     for values in (False, True):
         side = Side(values, "ring4", shape)
         assert_as_good(side, halves(rng, 1, 1, size, dim, bias=0.5), metric_of(side, 1))

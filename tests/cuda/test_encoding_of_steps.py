@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -21,7 +22,7 @@ from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
-from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.cuda.emulated import open_device
 
 N, KV_HEADS, D = 16, 2, 16
 TYPES = ("ring4", "ring3.5"), ("polarquant", "f16"), ("ring4", "ring3.5"), ("ring4", "ring3.5")  # of layers
@@ -36,15 +37,15 @@ def store_of(ops: Ops, sequences: int, metrics: Sequence[Any] | None = None) -> 
     return KVStore(ops, plan, [Conditioning()] * len(TYPES), metrics)
 
 
-class CountingDevice(EmulatedDevice):
-    """Counts launches and uploads; runs nothing."""
+class CountingDevice(TracingDevice):
+    """Counts launches and uploads."""
 
-    uploads = 0
+    def __init__(self) -> None:
+        super().__init__(lambda launch: self.launches.append(launch.kernel), 6, 228 << 10)
+        self.launches: list[str] = []
+        self.uploads = 0
 
-    def launch(self, kernel: str, *rest: Any, **options: Any) -> None:
-        self.launches.append(kernel)
-
-    def from_host(self, x: np.ndarray) -> np.ndarray:
+    def from_host(self, x: np.ndarray) -> TracingArray:
         self.uploads += 1
         return super().from_host(x)
 

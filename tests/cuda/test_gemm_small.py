@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from tests.cuda.formats import EPS32, FORMATS, STEP, poisoned, read, store
 from tests.cuda.programs import Program
@@ -22,13 +23,13 @@ Case = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None, np.nd
 
 @cache
 def program(kernel: str = "gemm_small", **defines: Any) -> Program:
-    return Program(source(kernel, **defines))
+    shared = {"SHARED": shared_bytes(defines["ROWS"], defines["WARPS_OUT"])} if kernel == "gemm_small" else {}
+    return Program(source(kernel, **defines, **shared))
 
 
 def shared_bytes(rows: int, warps_out: int) -> int:
-    """Dynamic shared memory for ROWS and WARPS_OUT, as the kernel's head says."""
-    warps_k = 8 // warps_out
-    return max(5 * 16384 + 128 * rows * warps_k, 4 * warps_k * rows * (32 * warps_out + 4))
+    """Dynamic shared memory for ROWS and WARPS_OUT."""
+    return launch_configs.gemm_tile(rows, 8 // warps_out, 0)[1]
 
 
 def sizes(rows: int, n: int, out: int) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import pytest
 
 from polarlm.bench.gpu.setup import LLAMA_8B, llama
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
+from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -30,54 +31,37 @@ from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import Linear, Matrix, get
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
-from tests.cuda.emulated import EmulatedDevice
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
+MEMORY = int(23.4e9), 24 * GB  # of a GPU on which driver and desktop take some
 
 
-class Counting(EmulatedDevice):
-    """Counts the bytes of live arrays, and runs no launches.
+class Counting(TracingDevice):
+    """Counts the bytes of live arrays.
 
     peak: since the last `begin`. recorded: the peak of recorded work alone.
     """
 
-    processors = 132
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, memory: tuple[int, int] = (GB, 2 * GB)) -> None:
+        super().__init__(lambda launch: None, 132, 228 << 10, memory)
         self.live = self.peak = self.recorded = self.aside = 0
 
     def begin(self) -> int:
         self.peak = self.live
         return self.live
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        x = np.empty(shape, dtype)  # memory that nobody touches costs nothing
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> TracingArray:
+        x = super().empty(shape, dtype)
         self.live += x.nbytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(x, self._gone, x.nbytes)
+        weakref.finalize(x._like, self._gone, x.nbytes)  # what views keep alive, too
         return x
 
     def _gone(self, size: int) -> None:
         self.live -= size
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return self.empty(shape, dtype)
-
-    def from_host(self, x: np.ndarray) -> np.ndarray:
-        return self.empty(x.shape, x.dtype)
-
-    def to_host(self, x: np.ndarray) -> np.ndarray:
-        return np.zeros(x.shape, x.dtype)
-
-    def launch(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def gemm(self, *_: Any, add: bool) -> None:
-        pass
-
-    def run_graph(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         before = self.begin()
         result = super().run_graph(key, work, inputs)
         self.recorded = max(self.recorded, self.peak - before)
@@ -85,13 +69,6 @@ class Counting(EmulatedDevice):
 
     def set_aside(self, size: int) -> None:
         self.aside = size
-
-
-class OfSize(Counting):
-    """A GPU of 24 GB, of which driver and desktop take some."""
-
-    def memory(self) -> tuple[int, int]:
-        return int(23.4e9), 24 * GB
 
 
 def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Transformer:
@@ -206,7 +183,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
     gate and up of a chunk, logits of a step."""
     for parallel in (1, 8, 64):
         config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
-        ops, model = CudaOps(OfSize()), LLAMA_8B
+        ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
         shape = cache_shape(config, WHOLE, ops, model)
         plan = store_plan(config, ops, model, shape, ops.room_beside(2 * WEIGHTS))
         heads, kv_heads, dim = model.attention.heads, model.attention.kv_heads, model.attention.head_dim
@@ -223,7 +200,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
 
 def test_a_short_context_leaves_more_memory_to_the_store() -> None:
     """Memory is kept free only for prompts that the context admits."""
-    ops, model = CudaOps(OfSize()), LLAMA_8B
+    ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
     shape = cache_shape(EngineConfig(), WHOLE, ops, model)
     short, long = (ops.work_bytes(Load(model, shape.format(0), tokens, 8)) for tokens in (8192, 131072))
     assert short < 1.1 * GB < 3 * GB < long

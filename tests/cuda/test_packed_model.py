@@ -13,6 +13,7 @@ import pytest
 
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.engine import EngineConfig
+from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.linear import _UPLOAD_BYTES
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -141,9 +142,9 @@ class Pooled(Counting):
         self.allocated += size + 1  # so that no two blocks are neighbours
         return MemoryPointer(block, 0)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> TracingArray:
         x = super().empty(shape, dtype)
-        weakref.finalize(x, lambda piece: None, self._pool.malloc(max(1, x.nbytes)).mem)
+        weakref.finalize(x._like, lambda piece: None, self._pool.malloc(max(1, x.nbytes)).mem)
         return x
 
 
@@ -179,19 +180,10 @@ def test_loading_an_8b_model_takes_its_size_and_a_few_uploads(kind: str) -> None
     assert device.allocated <= weights.bytes + 4 * _UPLOAD_BYTES
 
 
-class EightGb(EmulatedDevice):
-    """A GPU of 8 GB, which are 8188 MiB, of which driver and desktop take 600 MB."""
-
-    processors = 24
-    shared_memory = 100 << 10
-
-    def memory(self) -> tuple[int, int]:
-        return (8188 << 20) - 6 * GB // 10, 8188 << 20
-
-
 def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
-    """With the default settings."""
-    ops, said = CudaOps(EightGb()), list[str]()
+    """With the default settings, on a GPU of 8 GB, which are 8188 MiB, of which driver and desktop take 600 MB."""
+    memory = (8188 << 20) - 6 * GB // 10, 8188 << 20
+    ops, said = CudaOps(TracingDevice(lambda launch: None, 24, 100 << 10, memory)), list[str]()
     config = EngineConfig(ctx_size=32768)
     weights = weight_bytes(ops, Shapes())
     assert 4.9 * GB < weights < 5.1 * GB
@@ -204,6 +196,6 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     source: Any = SimpleNamespace(name="llama-8b", weights=Shapes(), config=LLAMA_8B)
     model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
     line = assembly.fit_line(assembly.Parts(config, source, plan, model))
-    assert line.startswith("llama-8b: Q4_K, Q6_K weights as stored, 4.7 GiB on the emulated GPU; KV store ")
+    assert line.startswith("llama-8b: Q4_K, Q6_K weights as stored, 4.7 GiB on the traced GPU; KV store ")
     assert "as ring4/ring3.5" in line
     assert "32,768 tokens fit" in line

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polarlm.engine import records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.device.kernel_source import source
-from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.records import Layout
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.programs import Program
@@ -24,14 +22,6 @@ SEEDS = [0, 1, 2]
 @cache
 def _program(text: str) -> Program:
     return Program(text)
-
-
-def small_config(keys: Layout, values: Layout, group: int, warps: int, warp_rows: int) -> LaunchConfig:
-    """A launch of smaller blocks than the engine's, for the emulator's sake."""
-    geometry = keys.record.geometry
-    queries = warps * warp_rows * geometry.padded * 2 if warp_rows == 32 and geometry.padded > 64 else 0
-    shared = records.table_bytes(keys, values) + 2 * geometry.tiles * 512 + queries
-    return LaunchConfig({"GROUP": group, "WARPS": warps, "WARP_ROWS": warp_rows}, 32 * warps, shared)
 
 
 def attend(
@@ -45,16 +35,14 @@ def attend(
 ) -> np.ndarray:
     """q (T, H + 1, D), whose last head is not part of the call → (T, H, D).
 
-    warps: their number and rows; None for the engine's launch. layouts: None for the cache's own.
-    factors (H,): multiply the heads of the output.
+    warps: their number and rows, of smaller blocks than the engine's for the emulator's sake; None for the engine's.
+    layouts: None for the cache's own. factors (H,): multiply the heads of the output.
     """
     keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
     group = heads // paged.kv_heads
-    config = (
-        small_config(keys, values, group, *warps) if warps else launch_configs.prefill_attention(keys, values, group)[0]
-    )
-    block_rows = int(config.defines["WARPS"]) * int(config.defines["WARP_ROWS"])
+    blocks = partial(launch_configs.prefill_blocks, *warps) if warps else launch_configs.prefill_attention
+    config, block_rows = blocks(keys, values, group)
     out = np.full((rows, heads, dim), np.nan, np.float32)
     pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
     tables = (layout.tables if layout.tables.size else None for layout in (keys, values))

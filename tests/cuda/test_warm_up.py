@@ -17,7 +17,7 @@ from tqdm import tqdm
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.warm_up import Blank, FirstRow, WarmUpDevice
+from polarlm.engine.backends.cuda.warm_up import FirstRow
 from polarlm.engine.loading import assembly
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
@@ -198,32 +198,3 @@ def test_a_bar_shows_the_kernels_that_are_waited_for(tiny_path: Path, monkeypatc
     assert compiling.desc.startswith("Compiling kernels for this GPU (once)")
     assert compiling.n == compiling.total == len(device.awaited) > 15
     assert compiling.settings["delay"] == 1
-
-
-# -- the device of a warm-up -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 16)])
-def test_its_arrays_are_like_numpys(shape: tuple[int, ...]) -> None:
-    for dtype in (np.float32, np.uint8):
-        blank, real = WarmUpDevice(EmulatedDevice()).empty(shape, dtype), np.empty(shape, dtype)
-        views: list[tuple[Any, Any]] = [(blank, real), (blank.reshape(-1), real.reshape(-1))]
-        if len(shape) > 1:
-            views += [(x[1:, :2], y[1:, :2]) for x, y in views[:1]]
-            views += [(x[0], y[0]) for x, y in views[:1]]
-            views += [(blank.view(np.uint16), real.view(np.uint16))]
-            views += [(blank.reshape(shape[0], -1, 2), real.reshape(shape[0], -1, 2))]
-        for x, y in views:
-            for name in ("shape", "strides", "dtype", "size", "nbytes", "itemsize", "ndim"):
-                assert getattr(x, name) == getattr(y, name), (name, dtype)
-            assert x.ndim == 0 or len(x) == len(y), dtype
-
-
-def test_its_arrays_take_no_memory_and_cannot_be_read() -> None:
-    device = WarmUpDevice(EmulatedDevice())
-    x = device.empty((1 << 20, 1 << 30), np.float32)
-    x[:, :5] = 3  # lost
-    assert device.to_host(x[:2, :3]).tolist() == [[0.0] * 3] * 2
-    with pytest.raises(TypeError):
-        x + 1  # type: ignore[operator]
-    assert isinstance(x[3], Blank)

@@ -1,4 +1,8 @@
-"""Launch configurations of the larger kernels: DEFINES, threads and shared memory, as their heads require them."""
+"""Launch configurations of the larger kernels: DEFINES, threads and shared memory, as their heads require them.
+
+Bytes of shared memory decide how much of it a block gets, so they are computed here. Kernels get them as SHARED and do
+not compile where their own arrays take another number.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
 DEQUANTIZED_BYTES = 64 << 20
 
 _TILE_BYTES = 512
-_SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
-_GEMV_PACKED_STATIC_BYTES = 256  # static shared memory of gemv_packed: at most 128 GEMV_ROWS
+SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
+_GEMV_PACKED_STATIC_BYTES = 128 * GEMV_ROWS  # static shared memory of gemv_packed, at most
 _PACKED_WARPS = 8  # of gemm_packed
 _GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of the weights has more
 _SLOT_BYTES = 80 << 10  # of slots of gemm_packed, unless these are too few: the rest is left to the L1 cache, for x
@@ -68,15 +72,15 @@ def gemv_packed(
     most_warps = 24 if most == 1 and (tiles == 1 or 8 * nbytes <= 5 * values) else 16
     choices = [(warps, resident) for warps in (8, 4) for resident in range(1, most_warps // warps + 1)]
     for warps, resident in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice[0]), reverse=True):
-        free = min(SHARED_BYTES, shared_memory // resident) - _SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
+        free = min(SHARED_BYTES, shared_memory // resident) - SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
         slots = (free // warps - sums) // copied
         if slots > tiles:
             break
     slots = min(slots, 2 * tiles)  # measured on an H200: more of them make it slower
     defines: dict[str, int | float | str] = {"ROWS": most, "TILES": tiles, "SLOTS": slots, "WARPS": warps}
-    defines |= {"UNIT": unit, "RESIDENT": resident}
-    config = LaunchConfig(defines, 32 * warps, warps * (slots * copied + sums))
-    return config, min(-(-out // (16 * tiles)), resident * processors)
+    shared = warps * (slots * copied + sums)
+    defines |= {"UNIT": unit, "RESIDENT": resident, "SHARED": shared}
+    return LaunchConfig(defines, 32 * warps, shared), min(-(-out // (16 * tiles)), resident * processors)
 
 
 def gemm_packed(
@@ -88,11 +92,11 @@ def gemm_packed(
     # of one tile are 7 % faster. With few blocks, processors are idle.
     blocks, shares = processors * 7 // 8, most > 8
     tiles = 2 if gated or (shares and out >= 32 * blocks) else 1
-    unit = max(128, values)  # UNIT
+    unit = max(128, values)
     copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
     # Of so many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two
     # blocks of so many slots are resident.
-    beside = _SYSTEM_BYTES
+    beside = SYSTEM_BYTES
     if shares and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
         tiles = 4
     slots = 0
@@ -101,7 +105,8 @@ def gemm_packed(
         slots = slots if slots > tiles else free // warps // copied
     slots = max(tiles + 1, min(slots, _SLOT_BYTES // (warps * copied)))
     shared = warps * max(slots * copied, 4 * most * (16 * tiles + 4))
-    return LaunchConfig({"ROWS": most, "TILES": tiles, "SLOTS": slots}, 32 * warps, shared), -(-out // (16 * tiles))
+    defines = {"ROWS": most, "TILES": tiles, "SLOTS": slots, "WARPS": warps, "UNIT": unit, "SHARED": shared}
+    return LaunchConfig(defines, 32 * warps, shared), -(-out // (16 * tiles))
 
 
 def gemm_small(
@@ -120,24 +125,24 @@ def gemm_small(
     if deep == 4 and out * width <= _REREAD_AT_MOST:
         # Blocks for less than two thirds of the processors need parts, and a second launch. Twice as many, where so
         # many are resident, read x twice as often, which takes less time unless the matrix is large.
-        blocks, (tile, _, resident) = -(-out // 64), _gemm_tile(most, 8, shared_memory)
+        blocks, (tile, _, resident) = -(-out // 64), gemm_tile(most, 8, shared_memory)
         if 3 * blocks < 2 * processors <= 3 * -(-out // tile) <= 3 * processors * resident:
             deep = 8
-    tile, shared, resident = _gemm_tile(most, deep, shared_memory)
+    tile, shared, resident = gemm_tile(most, deep, shared_memory)
     blocks, at_once = -(-out // tile), processors * (1 if packed else resident)
     parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
     if 3 * blocks >= 2 * processors:  # these read as fast as all of them would, and a second launch adds no parts
         parts = 1
-    return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
+    return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep, "SHARED": shared}, 256, shared), blocks, parts
 
 
-def _gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]:
+def gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]:
     """Of gemm_small for `most` rows of x, with `deep` warps for the same outputs: rows of weights of a block, its bytes
     of shared memory, and how many blocks a multiprocessor has at once."""
     tile = 32 * 8 // deep
     shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
     by_registers = 1 if most > 32 else 2
-    by_memory = shared_memory // (shared + _SYSTEM_BYTES)
+    by_memory = shared_memory // (shared + SYSTEM_BYTES)
     return tile, shared, max(1, min(by_registers, by_memory))
 
 
@@ -158,54 +163,62 @@ def decode_attention(
 ) -> LaunchConfig:
     """The launch for `group` query heads per KV head and at most `most` rows of a sequence. order: of the Hadamard
     matrix in the rotation back."""
-    padded = keys.record.geometry.padded
     full = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
     words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
-    rows = step_rows(most)
-    wide = padded > 128 or words > 64 or beside_codes or rows > 1
-    warps = 8 if wide else 12
+    wide = keys.record.geometry.padded > 128 or words > 64 or beside_codes or step_rows(most) > 1
+    return decode_blocks(8 if wide else 12, keys, values, group, most, sequences, order)
+
+
+def decode_blocks(
+    warps: int, keys: Layout, values: Layout, group: int, most: int, sequences: int, order: int
+) -> LaunchConfig:
+    """`decode_attention` with so many warps of a block."""
+    columns, padded = decode_cells(group, most)[1], keys.record.geometry.padded
     means = 512 * warps if keys.mean_bits else 0
-    shared = max(table_bytes(keys, values) + means, warps * decode_cells(group, most)[1] * (padded + 6) * 4)
-    defines = {"GROUP": group, "WARPS": warps, "STEP_ROWS": rows, "ORDER": order}
-    return LaunchConfig(defines, 32 * warps, shared + 4 * (2 * sequences + 7 * warps + 3) + _SYSTEM_BYTES)
+    shared = max(table_bytes(keys, values) + means, warps * columns * (padded + 6) * 4)
+    defines = {"GROUP": group, "WARPS": warps, "STEP_ROWS": step_rows(most), "ORDER": order, "SHARED": shared}
+    return LaunchConfig(defines, 32 * warps, shared + 4 * (2 * sequences + 7 * warps + 3) + SYSTEM_BYTES)
 
 
 def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
     """The launch for `group` query heads per KV head → configuration, rows of scores of a block."""
-    geometry = keys.record.geometry
     quantized = table_bytes(keys, values) > 0 or keys.mean_bits > 0
-    wide = geometry.padded <= (64 if quantized else 128)
-    queries = 128 * geometry.padded * 2 if wide and geometry.padded > 64 else 0
+    wide = keys.record.geometry.padded <= (64 if quantized else 128)
+    return prefill_blocks(*(4, 32) if wide else (8, 16), keys, values, group)
+
+
+def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
+    """`prefill_attention` with so many warps of a block, which have so many rows of scores each."""
+    geometry = keys.record.geometry
+    queries = 2 * warps * rows * geometry.padded if rows > 16 and geometry.padded > 64 else 0
     shared = table_bytes(keys, values) + 2 * geometry.tiles * _TILE_BYTES + queries
-    warps, rows = (4, 32) if wide else (8, 16)
-    return LaunchConfig({"GROUP": group, "WARPS": warps, "WARP_ROWS": rows}, 32 * warps, shared), warps * rows
+    defines = {"GROUP": group, "WARPS": warps, "WARP_ROWS": rows, "SHARED": shared}
+    return LaunchConfig(defines, 32 * warps, shared), warps * rows
 
 
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
-    size = keys.record.geometry.block_size
+    size, warps = keys.record.geometry.block_size, _ENCODE_WARPS
     tokens = 64 if size % 64 == 0 else size
-    while max(shared := [_encode_bytes(side, tokens) for side in (keys, values)]) > SHARED_BYTES:
+    while True:
+        if tokens < size:  # then it needs a few more registers than a multiprocessor has for 24 warps
+            warps = _ENCODE_WARPS - 2
+        shared = max(encode_bytes(side, tokens, warps) for side in (keys, values))
+        if shared <= SHARED_BYTES:
+            return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
         if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
             raise ValueError(f"On a GPU blocks of {size} tokens are too large for this head dimension: choose 64.")
         tokens //= 2
-    warps = _encode_warps(size, tokens)
-    return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, max(shared))
 
 
-def _encode_warps(size: int, tokens: int) -> int:
-    """Warps of a block of encode_blocks that has `tokens` of a block's `size` tokens at once. If these are not all, it
-    needs a few more registers than a multiprocessor has for 24 warps."""
-    return _ENCODE_WARPS if tokens == size else _ENCODE_WARPS - 2
-
-
-def _encode_bytes(side: Layout, tokens: int) -> int:
-    """RounderMemory::BYTES of `cuda/encode/encode_blocks.cu`, for `tokens` tokens at once."""
+def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
+    """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/cuda/test_encode_blocks.py` compares, for
+    `tokens` tokens at once; of a codec without points, bytes of x and of a mean."""
     size, dim = side.record.geometry.block_size, side.record.geometry.head_dim
     constants, mean = side.record.constants, 4 * dim * (side.mean_bits > 0)
     if "POINTS" not in constants:
         return 4 * dim * size + mean
-    points, width, chunks = constants["POINTS"], constants["WIDTH"], _encode_warps(size, tokens) // -(-tokens // 32)
-    floats = dim * (tokens + 4) + chunks * 7 * tokens + width * (2 * tokens + points) + 2 * size
+    points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
+    floats = dim * (tokens + 4) + shares * 7 * tokens + width * (2 * tokens + points) + 2 * size
     return 4 * floats + mean + 2 * dim // width * (size + tokens + 2)

@@ -1,7 +1,8 @@
 """Peak memory of a prompt and of a step on a GPU, beside weights and KV store.
 
 Bytes of the arrays that `engine.model.forward` and the ops hold at the same time, computed from their shapes; letters
-as in `engine.backends.ops`. Of alternative branches the larger one counts.
+as in `engine.backends.ops`. Of alternative branches the larger one counts. The plan of the KV store asks for up to
+twenty lengths of a prompt, so these are formulas; `tests/cuda/test_memory.py` compares them with traces.
 """
 
 from __future__ import annotations

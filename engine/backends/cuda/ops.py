@@ -15,6 +15,7 @@ from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
 from polarlm.engine.backends.cuda.cache import HostTable
 from polarlm.engine.backends.cuda.device import Array, Carried, Device
+from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
@@ -22,7 +23,7 @@ from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.sampler_inputs import pack_sampler_inputs
-from polarlm.engine.backends.cuda.warm_up import FirstRow, WarmUpDevice
+from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
 from polarlm.engine.backends.ops import Load, Result, WarmUp
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
@@ -144,8 +145,9 @@ class CudaOps:
         self._device.set_aside(step_bytes(load, self._device))
 
     def warm_up(self) -> WarmUp:
-        device = WarmUpDevice(self._device)
-        ops = CudaOps(device)
+        device, expected = self._device, Expected(self._device)
+        sizes = device.processors, device.shared_memory, device.memory()
+        ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps))
         load = ops.load
 
         def load_first_rows(matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
@@ -155,7 +157,7 @@ class CudaOps:
             return loaded
 
         ops.load = load_first_rows
-        return WarmUp(ops, device.wait_for_all, ROWS_WITH_KERNELS)
+        return WarmUp(ops, expected.wait, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)

@@ -8,17 +8,18 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Carried, Device, row_stride
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
-from polarlm.engine.backends.cuda.sampler_inputs import SamplerInputs
+from polarlm.engine.backends.cuda.sampler_inputs import ROW_WORDS, SamplerInputs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left
 
-_THREADS = 512
-# Constants of `cuda/sampling/sample.cu`.
+_THREADS = 512  # per block of `cuda/sampling/logprobs.cu`
+# Constants of `cuda/sampling/sample.cu`, which does not compile if its arrays have other sizes.
 _NOTHING_LEFT = -2  # stands for an id if the chain leaves no token
-_SAMPLE = LaunchConfig({}, 256)  # THREADS
-_PART = 4096  # logits per block
-SCRATCH_WORDS = 3 + 768 + 2048  # uint64 of scratch per row
+_SAMPLE_THREADS, _PART = 256, 4096  # per block, and its logits
+SCRATCH_WORDS = 3 + 3 * _SAMPLE_THREADS + 2048  # uint64 of scratch per row
+_SIZES = {"THREADS": _SAMPLE_THREADS, "PART": _PART, "SCRATCH_WORDS": SCRATCH_WORDS, "ROW_WORDS": ROW_WORDS}
+SAMPLE = LaunchConfig({**_SIZES, "NOTHING_LEFT": _NOTHING_LEFT}, _SAMPLE_THREADS)
 _SUMS = 4  # int32 before the pairs in a result of `cuda/sampling/logprobs.cu`
 
 
@@ -32,12 +33,12 @@ def sample(
     saved = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
     parts = -(-vocabulary // _PART), len(logits)
     if saved is not None:
-        launch("sample_adjust", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
-    launch("sample_maxima", parts, _SAMPLE, scratch, rows, table, vocabulary, stride, file="sample")
-    launch("sample_list", parts, _SAMPLE, ids, scratch, rows, table, saved, vocabulary, stride, file="sample")
-    launch("sample", (len(logits),), _SAMPLE, ids, scratch, rows, table, vocabulary, stride)
+        launch("sample_adjust", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
+    launch("sample_maxima", parts, SAMPLE, scratch, rows, table, vocabulary, stride, file="sample")
+    launch("sample_list", parts, SAMPLE, ids, scratch, rows, table, saved, vocabulary, stride, file="sample")
+    launch("sample", (len(logits),), SAMPLE, ids, scratch, rows, table, vocabulary, stride)
     if saved is not None:
-        launch("sample_restore", (len(logits),), _SAMPLE, rows, saved, table, newest, stride, file="sample")
+        launch("sample_restore", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
     return ids
 
 

@@ -1,0 +1,246 @@
+"""The launches of a step and of a prompt, without a GPU: the ops decide as on a real one, and a trace notes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.shares import SLICE, Plan
+from polarlm.bench.gpu.weights import MIXED, has_larger_types
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda.cache import SpanTable
+from polarlm.engine.backends.cuda.device import tracing
+from polarlm.engine.backends.cuda.device.kernel_source import can_read
+from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.sampling.sample import SamplerInput, resolve
+from polarlm.engine.weight_formats import Linear, Matrix, available, get
+from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
+
+BLOCK_SIZE = 64
+LIBRARY = tracing.GEMM  # a product by a library
+
+
+@dataclass(frozen=True)
+class Launch:
+    """kernel: its name without `_kernel`, or LIBRARY. activations: bytes of the float32 and 16-bit arrays
+    among its arguments. inputs: bytes of the first array that it reads, which in a product is x; blocks of one column
+    of the grid read all of it. shared: bytes of a block's dynamic shared memory. flops: of a library's product."""
+
+    kernel: str
+    text: str
+    grid: tuple[int, ...]
+    threads: int
+    activations: int
+    inputs: int = 0
+    shared: int = 0
+    flops: int = 0
+
+
+def _launch(traced: tracing.Launch) -> Launch:
+    arrays = [arg for arg in traced.args if isinstance(arg, TracingArray)]
+    moved = sum(x.nbytes for x in arrays if x.dtype in (np.float32, np.float16, np.uint16))
+    if traced.kernel == LIBRARY:
+        y, x, _ = arrays
+        return Launch(LIBRARY, "", (1,), 0, moved, flops=2 * x.size * y.shape[1])
+    inputs = next((arg.nbytes for arg in traced.args[1:] if isinstance(arg, TracingArray)), 0)
+    name, grid = traced.kernel.removesuffix("_kernel"), tuple(traced.grid)
+    return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step or of a prompt. repeats: how often it is there. bytes: what one of them must read from memory:
+    weights, or codes and full-precision blocks. products: the number of weights and the bytes of each matrix. units: of
+    attention in a step, which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one. prompt:
+    tokens of the prompt whose attention this is.
+    """
+
+    name: str
+    repeats: int
+    launches: Sequence[Launch]
+    bytes: int
+    products: Sequence[tuple[int, int]] = ()
+    units: int = 0
+    unit_tokens: int = BLOCK_SIZE
+    prompt: int = 0
+
+
+def known_weights() -> tuple[str, ...]:
+    """Formats of weights that a step can have: those that kernels read, and the mixture. The engine makes f32 f16."""
+    return MIXED, *(name for name in available() if name != "f32" and can_read(name))
+
+
+def matrix_formats(weights: str, name: str, layers: int) -> list[tuple[int, tuple[str, ...]]]:
+    """(how often, formats) of the matrix `name` of a model; of two formats the second is that of the values."""
+    count = 1 if name in ("embedding", "head") else layers
+    if weights != MIXED:
+        return [(count, (weights,))]
+    if name == "head":
+        return [(1, ("q6_k",))]
+    if name not in ("qkv", "down"):
+        return [(count, ("q4_k",))]
+    larger = sum(has_larger_types(layer, layers) for layer in range(layers))
+    return [(layers - larger, ("q4_k",)), (larger, ("q4_k", "q6_k") if name == "qkv" else ("q6_k",))]
+
+
+class _Pass:
+    """The parts of a forward pass of a model, noted as their kernels are launched. Layers are alike."""
+
+    def __init__(self, config: ModelConfig, weight: str, cache_type: CacheType, processors: int, shared_memory: int):
+        """weight: one of `known_weights`. Raises EngineError for a cache type without kernels."""
+        self.parts: list[Part] = []
+        self.config, self._weight, attention = config, weight, config.attention
+        self._launches: list[Launch] = []
+        device = TracingDevice(lambda traced: self._launches.append(_launch(traced)), processors, shared_memory)
+        self.array, self.ops = device.empty, CudaOps(device)
+        key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
+        mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
+        self.format = CacheFormat(key, value, None, None, mean_bits, BLOCK_SIZE, attention.kv_heads, attention.head_dim)
+        self.cache = self.ops.cache(self.format, 1, 2)
+        rotations = (codec.rotation(attention.head_dim) for codec in (key, value))
+        (self._transform,) = self.ops.prepare([HeadTransform(attention.kv_heads, None, *rotations)])
+
+    def embed(self, tokens: int) -> TracingArray:
+        """(tokens, E)."""
+        (table,) = self._one("embedding", self.config.vocab_size, self.config.hidden_size).parts
+        ids, nbytes = self.array((tokens,), np.int32), table.data.nbytes // self.config.vocab_size * tokens
+        return self._note("embedding", 1, lambda: self.ops.embed(table, ids), nbytes)
+
+    def run(
+        self, x: TracingArray, place: str, spans: Sequence[SpanTable], *, outputs: int, recorded: bool, **read: Any
+    ) -> list[Part]:
+        """The parts of a pass of x (T, E), after its embedding.
+
+        place: name of the part that places keys and values. spans: of each time that a layer takes T rows. outputs:
+        rows that have logits. recorded: see `Ops.linear`. read: of the part of attention.
+        """
+        config, attention, ops, note = self.config, self.config.attention, self.ops, self._note
+        heads, kv_heads, dim, layers = attention.heads, attention.kv_heads, attention.head_dim, len(config.layers)
+        (rows, e), times = x.shape, len(spans)
+        product = partial(self._product, times=times, recorded=recorded)
+        norm = self.array((e,), np.float32), config.norm_eps
+        qkv = product("qkv", x, ((heads + kv_heads) * dim, kv_heads * dim), norm=norm)
+        qkv = qkv.reshape(rows, heads + 2 * kv_heads, dim)
+        rope = self.array((rows, dim // 2), np.float32), self.array((rows, dim // 2), np.float32)
+        q = note(place, times * layers, lambda: ops.place_kv(qkv, rope, self._transform, self.cache, spans[0]))
+        out, down = self._one("out", e, heads * dim), self._one("down", e, config.ffn.size)
+
+        def attend() -> TracingArray:
+            return [ops.attention(q, self.cache, seen, dim**-0.5, None, self._transform, out) for seen in spans][-1]
+
+        mixed = note("attention", layers, attend, **read)
+        product("out", mixed.reshape(rows, -1), (e,), residual=x)
+        activation = config.ffn.activation
+        activated = product("gate_up", x, (2 * config.ffn.size,), norm=norm, activation=activation, then=down)
+        product("down", activated, (e,), residual=x)
+        logits = self._product("head", x[rows - outputs :], (config.vocab_size,), norm=norm, recorded=recorded)
+        self._choose(logits)
+        return self.parts
+
+    def _note(self, name: str, repeats: int, work: Callable[[], Any], bytes: int = 0, **more: Any) -> Any:
+        """What `work` returns. bytes, more: of the part."""
+        first = len(self._launches)
+        result = work()
+        self.parts.append(Part(name, repeats, self._launches[first:], bytes, **more))
+        return result
+
+    def _product(self, name: str, x: TracingArray, rows: tuple[int, ...], times: int = 1, **given: Any) -> Any:
+        """rows: of the matrices that may differ in their formats. times: that a layer has it."""
+        choices = matrix_formats(self._weight, name, len(self.config.layers))
+        for repeats, formats in choices:
+            pieces = rows if len(formats) == len(rows) else (sum(rows),)
+            w = Linear(tuple(self._matrix(*piece, x.shape[1]) for piece in zip(formats, pieces, strict=True)))
+            own = name if len(choices) == 1 else f"{name} ({', '.join(formats)})"
+            products = [(part.shape[0] * part.shape[1], part.data.nbytes) for part in w.parts]
+            work = partial(self.ops.linear, x, w, **given)
+            y = self._note(own, times * repeats, work, sum(nbytes for _, nbytes in products), products=products)
+        return y
+
+    def _one(self, name: str, rows: int, columns: int) -> Linear:
+        """The matrix `name`; where layers have it in several formats, in that of the first."""
+        ((_, (taken, *_)), *_) = matrix_formats(self._weight, name, len(self.config.layers))
+        return Linear((self._matrix(taken, rows, columns),))
+
+    def _choose(self, logits: TracingArray) -> None:
+        sampler_input = SamplerInput(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, self.config.vocab_size)
+        sampler_inputs = self.ops.pack_sampler_inputs([sampler_input] * len(logits))
+        self._note("sampling", 1, lambda: self.ops.sample(logits, sampler_inputs), logits.nbytes)
+
+    def _matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """A matrix in the format `name`, as the device holds it."""
+        format = get(name)
+        shape = packed.tiles(format, rows, columns) if packed.is_packed(format) else (rows, format.size(columns))
+        return Matrix(format, self.array(shape, np.uint8), (rows, columns))
+
+
+def step_parts(
+    config: ModelConfig,
+    weight: str,
+    cache_type: CacheType,
+    context: int,
+    batch: int,
+    processors: int,
+    shared_memory: int,
+) -> list[Part]:
+    """The parts of a step of `batch` sequences of `context` tokens each. weight: one of `known_weights`.
+
+    Raises EngineError for a cache type without kernels.
+    """
+    step = _Pass(config, weight, cache_type, processors, shared_memory)
+    quantized_bytes, full_bytes = step.ops.cache_bytes(step.format)
+    newest = context - 1
+    start = newest // BLOCK_SIZE * BLOCK_SIZE
+    ids_of_blocks = [0] * (start // BLOCK_SIZE - 1)
+    views = [
+        SpanView(slice(row, row + 1), newest, KVLocation(None, 1), start, 0, ids_of_blocks, BLOCK_SIZE)
+        for row in range(batch)
+    ]  # fmt: skip
+    spans = step.ops.spans(views, BLOCK_SIZE)
+    group, all_full = (
+        config.attention.heads // config.attention.kv_heads,
+        not any(side.is_quantized for side in step.cache.layouts),
+    )
+    plan = Plan(
+        [spans.header(row) for row in range(batch)],
+        config.attention.kv_heads,
+        group,
+        launch_configs.decode_cells(group)[1],
+        BLOCK_SIZE,
+        processors,
+        all_full=all_full,
+    )
+    return step.run(
+        *(step.embed(batch), "place_kv", [spans]),
+        outputs=batch,
+        recorded=True,
+        bytes=batch * (len(ids_of_blocks) * quantized_bytes + 2 * full_bytes),
+        units=plan.total,
+        unit_tokens=SLICE if all_full else BLOCK_SIZE,
+    )
+
+
+def prompt_parts(
+    config: ModelConfig, weight: str, cache_type: CacheType, tokens: int, processors: int, shared_memory: int
+) -> list[Part]:
+    """The parts of a first prompt up to its first token, without the encoding of its blocks. weight: one of
+    `known_weights`. Layers take as many rows at a time as the engine gives them; the last of these may be fewer, and
+    count as the others.
+
+    Raises EngineError for a cache type without kernels.
+    """
+    prompt = _Pass(config, weight, cache_type, processors, shared_memory)
+    rows, buffer = min(tokens, prompt.ops.prefill_rows), prompt.ops.buffer(prompt.format, tokens)
+    spans = [
+        prompt.ops.spans([SpanView(slice(0, rows), first, KVLocation(buffer, 0), 0, None, (), 0)], BLOCK_SIZE)
+        for first in range(0, tokens, rows)
+    ]
+    return prompt.run(prompt.embed(tokens)[:rows], "heads", spans, outputs=1, recorded=False, prompt=tokens)

@@ -1,0 +1,110 @@
+"""A device on which nothing runs: its arrays have shapes and no memory, and it says what it is asked to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from polarlm.engine.backends.cuda.device import Carried, Result
+
+GEMM = "gemm"
+
+
+class Launch(NamedTuple):
+    """The arguments of `Device.launch`. A product of `Device.gemm` is a launch of GEMM without a text, whose args are
+    y, x and weight."""
+
+    kernel: str
+    text: str
+    grid: Sequence[int]
+    block: Sequence[int]
+    args: Sequence[Any]
+    shared: int
+
+
+class TracingArray:
+    """What an array would be, without its memory. What is written to it is lost."""
+
+    def __init__(self, like: np.ndarray) -> None:
+        """like: of the same shape, strides and dtype. Nothing reads or writes its elements."""
+        self._like = like
+        self.shape, self.strides, self.dtype = like.shape, like.strides, like.dtype
+        self.size, self.nbytes, self.itemsize, self.ndim = like.size, like.nbytes, like.itemsize, like.ndim
+
+    def __len__(self) -> int:
+        return len(self._like)
+
+    def __getitem__(self, place: Any) -> TracingArray:
+        return TracingArray(self._like[place])
+
+    def __setitem__(self, place: Any, x: Any) -> None:
+        """Nothing: there is nowhere to write."""
+
+    def reshape(self, *shape: Any) -> TracingArray:
+        return TracingArray(self._like.reshape(*shape))
+
+    def view(self, dtype: Any) -> TracingArray:
+        return TracingArray(self._like.view(dtype))
+
+
+class TracingDevice:
+    """See `engine.backends.cuda.device.Device`."""
+
+    name = "traced GPU"
+
+    def __init__(
+        self,
+        launched: Callable[[Launch], None],
+        processors: int,
+        shared_memory: int,
+        memory: tuple[int, int] = (1 << 40, 1 << 40),
+        overlaps: bool = False,
+    ) -> None:
+        """launched: is called with every launch. The rest is that of the GPU that the launches are meant for."""
+        self._launched, self._memory = launched, memory
+        self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
+
+    def memory(self) -> tuple[int, int]:
+        return self._memory
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> TracingArray:
+        strides = np.cumprod([np.dtype(dtype).itemsize, *shape[:0:-1]])[::-1].tolist()
+        return TracingArray(as_strided(np.empty(1, dtype), shape, strides[: len(shape)], writeable=False))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> TracingArray:
+        return self.empty(shape, dtype)
+
+    def from_host(self, x: np.ndarray) -> TracingArray:
+        return self.empty(x.shape, x.dtype)
+
+    def to_host(self, x: TracingArray) -> np.ndarray:
+        return np.zeros(x.shape, x.dtype)
+
+    def to_host_later(self, x: TracingArray) -> tuple[TracingArray, Callable[[], np.ndarray]]:
+        return x, lambda: self.to_host(x)
+
+    def wait(self) -> None:
+        """Nothing runs."""
+
+    def launch(
+        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
+    ) -> None:
+        self._launched(Launch(kernel, text, grid, block, args, shared))
+
+    def expect(self, text: str) -> None:
+        """Nothing is compiled."""
+
+    def wait_for(self, text: str) -> None:
+        """No text is expected."""
+
+    def gemm(self, y: TracingArray, x: TracingArray, weight: TracingArray, *, add: bool) -> None:
+        self._launched(Launch(GEMM, "", (), (), (y, x, weight), 0))
+
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
+        return work(*(self.from_host(x.filler if isinstance(x, Carried) else x) for x in inputs))
+
+    def set_aside(self, size: int) -> None:
+        """There is no memory."""
