@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,6 +15,7 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.requests.prompts import prompt_ids
+from polarlm.model_loaders.chat.reasoning import Tags, find_tags
 from tests.rendering import rendered
 from tests.server.http_server import serving
 from tests.tiny import VOCABULARY, assert_idle, make_model
@@ -115,6 +117,34 @@ def test_server(engine: Engine, params: SamplingParams) -> None:
     reasoning = message.get("reasoning_content")  # a prompt of Qwen3's does not open it
     inside = answer if reasoning is None else f"{reasoning}</think>{answer}"
     assert_continues(engine, inside, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tags"),
+    [
+        ("<think>\n", "\n</think>\n", Tags("<think>", "</think>")),
+        ("[THINK]", "[/THINK]", Tags("[THINK]", "[/THINK]")),
+        ("<think>", "\n", None),
+        ("", "</think>", None),
+        ("", "", None),
+    ],
+)
+def test_tags_come_in_pairs(before: str, after: str, tags: Tags | None) -> None:
+    class Template:
+        """Writes the reasoning of an answer between `before` and `after`."""
+
+        def render_each(self, conversations: Sequence[Sequence[Mapping[str, Any]]], **_: object) -> list[str]:
+            return [
+                "".join(
+                    f"{before}{message['reasoning_content']}{after}{message['content']}"
+                    if "reasoning_content" in message
+                    else message["content"]
+                    for message in messages
+                )
+                for messages in conversations
+            ]
+
+    assert find_tags(Template()) == tags
 
 
 def test_an_answer_that_shows_no_reasoning_is_found_again(engine: Engine, params: SamplingParams) -> None:

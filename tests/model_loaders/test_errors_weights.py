@@ -359,6 +359,7 @@ def text(value: bytes) -> bytes:
         (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQ", 9, 8, 2**50) + bytes(99)), "counts"),
         (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQQ", 9, 8, 1, 2**50) + bytes(99)), "truncated"),
         (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQ", 9, 4, 2**62) + bytes(99)), "counts"),
+        (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQ", 9, 4, 25) + bytes(99)), "counts"),
         (gguf_bytes(0, 2, 2 * (text(b"key") + struct.pack("<IB", 0, 1)) + bytes(99)), "twice"),
         (gguf_bytes(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 3)), "alignment 3"),
         (gguf_bytes(1, 0, text(b"t") + struct.pack("<I", 5) + bytes(99)), "5 dimensions"),

@@ -109,6 +109,19 @@ def test_only_what_the_store_lacks_is_read() -> None:
     assert [span[:2] for span in found.spans] == [(24, 32), (32, 40)]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "length"), [([True] * 6, 44), ([False] + [True] * 5, 40), ([True] * 4, 24), ([False] * 6, 0)]
+)
+def test_what_is_no_longer_wanted_is_not_read(wanted: list[bool], length: int) -> None:
+    """It is asked for the four tokens after the complete blocks first, then for each of these."""
+    kept = Kept("polarquant")
+    kept.end(kept.begin(STEM).prompt())
+    overwrite(kept.store)
+    answers = iter(wanted)
+    found = kept.lookup.find(kept.names, STEM, "", lambda: next(answers, False))
+    assert (0 if found is None else found.spans[-1][1]) == length
+
+
 def test_a_gap_ends_what_is_found() -> None:
     kept = Kept("polarquant")
     kept.end(kept.begin(STEM).prompt())
