@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -59,6 +60,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
             if number not in kept:
                 case.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave modules and cases, which live to the end, out of later collections of garbage: tests ask for dozens, and
+    each would take half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each of several processes takes tests that follow one another, so that a module's fixtures are made once, and at
+    the end those that another would still have to run."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture

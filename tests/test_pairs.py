@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from itertools import combinations, product
 from pathlib import Path
 
@@ -26,24 +27,57 @@ def test_any_two_values_occur_together() -> None:
         assert len(found) == len(set(found)), axes
 
 
-def is_parametrize(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize"
+def parametrizes(node: ast.AST) -> bool:
+    inside = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "parametrize")
+    return any(ast.unparse(one) == "pytest.mark.parametrize" for one in inside)
 
 
-def unexplained(source: str) -> list[str]:
-    """Names of the functions with two or more parametrize decorators and no "# Product: …" directly above the first."""
-    lines, found = source.splitlines(), []
-    for node in ast.walk(ast.parse(source)):
+def aliases(module: ast.Module) -> set[str]:
+    """Names that parametrize the tests that they decorate: of such a decorator, or of a function that makes one."""
+    found = set()
+    for node in module.body:
+        if isinstance(node, ast.Assign) and parametrizes(node.value):
+            found.update(map(ast.unparse, node.targets))
+        elif isinstance(node, ast.FunctionDef) and any(map(parametrizes, node.body)):
+            found.add(node.name)
+    return found
+
+
+def unexplained(source: str, of_module: Mapping[str, set[str]]) -> list[str]:
+    """Names of the functions with two or more decorators that parametrize, and no "# Product: …" directly above the
+    first. of_module: a module's name → its aliases."""
+    lines, module, found = source.splitlines(), ast.parse(source), []
+    known = aliases(module)
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom):
+            own = of_module.get(node.module or "", set())
+            known.update(name.asname or name.name for name in node.names if name.name in own)
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             above = lines[node.decorator_list[0].lineno - 2].strip() if node.decorator_list else ""
-            if sum(map(is_parametrize, node.decorator_list)) >= 2 and not above.startswith("# Product: "):
+            count = sum(parametrizes(one) or ast.unparse(one) in known for one in node.decorator_list)
+            if count >= 2 and not above.startswith("# Product: "):
                 found.append(node.name)
     return found
 
 
 def test_a_test_that_runs_a_product_says_what_it_finds() -> None:
-    twice = '@pytest.mark.parametrize("a", [1])\n@pytest.mark.parametrize("b", [2])\ndef f(): ...\n'
-    assert unexplained(f"\n{twice}") == ["f"]
-    assert unexplained(f"# Product: a and b meet.\n{twice}") == []
-    for path in sorted(TESTS.rglob("*.py")):
-        assert unexplained(path.read_text(encoding="utf-8")) == [], path.relative_to(TESTS)
+    mark, test = 'pytest.mark.parametrize("a", [1])', "def f(): ...\n"
+    for before, first in (
+        ("", f"@{mark}"),
+        (f"every_a = {mark}", "@every_a"),
+        (f"def every_a(test): return {mark}(test)", "@every_a"),
+        ("from tests.all import every_one as every_a", "@every_a"),
+    ):
+        twice = f'{first}\n@pytest.mark.parametrize("b", [2])\n{test}'
+        of_module = {"tests.all": {"every_one"}}
+        assert unexplained(f"{before}\n\n{twice}", of_module) == ["f"]
+        assert unexplained(f"{before}\n# Product: a and b meet.\n{twice}", of_module) == []
+        assert unexplained(f"{before}\n\n{first}\n{test}", of_module) == []
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(TESTS.rglob("*.py"))}
+    of_module = {
+        ".".join(path.relative_to(TESTS.parent).with_suffix("").parts): aliases(ast.parse(source))
+        for path, source in sources.items()
+    }
+    for path, source in sources.items():
+        assert unexplained(source, of_module) == [], path.relative_to(TESTS)

@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 from polarlm.engine import codecs
 from tests.codecs.cells import expected_error
 from tests.codecs.data import gaussian, streams
+from tests.pairs import each
 
 TYPES = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 every_type = pytest.mark.parametrize(("name", "theirs"), TYPES.items())
@@ -31,13 +32,12 @@ def assert_the_same(x, name, theirs):
     assert np.array_equal(codec.decode(codes), quants.dequantize(expected, theirs))
 
 
-@every_type
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-def test_bytes_and_values_match_gguf(name, theirs, head_dim):
+@pytest.mark.parametrize(("name", "head_dim"), each(TYPES, [32, 64, 96, 128, 256]))
+def test_bytes_and_values_match_gguf(name, head_dim):
     x = gaussian(256, head_dim) * np.logspace(-6, 3, 256, dtype=np.float32)[:, None]
     x[::7, 5] *= 30
     x[3] = 0
-    assert_the_same(x, name, theirs)
+    assert_the_same(x, name, TYPES[name])
 
 
 @every_type

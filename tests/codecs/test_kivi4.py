@@ -16,6 +16,7 @@ def grouped(x, name):
     return x.reshape(-1, 32) if by_token else x.reshape(2, 32, -1).swapaxes(1, 2).reshape(-1, 32)
 
 
+# Product: a head has a group of 32 channels or several, which the codes of either kind lie across or along.
 @both
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 def test_codes_match_the_formula(name, head_dim):

@@ -5,6 +5,7 @@ import pytest
 
 from polarlm.engine import codecs
 from tests.codecs.data import gaussian, streams
+from tests.pairs import each
 
 RADIUS_BITS = {"polarpair-m4n4": 4, "polarpair-m4n2": 2}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
@@ -29,8 +30,7 @@ def polar(x):
     return np.hypot(a, b), np.arctan2(b, a)
 
 
-@every_variant
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("name", "head_dim"), each(VARIANTS, HEAD_DIMS))
 def test_bits_count_codes_and_scales(name, head_dim):
     base, *options = name.split("+")
     group = int(options[-1][1:]) if options and options[-1].startswith("g") else 64
@@ -52,10 +52,10 @@ def test_the_papers_bits_of_m4n2():
     assert round(bits + 16 * 64 / 2 / T, 2) == 3.29
 
 
-@every_name
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_codes_match_the_paper(name, n, head_dim):
+@pytest.mark.parametrize(("name", "head_dim"), each(RADIUS_BITS, HEAD_DIMS))
+def test_codes_match_the_paper(name, head_dim):
     """§3.2 with θ = atan2 + π, in float64, from the stored scale."""
+    n = RADIUS_BITS[name]
     x = gaussian(64, head_dim) * np.linspace(0.1, 10, head_dim, dtype=np.float32)
     codes = codecs.get(name).encode(x)
     radius, angle = polar(x)
@@ -85,6 +85,7 @@ def test_rotating_a_pair_by_sixteenths_of_a_turn_adds_to_its_angle_code(steps):
     assert np.mean((before[1] + steps) % 16 == after[1]) > 0.99
 
 
+# Product: either option rounds radii of two bits and of four, by a formula of its own.
 @every_name
 @pytest.mark.parametrize("option", ["+minmax", "+minmax-radius"])
 def test_minmax_codes_match_the_authors_implementation(name, n, option):

@@ -67,6 +67,7 @@ def test_error_on_normalised_gaussian_vectors(name, target):
     assert np.square(codec.decode(codec.encode(x)) - x).mean() < 1.01 * target
 
 
+# Product: the fields of an option are put together with those of codes that have another number of bits.
 @every_ring
 @pytest.mark.parametrize("option", ["", "+norm16"])
 def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
@@ -101,6 +102,7 @@ def test_norm16_keeps_norms_that_a_byte_rounds(name, bits):
     assert rough == pytest.approx(norms, rel=2 ** (1 / 64) - 1 + 1e-6)
 
 
+# Product: the largest norm is that of its format or that at which the outer ring is still a half.
 @every_ring
 @pytest.mark.parametrize("option", ["", "+norm16"])
 def test_huge_vectors_keep_their_direction(name, bits, option):

@@ -187,6 +187,7 @@ def test_feedback_lowers_the_cost_of_its_metric(name, bits):
     assert np.square(x - fed).mean() > np.square(x - plain).mean()
 
 
+# Product: the fields of an option are put together with those of codes that have another number of bits.
 @every_trellis
 @pytest.mark.parametrize("option", ["", "+norm16"])
 def test_decode_reads_every_code_through_its_window(name, bits, option):

@@ -8,6 +8,7 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.codecs.turbo import LEVELS
 from tests.codecs.data import gaussian, stored_norms, streams
+from tests.pairs import each
 
 BITS = {"turbo2": 2, "turbo3": 3, "turbo4": 4}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
@@ -40,9 +41,9 @@ def test_exactly_b_bits_and_a_norm(name, bits):
         assert found == bits + 16 / head_dim, (head_dim, block_size)
 
 
-@every_type
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_codes_are_the_nearest_levels(name, bits, head_dim):
+@pytest.mark.parametrize(("name", "head_dim"), each(BITS, HEAD_DIMS))
+def test_codes_are_the_nearest_levels(name, head_dim):
+    bits = BITS[name]
     x = gaussian(200, head_dim) * np.logspace(-2, 3, 200, dtype=np.float32)[:, None]
     codes = codecs.get(name).encode(x)
     norm = np.sqrt(np.square(x.astype(np.float64)).mean(-1, keepdims=True))
@@ -54,12 +55,11 @@ def test_codes_are_the_nearest_levels(name, bits, head_dim):
     assert np.allclose(codes["norm"], norm[:, 0], rtol=2**-11 + head_dim * np.finfo(np.float32).eps)
 
 
-@every_type
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_decode_is_norm_times_level(name, bits, head_dim):
+@pytest.mark.parametrize(("name", "head_dim"), each(BITS, HEAD_DIMS))
+def test_decode_is_norm_times_level(name, head_dim):
     """Within two float32 roundings, of the level and of the product."""
     codes = codecs.get(name).encode(gaussian(64, head_dim))
-    exact = codes["norm"].astype(np.float64)[:, None] * levels_of(bits)[stored(codes, bits)]
+    exact = codes["norm"].astype(np.float64)[:, None] * levels_of(BITS[name])[stored(codes, BITS[name])]
     assert np.allclose(codecs.get(name).decode(codes), exact, rtol=2 * np.finfo(np.float32).eps)
 
 
@@ -100,6 +100,7 @@ def test_encode_equals_rounding_and_assembling(name, bits):
     assert np.array_equal(codec.decode(fields), read)
 
 
+# Product: the rotation is that of the head dim, and what outliers cost depends on the bits.
 @every_type
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_rotation_spreads_outlier_channels(name, bits, head_dim):

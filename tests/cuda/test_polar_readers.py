@@ -70,6 +70,7 @@ def test_a_record_of_polarquant_unpacks_to_its_fields(values: bool) -> None:
             assert 8 * of.nbytes / (block_size * head_dim) == 4.0, (block_size, head_dim)
 
 
+# Product: codes of keys and of values lie in other orders, which the shape cuts into fragments.
 @pytest.mark.slow(keep=1)
 @every_shape
 @both_sides
@@ -85,6 +86,7 @@ def test_the_polarquant_reader_decodes_as_its_codec(values: bool, block_size: in
         assert (error <= 4.01 * HALF_ULP * np.abs(exact) + 2 * DENORMAL).all()
 
 
+# Product: codes of keys and of values lie in other orders, which the shape cuts into fragments.
 @pytest.mark.slow(keep=1)
 @every_shape
 @both_sides

@@ -41,6 +41,7 @@ def lookup(entries: np.ndarray) -> Kernel:
     return Kernel(f"lookup_{entries.shape[1]}", emit, declared("index out"))
 
 
+# Product: a level looks up tables of each size in its own way.
 @every_level
 @pytest.mark.parametrize("count", [16, 64, 128, 256])
 def test_lookup(count: int, level: Level) -> None:
@@ -86,6 +87,7 @@ def both(level: Level, operation: Callable[..., Value], a: np.ndarray, b: np.nda
 every_size = pytest.mark.parametrize("size", [32, 64])
 
 
+# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_lookup_in_lanes(level: Level, size: int) -> None:
@@ -96,6 +98,7 @@ def test_lookup_in_lanes(level: Level, size: int) -> None:
     np.testing.assert_array_equal(found, wanted.reshape(50, size))
 
 
+# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_pair_products(level: Level, size: int) -> None:
@@ -106,6 +109,7 @@ def test_pair_products(level: Level, size: int) -> None:
     np.testing.assert_array_equal(both(level, pair_products, a, b.view(np.uint8), np.int16), wanted)
 
 
+# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_scaled_product_is_rounded(level: Level, size: int) -> None:
@@ -115,6 +119,7 @@ def test_scaled_product_is_rounded(level: Level, size: int) -> None:
     np.testing.assert_array_equal(both(level, scaled_product, a, b, np.int16), wanted)
 
 
+# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_join_words(level: Level, size: int) -> None:

@@ -88,6 +88,7 @@ INTEGERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
 }
 
 
+# Product: a level has instructions of its own for each operation.
 @every_level
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers(name: str, level: Level) -> None:
@@ -117,6 +118,7 @@ FLOATS: dict[str, tuple[Callable[..., Value], Callable[[Any, Any], Any]]] = {
 }
 
 
+# Product: a level has instructions of its own for each operation.
 @every_level
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats(name: str, level: Level) -> None:
@@ -382,6 +384,7 @@ def test_dot4_is_exact(level: Level, lanes: int, fits: bool) -> None:
     np.testing.assert_array_equal(found, totals + (a.astype(np.int32) * b).reshape(-1, 4).sum(1))
 
 
+# Product: a level looks up tables of each size in its own way.
 @every_level
 @pytest.mark.parametrize("entries", [16, 64, 128, 256])
 def test_tables_of_bytes(level: Level, entries: int) -> None:

@@ -33,6 +33,7 @@ from tests.model_loaders.checkpoints import (
     safetensors_file,
     shapes,
 )
+from tests.pairs import each
 from tests.shared_data import shared
 
 BOTH_WAYS = pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
@@ -99,8 +100,7 @@ def test_values_agree_with_the_safetensors_package(name: str) -> None:
         np.testing.assert_array_equal(read(weights, key), tensor.astype(np.float32), err_msg=key)
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", *LEGACY])
+@pytest.mark.parametrize(("dtype", "mmap"), each(["F32", "F16", "BF16", *LEGACY], [True, False]))
 def test_gguf_types_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(size=(1100, 256)).astype(np.float32)  # more than one slab
     raw = gguf.quantize(values, Type[dtype]).view(np.uint8)
@@ -113,8 +113,7 @@ def test_gguf_types_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: P
     np.testing.assert_allclose(got, values, atol=0.5)
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("dtype", [*TERNARY, "MXFP4"])
+@pytest.mark.parametrize(("dtype", "mmap"), each([*TERNARY, "MXFP4"], [True, False]))
 def test_few_values_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
     values = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], size=(1100, 256)).astype(np.float32)  # exact in all
     raw = gguf.quantize(values, Type[dtype]).view(np.uint8)
@@ -123,8 +122,7 @@ def test_few_values_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: P
     np.testing.assert_array_equal(got, gguf.dequantize(raw, Type[dtype]))
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("dtype", [*K_QUANTS, *TERNARY, *LATTICES, *FOURS])
+@pytest.mark.parametrize(("dtype", "mmap"), each([*K_QUANTS, *TERNARY, *LATTICES, *FOURS], [True, False]))
 def test_random_blocks_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     raw = np.random.default_rng(2).integers(0, 256, (300, 1024 // block, block_bytes), dtype=np.uint8)
@@ -225,6 +223,7 @@ def test_refuses_an_array_that_it_would_have_to_copy(out: np.ndarray, tmp_path: 
         weights.read_into("x", out)
 
 
+# Product: what is read lies in a map or in a copy, and each type is converted by arrays of its own.
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K", *TERNARY, *LATTICES, *FOURS])
 def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, mmap: bool, tmp_path: Path) -> None:
@@ -241,8 +240,7 @@ def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, mmap: b
     assert peak < out.nbytes / 2
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize(("dtype", "mmap"), each(["F32", "F16", "BF16", "Q8_0", "Q4_K"], [True, False]))
 def test_raw_rows_are_the_bytes_of_the_file(dtype: str, mmap: bool, tmp_path: Path) -> None:
     """Any rows, also after the system has dropped them from memory; a row is whole blocks."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
@@ -292,6 +290,7 @@ def test_the_offset_is_added_to_every_row_in_any_order(tmp_path: Path) -> None:
         weights.read_raw("x", slice(0, 2))
 
 
+# Product: a source is one file or several, each of which is mapped or read.
 @BOTH_WAYS
 @pytest.mark.parametrize("name", ["llama_mha", "mistral_window_sharded"])
 def test_a_closed_source_is_closed(name: str, mmap: bool) -> None:

@@ -280,6 +280,7 @@ def tilted_norm(u, y, metric, head):
     return max(0, np.clip(tilted, 0.8 * plain, 1.25 * plain))
 
 
+# Product: a metric of keys and one of values have other terms, and each codec rounds by them in its own way.
 @TABLES
 @pytest.mark.parametrize("kind", [keys_metric, values_metric])
 def test_codes_and_norms_match_the_definition(codec, kind):
@@ -395,6 +396,7 @@ def test_tilt_of_a_norm_is_bounded(codec):
 # -- repeatability and edge cases ----------------------------------------------------------------------------------
 
 
+# Product: a metric of keys and one of values have other terms, and each codec rounds by them in its own way.
 @TABLES
 @pytest.mark.parametrize("kind", [keys_metric, values_metric])
 def test_equal_vectors_get_equal_codes(codec, kind):
@@ -415,6 +417,7 @@ def test_a_block_of_keys_gets_the_same_codes_alone_as_among_others(codec, monkey
     assert all(np.array_equal(in_slabs[key], together[key]) for key in together)
 
 
+# Product: a metric of keys and one of values have other terms, and each codec rounds by them in its own way.
 @TABLES
 @pytest.mark.parametrize("kind", [keys_metric, values_metric])
 def test_a_block_gets_the_same_codes_alone_as_among_others_except_at_edges(codec, kind, monkeypatch):

@@ -49,6 +49,7 @@ def test_f_at_its_limit():
 @pytest.fixture
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of a product with one room, of Python and CUDA."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # its tests need none, and seconds go into each
     monkeypatch.setattr(mutate, "ROOMS", {"polarlm_like": ["tests/test_module.py", "tests/none.py"]})
     for name, content in (
         ("polarlm_like/__init__.py", ""),

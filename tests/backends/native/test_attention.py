@@ -21,7 +21,8 @@ from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, atten
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
-from tests.jit.levels import every_level
+from tests.jit.levels import every_level, name_of
+from tests.pairs import each
 
 from polarlm.engine.backends.native import codecs  # isort: skip
 from polarlm.engine.backends.native.attention import AttentionOps
@@ -30,7 +31,7 @@ from polarlm.engine.backends.native.heads import HeadOps
 from polarlm.engine.backends.native.kernels.attention import Attention, attend
 from polarlm.engine.backends.native.launch import CannotRecord
 from polarlm.engine.backends.native.spans import StepTable
-from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.compile.target import best, levels
 from polarlm.engine.jit.isa.levels import Level
 
 TYPES = [
@@ -111,8 +112,9 @@ def test_attention_of_any_shape(
 
 
 @with_plain_tiles
-@every_level
-@pytest.mark.parametrize("rotation", [None, signed_hadamard, twice_signed_hadamard, dense])
+@pytest.mark.parametrize(
+    ("level", "rotation"), each(levels(), [dense, None, signed_hadamard, twice_signed_hadamard]), ids=name_of
+)
 def test_the_result_is_scaled_and_rotated_back(level: Level, rotation: object) -> None:
     rng = np.random.default_rng(0)
     dim = 80 if level == best() else 64
@@ -186,9 +188,9 @@ def check_over_codes(case: Step, level: Level, window: int | None) -> None:
 
 
 @pytest.mark.slow(keep=1)
-@every_level
-@pytest.mark.parametrize("types", TYPES, ids="/".join)
+@pytest.mark.parametrize(("level", "types"), each(levels(), TYPES), ids=name_of)
 def test_attention_over_codes(level: Level, types: tuple[str, str]) -> None:
+    """The tests of `codecs/` read the codes of every codec at every level."""
     shape = Shape(dim=64, types=types, block_size=64)
     check_over_codes(step(shape, [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900), level, 900)
 
@@ -235,14 +237,14 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow(keep=1)
 @every_level
-@pytest.mark.parametrize("side", ["full_k", "full_v"])
-def test_nan_in_a_slot_gives_nan(side: str, level: Level) -> None:
+def test_nan_in_a_slot_gives_nan(level: Level) -> None:
     """Damaged weights are found by their results. The second sequence has a slot of its own."""
-    case = step(Shape(), [Sequence_(5), Sequence_(40)], None)
-    getattr(case.cache, side)[case.views[0].current.block, :, 2, 7] = np.nan
-    found = attended(case, level, None)
-    assert (np.isnan(found[0]).any(-1)).all()
-    np.testing.assert_array_equal(found[1:], attended(alone(case, 1), level, None))
+    for side in ("full_k", "full_v"):
+        case = step(Shape(), [Sequence_(5), Sequence_(40)], None)
+        getattr(case.cache, side)[case.views[0].current.block, :, 2, 7] = np.nan
+        found = attended(case, level, None)
+        assert (np.isnan(found[0]).any(-1)).all(), side
+        np.testing.assert_array_equal(found[1:], attended(alone(case, 1), level, None), side)
 
 
 @pytest.mark.slow(keep=1)

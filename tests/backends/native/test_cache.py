@@ -73,6 +73,7 @@ def test_cache_bytes_are_those_of_the_arrays(types: tuple[str, str], monkeypatch
         assert cache.full_k.nbytes + cache.full_v.nbytes == 3 * slot, has_kernels
 
 
+# Product: a level converts halves and finds the nearest points in its own way.
 @every_level
 @pytest.mark.parametrize("types", TYPES)
 def test_tiles_do_not_depend_on_the_level(types: tuple[str, str], level: Level) -> None:

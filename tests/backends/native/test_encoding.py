@@ -16,6 +16,7 @@ from polarlm.engine.quantization.conditioning import read_mean
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
+from tests.jit.levels import name_of
 from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import codecs as native_codecs  # isort: skip
@@ -35,7 +36,7 @@ HIGHEST = levels()[-1]
 
 # These kernels multiply floats only: the other levels have the same code.
 FLOAT_LEVELS = [level for level in levels() if level.name in ("generic", "avx2", "avx512")]
-every_float_level = pytest.mark.parametrize("level", FLOAT_LEVELS, ids=lambda level: level.name)
+every_float_level = pytest.mark.parametrize("level", FLOAT_LEVELS, ids=name_of)
 
 
 def covariance(rng: np.random.Generator, dim: int, decay: float = 0.9) -> np.ndarray:
@@ -143,6 +144,7 @@ def both(format: CacheFormat, level: Level, blocks: int = 3, threads: int = 1) -
     return caches[0], caches[1]
 
 
+# Product: vectors of a level hold errors that are fed back along the channels or along the tokens.
 @pytest.mark.slow(keep=1)
 @every_float_level
 @pytest.mark.parametrize(
@@ -167,8 +169,7 @@ def test_errors_cost_the_same() -> None:
 
 
 @pytest.mark.slow(keep=1)
-@every_float_level
-@pytest.mark.parametrize("name", ["ring3", "ring5", "turbo4"])
+@pytest.mark.parametrize(("level", "name"), each(FLOAT_LEVELS, ["ring3", "ring5", "turbo4"]), ids=name_of)
 def test_without_feedback_codes_are_equal(name: str, level: Level) -> None:
     (format,) = formats(1, name, name, 40, 48, 16, along=False)
     assert format.metric_k is not None
@@ -230,6 +231,7 @@ def test_blocks_are_those_that_are_encoded_alone(
         assert memory.any(axis=(0, 2)).tolist() == [True, True, False, True]
 
 
+# Product: a level converts halves and rounds ties in its own way, and each codec has ties elsewhere.
 @every_float_level
 @pytest.mark.parametrize(
     ("k", "v", "dim", "size", "mean_bits"),
@@ -312,7 +314,7 @@ def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
 @pytest.mark.parametrize(
     ("level", "name", "side"),
     pairs(FLOAT_LEVELS[:: len(FLOAT_LEVELS) - 1 or 1], ["q8_0", "q4_0", "f16", "polarquant"], [0, 1]),
-    ids=lambda value: getattr(value, "name", None),
+    ids=name_of,
 )
 def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int, level: Level) -> None:
     format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 0, 16, HEADS, 32)
@@ -413,6 +415,7 @@ def test_codecs_without_a_kernel_are_encoded_in_numpy() -> None:
         np.testing.assert_array_equal(arrays(compiled)[name], array)
 
 
+# Product: sums along tokens and along channels take other registers, of which a level has its own number.
 @pytest.mark.slow(keep=1)
 @special_levels
 @pytest.mark.parametrize("along_tokens", [False, True])

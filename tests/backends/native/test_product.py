@@ -9,8 +9,8 @@ from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
-from tests.jit.levels import every_level, run
-from tests.pairs import pairs
+from tests.jit.levels import every_level, name_of, run
+from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
@@ -89,6 +89,7 @@ def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return (words * numbers[..., :1].astype(np.float64)).reshape(len(words), -1)
 
 
+# Product: a level cuts a panel of one row and of two into vectors of its own lanes.
 @every_level
 @pytest.mark.parametrize("row_tile", [1, 2])
 def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> None:
@@ -104,20 +105,18 @@ def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> 
 
 
 @every_level
-@pytest.mark.parametrize("columns", [48, 43])
-def test_rows_are_normed_and_interleaved(level: Level, columns: int) -> None:
-    rng = np.random.default_rng(5)
-    x, weight = rng.standard_normal((3, columns)).astype(np.float32), rng.standard_normal(columns).astype(np.float32)
-    out = np.zeros((2, columns, 2), np.float32)
-    run(interleave_rows(True, 2), level, 3, _rows(x, out, weight))
-    wide = x.astype(np.float64)
-    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
-    np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
+def test_rows_are_normed_and_interleaved(level: Level) -> None:
+    for columns in (48, 43):
+        rng = np.random.default_rng(5)
+        x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, columns), columns))
+        out = np.zeros((2, columns, 2), np.float32)
+        run(interleave_rows(True, 2), level, 3, _rows(x, out, weight))
+        wide = x.astype(np.float64)
+        want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
+        np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
 
 
-@every_level
-@every_format
-@pytest.mark.parametrize("count", [1, 3, 5, 9])
+@pytest.mark.parametrize(("level", "name", "count"), pairs(levels(), available(), [1, 3, 5, 9]), ids=name_of)
 def test_product(name: str, level: Level, count: int) -> None:
     """36 outputs: the last tile has rows that do not exist, and none beside it."""
     rng = np.random.default_rng(1)
@@ -141,12 +140,13 @@ def test_product(name: str, level: Level, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "name", "activation", "count"),
-    pairs(levels(), available(), ["silu", "gelu_tanh"], [1, 3, 7]),
-    ids=lambda value: getattr(value, "name", None),
+    ("level", "activation", "count", "name"),
+    [(*case, name) for case, name in each(pairs(levels(), ["silu", "gelu_tanh"], [1, 3, 7]), available())],
+    ids=name_of,
 )
 def test_gated_product(name: str, level: Level, activation: str, count: int) -> None:
-    """With few rows the gate and the up projection are multiplied together, with more one after the other."""
+    """With few rows the gate and the up projection are multiplied together, with more one after the other. The test
+    above unpacks every format at every level."""
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
@@ -165,6 +165,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     assert (np.abs(y - want) <= 1e-6 * scale * (1 + np.abs(both).max()) + 1e-5).all()
 
 
+# Product: a level unpacks each format by instructions of its own.
 @every_level
 @every_format
 def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None:
@@ -202,6 +203,7 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
         assert loop.on_stack <= products / 4
 
 
+# Product: a level converts each type by instructions of its own.
 @special_levels
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:

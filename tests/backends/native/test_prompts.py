@@ -82,6 +82,7 @@ def transform(
     return HeadTransform(kv_heads, None, None, rotation, scale_back)
 
 
+# Product: a level cuts head dims, queries and tokens into vectors and tiles of its own.
 @pytest.mark.slow(keep=1)
 @every_level
 @pytest.mark.parametrize(
@@ -189,6 +190,7 @@ def test_too_many_queries_for_a_head_are_refused() -> None:
         PromptOps(launcher(best())).attention(np.zeros((1, 193, 8), np.float32), cache, [span], 0.1, None)
 
 
+# Product: the head dim decides how many registers sums take, of which a level has its own number.
 @pytest.mark.slow(keep=1)
 @special_levels
 @pytest.mark.parametrize("dim", [64, 128])

@@ -28,18 +28,17 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield process
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def visit(window: Browser) -> Callable[[Process], Browser]:
     """visit(server): the page of a server as somebody sees it who has never been there."""
 
     def open_page(process: Process) -> Browser:
         size(window, 1280, 800)
-        window.open(process.url)
+        window.open(f"{process.url}/health")  # shares the page's storage, and is there at once
         window.run(
             """localStorage.clear(); sessionStorage.clear();
             return new Promise((done) => { indexedDB.deleteDatabase("polarlm").onsuccess = done; });"""
         )
-        window.open("about:blank")
         window.open(process.url)
         return window
 

@@ -16,6 +16,7 @@ from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.jit.isa.levels import Level
 
 CODEC = codecs.get("f16")
+SIZES = [(64, 64, 3), (128, 16, 4), (80, 128, 1), (8, 64, 2), (20, 48, 2)]  # head dim, block size, queries
 
 
 @given(st.integers(1, 260), st.sampled_from([16, 48, 64]), st.integers(0, 2**32 - 1))
@@ -24,8 +25,9 @@ def test_unpacking_gives_back_the_fields(d: int, n: int, seed: int) -> None:
     attend.check_inverse(CODEC, n, d, seed)
 
 
+# Product: levels cut channels and tokens into vectors of their own lanes.
 @every_level
-@pytest.mark.parametrize(("d", "n", "heads"), [(64, 64, 3), (128, 16, 4), (80, 128, 1), (8, 64, 2), (20, 48, 2)])
+@pytest.mark.parametrize(("d", "n", "heads"), SIZES)
 def test_scores(d: int, n: int, heads: int, level: Level) -> None:
     """The errors are those of D products and sums in float32."""
     rng = np.random.default_rng(1)
@@ -39,8 +41,9 @@ def test_scores(d: int, n: int, heads: int, level: Level) -> None:
     assert (np.abs(got - np.einsum("hd,bnd->bhn", queries, keys)) <= 1e-6 * size).all()
 
 
+# Product: levels cut channels and tokens into vectors of their own lanes.
 @every_level
-@pytest.mark.parametrize(("d", "n", "heads"), [(64, 64, 3), (128, 16, 4), (80, 128, 1), (8, 64, 2), (20, 48, 2)])
+@pytest.mark.parametrize(("d", "n", "heads"), SIZES)
 def test_mix(d: int, n: int, heads: int, level: Level) -> None:
     rng = np.random.default_rng(2)
     fields = attend.random_fields(rng, CODEC, (3,), n, d)
@@ -53,6 +56,7 @@ def test_mix(d: int, n: int, heads: int, level: Level) -> None:
     assert (np.abs(got - 7 - np.einsum("bhn,bnd->hd", weights, values)) <= 3e-6 * size).all()
 
 
+# Product: keys and values are read by loops of their own, and a level has registers of its own.
 @special_levels
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_instructions(level: Level, side: str) -> None:

@@ -11,10 +11,12 @@ from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
 from tests.codecs.data import streams
-from tests.jit.levels import every_level, run
+from tests.jit.levels import name_of, run
+from tests.pairs import each
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.decoding import Decoding, decode
+from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
@@ -45,10 +47,10 @@ def test_values_have_no_tiles() -> None:
     assert tiles.values(codecs.get(NAMES[0]), 64, 64) is None
 
 
-@every_level
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("level", "name"), [*each(levels(), NAMES[::2]), *each(levels(), NAMES[1::2])], ids=name_of)
 def test_scores(name: str, level: Level) -> None:
-    """Exact integers, and within half a step of the table and half a step of the query of the decoded keys."""
+    """Exact integers, and within half a step of the table and half a step of the query of the decoded keys. Every level
+    has tables of both sizes."""
     d, n, heads = attend.sizes(NAMES.index(name), level)
     n = max(n, 32)
     codec, rng = codecs.get(name), np.random.default_rng(1)
@@ -78,8 +80,7 @@ def test_scores(name: str, level: Level) -> None:
     assert (np.abs(got - exact) <= 1.001 * bound + 1e-5 * size).all()
 
 
-@every_level
-@pytest.mark.parametrize("name", NAMES[::2])
+@pytest.mark.parametrize(("level", "name"), each(levels(), NAMES[::2]), ids=name_of)
 def test_tiles_are_decoded(name: str, level: Level) -> None:
     """Beside values of half precision, in another order than they are stored in."""
     d, n, _ = attend.sizes(NAMES.index(name), level)
@@ -97,6 +98,7 @@ def test_tiles_are_decoded(name: str, level: Level) -> None:
         assert (np.abs(side - exact) <= 1e-6 * np.abs(exact).max(axis=-1, keepdims=True)).all()
 
 
+# Product: a level looks up tables of each size in its own way.
 @special_levels
 @pytest.mark.parametrize("name", ["polarpair-m4n4", "polarpair-m4n2+g32"])
 def test_instructions(name: str, level: Level) -> None:

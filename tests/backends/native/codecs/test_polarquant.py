@@ -14,16 +14,20 @@ from polarlm.engine.codecs.polarquant import CENTRES, angles_of, level_count, ro
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import fields_of, streams
-from tests.jit.levels import every_level
+from tests.jit.levels import every_level, name_of
+from tests.pairs import each
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 CODEC = codecs.get("polarquant")
-# (head dim, block size, queries that read a block together): four levels or three, and odd numbers of groups
-SIZES = [(64, 64, 3), (128, 64, 4), (80, 48, 1), (48, 16, 2), (8, 128, 4), (40, 32, 3), (256, 16, 2)]
-some_sizes = pytest.mark.parametrize("number", [0, 1])
+# (head dim, block size, queries that read a block together): four levels of angles or three, and odd numbers of groups
+FOUR = [(64, 64, 3), (128, 64, 4), (80, 48, 1), (48, 16, 2), (256, 16, 2)]
+THREE = [(8, 128, 4), (40, 32, 3)]
+some_sizes = pytest.mark.parametrize(
+    ("level", "size"), [*each(levels(), FOUR), *each(levels(), THREE)], ids=name_of
+)  # not all: kernels take long to compile
 
 
 class Pairs(NamedTuple):
@@ -42,11 +46,6 @@ class Pairs(NamedTuple):
         radius = np.repeat(fields["radius"].astype(np.float64), 2 ** (levels_ - 1), axis=-1)
         direction = np.stack([np.cos(angles), np.sin(angles)], -1)
         return cls(radius, factor.reshape(angles.shape).astype(np.float64), direction)
-
-
-def size_of(number: int, level: Level) -> tuple[int, int, int]:
-    """All sizes appear among the levels: kernels take long to compile."""
-    return SIZES[(2 * levels().index(level) + number) % len(SIZES)]
 
 
 @given(
@@ -82,11 +81,10 @@ def test_what_has_no_tiles() -> None:
     assert tiles.keys(codecs.get("polarquant-online"), 64, 64) is None
 
 
-@every_level
 @some_sizes
-def test_scores(level: Level, number: int) -> None:
+def test_scores(level: Level, size: tuple[int, int, int]) -> None:
     """Within half a step of factors and of products, and a rounding of each half without VBMI."""
-    d, n, heads = size_of(number, level)
+    d, n, heads = size
     rng = np.random.default_rng(1)
     fields = attend.random_fields(rng, CODEC, (3,), n, d)
     own = tiles.keys(CODEC, n, d)
@@ -135,11 +133,10 @@ def test_sums_of_the_largest_products_fit(level: Level) -> None:
     np.testing.assert_allclose(got, exact, rtol=0.01)
 
 
-@every_level
 @some_sizes
-def test_mix(level: Level, number: int) -> None:
+def test_mix(level: Level, size: tuple[int, int, int]) -> None:
     """Within what the roundings of directions, factors and weights allow."""
-    d, n, heads = size_of(number + 1, level)
+    d, n, heads = size
     rng = np.random.default_rng(3)
     fields = attend.random_fields(rng, CODEC, (3,), n, d)
     fields["radius"][0, :, 0] = 0
@@ -206,6 +203,7 @@ def test_a_token_with_a_large_weight_and_a_small_value(level: Level) -> None:
     assert ((got - exact) ** 2).mean() < 5e-4 * (exact**2).mean()
 
 
+# Product: keys and values are read by loops of their own, and a level has registers of its own.
 @special_levels
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_instructions(level: Level, side: str) -> None:

@@ -11,15 +11,27 @@ from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
 from tests.codecs.data import streams
-from tests.jit.levels import every_level
+from tests.jit.levels import every_level, name_of
+from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.codecs._code_table import CodeTable
 from polarlm.engine.codecs import Codec
+from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = ("ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4")
 every_codec = pytest.mark.parametrize("name", NAMES)
+# A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
+levels_and_codecs = pytest.mark.parametrize(
+    ("level", "name"),
+    [
+        *pairs(levels(), ["ring3", "ring3.5", "ring5"]),
+        *each(levels(), ["ring4", "ring4+norm16"]),
+        *each(levels(), ["turbo2", "turbo3", "turbo4"]),
+    ],
+    ids=name_of,
+)
 
 
 def table_of(codec: Codec) -> CodeTable:
@@ -65,8 +77,7 @@ def test_blocks_that_do_not_fill_vectors_have_no_tiles() -> None:
     assert tiles.values(codecs.get("ring4"), 24, 64) is None
 
 
-@every_level
-@every_codec
+@levels_and_codecs
 def test_scores(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the table and half a step of the query of the decoded keys."""
     d, n, heads = attend.sizes(NAMES.index(name), level)
@@ -104,8 +115,7 @@ def test_a_query_of_zeros(level: Level) -> None:
 
 
 @pytest.mark.slow(keep=1)
-@every_level
-@every_codec
+@levels_and_codecs
 def test_mix(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the table and of the weights of the mix of the decoded values."""
     d, n, heads = attend.sizes(NAMES.index(name) + 3, level)
@@ -137,6 +147,7 @@ def test_mix(name: str, level: Level) -> None:
     np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_weights) + 1e-5 * (size + 7))
 
 
+# Product: a level looks up tables of each size in its own way, and has registers of its own.
 @special_levels
 @pytest.mark.parametrize(
     ("name", "side"), [("ring4", "keys"), ("ring3.5", "values"), ("turbo3", "keys"), ("turbo4", "values")]
