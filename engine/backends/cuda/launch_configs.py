@@ -89,7 +89,7 @@ def gemm_packed(
     """The same for GEMV_ROWS < rows ≤ GEMM_PACKED_ROWS."""
     most, warps = 1 << (rows - 1).bit_length(), _PACKED_WARPS
     # Tiles share a block's reads of x, which are worth it from 9 rows on: with fewer rows, measured on an H100, blocks
-    # of one tile are 7 % faster. With few blocks, processors are idle.
+    # of one tile are 1 to 9 % faster. With few blocks, processors are idle.
     blocks, shares = processors * 7 // 8, most > 8
     tiles = 2 if gated or (shares and out >= 32 * blocks) else 1
     unit = max(128, values)
