@@ -30,7 +30,7 @@ def pair_frequencies(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
 class _Turns:
     """exp(i · position · frequency) · factor for one kind of RoPE: products of two tables' entries.
 
-    A table of all positions would be large, and cosines and sines of a prompt's cost more than ten times a product.
+    A table of all positions would be large, and computing a prompt's cosines and sines takes three times as long.
     Angles are float64, because positions may be large. A position's result is the same whatever others it comes with.
     """
 
