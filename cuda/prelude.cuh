@@ -169,7 +169,7 @@ __device__ __forceinline__ float within<__half>(float x) {
 }
 
 // The new rows of one sequence and the blocks of its KV cache: a row of the int32 array `spans`. SpanHeader in
-// engine/backends/cuda/cache.py has the same members.
+// engine/backends/cuda/kv/cache.py has the same members.
 struct Span {
     int first_row, rows, position;   // rows of q, k and v; the position of the first of them
     int sink;                        // full-precision slot of the first block, or −1

@@ -17,7 +17,7 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device.kernel_source import source
-from polarlm.engine.codecs._norms import ByteNorm
+from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.codecs.ring import points_of
 from polarlm.engine.quantization.conditioning import centre, read_mean
 

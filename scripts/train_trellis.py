@@ -2,10 +2,10 @@
 
     python -m scripts.train_trellis BITS
 
-prints the points of a pair of BITS bits, in thousandths, as `engine/codecs/_trellis_points.py` holds them, and the mean
-squared error per value on Gaussian vectors of 128 values. It is Lloyd's algorithm with best paths in place of cells:
-each round finds the best paths of random vectors, then moves every point to the mean of the pairs that took it, rotated
-back to state 0. Later rounds move points less, which averages the randomness out.
+prints the points of a pair of BITS bits, in thousandths, as `engine/codecs/parts/trellis_points.py` holds them, and
+the mean squared error per value on Gaussian vectors of 128 values. It is Lloyd's algorithm with best paths in place
+of cells: each round finds the best paths of random vectors, then moves every point to the mean of the pairs that took
+it, rotated back to state 0. Later rounds move points less, which averages the randomness out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 
 import numpy as np
 
-from polarlm.engine.codecs._cosets import STATES
-from polarlm.engine.codecs._viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs.parts.cosets import STATES
+from polarlm.engine.codecs.parts.viterbi import PathSearch, rotate_quarters
 
 _ROUNDS, _VECTORS, _DIM = 120, 4000, 64
 

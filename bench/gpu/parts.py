@@ -14,10 +14,10 @@ from polarlm.bench.gpu.shares import SLICE, Plan
 from polarlm.bench.gpu.weights import MIXED, has_larger_types
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.cache import SpanTable
 from polarlm.engine.backends.cuda.device import tracing
 from polarlm.engine.backends.cuda.device.kernel_source import can_read
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
+from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.config import SamplingParams

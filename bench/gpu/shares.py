@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.cache import SpanHeader
+from polarlm.engine.backends.cuda.kv.cache import SpanHeader
 
 SLICE = 16  # tokens of a unit of a full-precision record
 

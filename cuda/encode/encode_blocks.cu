@@ -6,7 +6,7 @@
 // take longer where errors are fed back between tokens. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  those of the codec
-//   candidates uint16 (64, 64, MOST)     for codes of pairs: made by engine/backends/cuda/candidates.py
+//   candidates uint16 (64, 64, MOST)     for codes of pairs: made by engine/backends/cuda/kv/candidates.py
 // The others are float32, from engine.quantization.metric, each null where the metric does not have it:
 //   feedback (K, D, D)      error feedback between channels, F transposed: row c has the weights with which the error
 //                           of channel c is added to the others. Null: without a metric. Then every pair takes the

@@ -1,6 +1,6 @@
 // The table of draws, and the changes of single logits before a draw: biases, penalties, DRY. Part of sample.cu.
 //
-// The table is int32, made by engine/backends/cuda/sampler_inputs.py: a `Params` for each row, then the lists of the
+// The table is int32, made by engine/backends/cuda/sampling/inputs.py: a `Params` for each row, then the lists of the
 // rows that have any. A row's lists begin at word `lists`, a multiple of 4:
 //   DRY         double amounts (dry), int ids (dry)
 //   biases      int ids (biases), float amounts (biases)

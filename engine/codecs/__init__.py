@@ -1,7 +1,7 @@
 """KV codecs: how the K or V vectors of one block become bytes, and back. One codec per file.
 
-A module of this folder whose name has no leading underscore is a codec. It defines `NAMES`, the cache types that it
-makes, and `create(name, options)`, which makes one of them. There is no list to edit.
+Each module of this folder is a codec; what several share is in `parts/` and `schema/`. It defines `NAMES`, the cache
+types that it makes, and `create(name, options)`, which makes one of them. There is no list to edit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from polarlm.engine.codecs._arrays import NotFinite as NotFinite
-from polarlm.engine.codecs._arrays import checked, destination, slabs
-from polarlm.engine.codecs._streams import Field as Field
-from polarlm.engine.codecs._streams import Schema, leading, unpack
+from polarlm.engine.codecs.schema.arrays import NotFinite as NotFinite
+from polarlm.engine.codecs.schema.arrays import checked, destination, slabs
+from polarlm.engine.codecs.schema.streams import Field as Field
+from polarlm.engine.codecs.schema.streams import Schema, leading, unpack
 
 FULL = "f16"
 """The cache type that does not quantize: half precision."""
@@ -152,7 +152,7 @@ def _schema(codec: Codec, block_size: int, head_dim: int) -> Schema:
 @cache
 def _modules() -> dict[str, ModuleType]:
     """Cache type → the module that creates its codec, in the order of file names."""
-    stems = sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_"))
+    stems = sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg)
     modules = [importlib.import_module(f"{__name__}.{stem}") for stem in stems]
     return {name: module for module in modules for name in module.NAMES}
 

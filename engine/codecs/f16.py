@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._arrays import HALF_MAX, widen
-from polarlm.engine.codecs._checks import check_no_options
-from polarlm.engine.codecs._streams import Schema, numbers
+from polarlm.engine.codecs.parts.checks import check_no_options
+from polarlm.engine.codecs.schema.arrays import HALF_MAX, widen
+from polarlm.engine.codecs.schema.streams import Schema, numbers
 
 NAMES = ("f16",)
 

@@ -28,9 +28,9 @@ from typing import ClassVar
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._arrays import SATURATION
-from polarlm.engine.codecs._checks import check_head_dim, check_no_options
-from polarlm.engine.codecs._streams import Schema, codes, numbers
+from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
+from polarlm.engine.codecs.schema.arrays import SATURATION
+from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("q8_0", "q4_0")
 

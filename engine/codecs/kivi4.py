@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._arrays import SATURATION
-from polarlm.engine.codecs._checks import check_block_size, check_head_dim
-from polarlm.engine.codecs._streams import Schema, codes, numbers
+from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
+from polarlm.engine.codecs.schema.arrays import SATURATION
+from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("kivi4",)
 

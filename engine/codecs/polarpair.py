@@ -36,9 +36,9 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._arrays import SATURATION
-from polarlm.engine.codecs._checks import check_block_size, check_head_dim
-from polarlm.engine.codecs._streams import Schema, codes, numbers
+from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
+from polarlm.engine.codecs.schema.arrays import SATURATION
+from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 

@@ -53,11 +53,11 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._arrays import HALF_MAX, widen
-from polarlm.engine.codecs._checks import check_block_size, check_head_dim
-from polarlm.engine.codecs._joined import join, joined_table, split
-from polarlm.engine.codecs._rotation import PRECONDITIONINGS, preconditioning
-from polarlm.engine.codecs._streams import Schema, codes, numbers
+from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
+from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
+from polarlm.engine.codecs.schema.arrays import HALF_MAX, widen
+from polarlm.engine.codecs.schema.joined import join, joined_table, split
+from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("polarquant",)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from polarlm.engine.codecs._arrays import checked
 from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, angles_of, chosen_preconditioning, level_count
+from polarlm.engine.codecs.schema.arrays import checked
 
 NAMES = ("polarquant-online",)
 

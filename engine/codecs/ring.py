@@ -12,9 +12,9 @@ Decode, per value: a quarter of a lookup of four values (`ring5`: half a lookup 
 
 **Codes.** Points are numbered ring by ring from the inside, and counter-clockwise on each ring. Odd rings (the
 innermost is ring 0) are rotated by half a phase. `scripts/design_rings.py` found the phases; the radii follow from them
-by Lloyd's algorithm. The nearest point is the first with the least |p|²/2 − y·p in float32: see `_nearest`.
+by Lloyd's algorithm. The nearest point is the first with the least |p|²/2 − y·p in float32: see `parts.nearest`.
 
-**Streams.** N tokens of one KV head. A norm in a byte, with a code for zero: `_norms`.
+**Streams.** N tokens of one KV head. A norm in a byte, with a code for zero: `parts.norms`.
 
     norm   (N,)      uint8, or with `norm16` float16
     codes  (N, D/2)  m bits
@@ -35,8 +35,8 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs._nearest import NearestPoint
-from polarlm.engine.codecs._pair_codec import PairStore, RotatedPairs, parse_options
+from polarlm.engine.codecs.parts.nearest import NearestPoint
+from polarlm.engine.codecs.parts.pair_codec import PairStore, RotatedPairs, parse_options
 
 NAMES = ("ring3", "ring3.5", "ring4", "ring5")
 

@@ -31,11 +31,11 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs._cosets import STATES
-from polarlm.engine.codecs._joined import join_wide
-from polarlm.engine.codecs._pair_codec import PairStore, RotatedPairs, parse_options
-from polarlm.engine.codecs._trellis_points import THOUSANDTHS
-from polarlm.engine.codecs._viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs.parts.cosets import STATES
+from polarlm.engine.codecs.parts.pair_codec import PairStore, RotatedPairs, parse_options
+from polarlm.engine.codecs.parts.trellis_points import THOUSANDTHS
+from polarlm.engine.codecs.parts.viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs.schema.joined import join_wide
 
 NAMES = ("trellis3", "trellis3.5", "trellis4")
 

@@ -30,11 +30,11 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.codecs._checks import check_head_dim, check_no_options
-from polarlm.engine.codecs._joined import join
-from polarlm.engine.codecs._norms import NormFormat
-from polarlm.engine.codecs._pair_codec import PairCodec, PairStore
-from polarlm.engine.codecs._rotation import twice_signed_hadamard
+from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
+from polarlm.engine.codecs.parts.norms import NormFormat
+from polarlm.engine.codecs.parts.pair_codec import PairCodec, PairStore
+from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
+from polarlm.engine.codecs.schema.joined import join
 
 NAMES = ("turbo2", "turbo3", "turbo4")
 

@@ -1,9 +1,9 @@
 """Estimates the magnitude of keys and values from the weights, and the scale that they are divided by when stored.
 
-A code holds a norm in a byte, whose range is limited and whose finest steps are near 1 (`engine.codecs._norms`), and
-full precision has the range of half precision. Keys and values of a model may have any magnitude. So stored keys and
-values are divided by a power of two, which rounds nothing, to bring them near 1; queries and attention's results are
-multiplied by it.
+A code holds a norm in a byte, whose range is limited and whose finest steps are near 1 (`engine.codecs.parts.norms`),
+and full precision has the range of half precision. Keys and values of a model may have any magnitude. So stored keys
+and values are divided by a power of two, which rounds nothing, to bring them near 1; queries and attention's results
+are multiplied by it.
 
 The estimate needs no forward pass. The input of a projection has a mean square of 1 per channel, times the norm's
 squared weight g² (in families without a norm there, it is a sum of an embedding and of normed results, whose mean

@@ -41,7 +41,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.codecs import Codec, PathRounding, Rounding
-from polarlm.engine.codecs._arrays import checked
+from polarlm.engine.codecs.schema.arrays import checked
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._sections import Section, Sections, numbered
-from polarlm.engine.codecs._streams import Schema, numbers, pack, unpack
+from polarlm.engine.codecs.schema.sections import Section, Sections, numbered
+from polarlm.engine.codecs.schema.streams import Schema, numbers, pack, unpack
 from polarlm.engine.records.fragments import ALIGNMENT, Geometry, Record
 
 VERSION = 2  # version of the byte layout, since session files contain records

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._sections import Section, numbered
-from polarlm.engine.codecs._streams import Stream
+from polarlm.engine.codecs.schema.sections import Section, numbered
+from polarlm.engine.codecs.schema.streams import Stream
 from polarlm.engine.records.fragments import Geometry, Record
 
 

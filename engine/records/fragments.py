@@ -18,9 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
-from polarlm.engine.codecs._planes import Planes
-from polarlm.engine.codecs._sections import Section, Sections, Stored, arrange, numbered
-from polarlm.engine.codecs._streams import Stream
+from polarlm.engine.codecs.schema.planes import Planes
+from polarlm.engine.codecs.schema.sections import Section, Sections, Stored, arrange, numbered
+from polarlm.engine.codecs.schema.streams import Stream
 
 LANES = 32
 ALIGNMENT = 16  # bytes, of every section of a record

@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs._norms import ByteNorm
-from polarlm.engine.codecs._pair_codec import PairCodec, PairStore, pair_points
-from polarlm.engine.codecs._sections import Section, numbered
+from polarlm.engine.codecs.parts.norms import ByteNorm
+from polarlm.engine.codecs.parts.pair_codec import PairCodec, PairStore, pair_points
+from polarlm.engine.codecs.schema.sections import Section, numbered
 from polarlm.engine.records.fragments import Geometry, Record, Words
 
 _FLOAT = np.dtype(np.float32)

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from polarlm.engine.codecs._arrays import SATURATION
-from polarlm.engine.codecs._sections import Section, Stored
 from polarlm.engine.codecs.polarpair import COSINES, SINES, TANGENTS, PolarPair
+from polarlm.engine.codecs.schema.arrays import SATURATION
+from polarlm.engine.codecs.schema.sections import Section, Stored
 from polarlm.engine.records.fragments import Geometry, Record, Words
 
 _HALF = np.dtype(np.float16)

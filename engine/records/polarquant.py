@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.codecs._joined import join, split
-from polarlm.engine.codecs._planes import Planes
-from polarlm.engine.codecs._sections import Section, numbered
-from polarlm.engine.codecs._streams import codes, numbers
 from polarlm.engine.codecs.polarquant import (
     CENTRES,
     TAN_SQUARED,
@@ -24,6 +20,10 @@ from polarlm.engine.codecs.polarquant import (
     rows_of,
     upper_table,
 )
+from polarlm.engine.codecs.schema.joined import join, split
+from polarlm.engine.codecs.schema.planes import Planes
+from polarlm.engine.codecs.schema.sections import Section, numbered
+from polarlm.engine.codecs.schema.streams import codes, numbers
 from polarlm.engine.records.fragments import LANES, Geometry, Record, Words
 
 _POINT_BYTES = 4 * 256 * 4  # bytes of the points: two float16 for each pair of a half and each byte

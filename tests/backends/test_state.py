@@ -12,7 +12,7 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.codecs._rotation import signed_hadamard
+from polarlm.engine.codecs.parts.rotation import signed_hadamard
 from polarlm.engine.loading import assembly
 from tests.cuda.emulated import open_device
 

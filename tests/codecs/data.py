@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._streams import pack, unpack
+from polarlm.engine.codecs.schema.streams import pack, unpack
 
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polarlm.engine.codecs._cosets import STATES, Cosets
+from polarlm.engine.codecs.parts.cosets import STATES, Cosets
 from polarlm.engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian
 

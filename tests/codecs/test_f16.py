@@ -3,7 +3,7 @@
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs._arrays import widen
+from polarlm.engine.codecs.schema.arrays import widen
 
 HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16)
 FINITE = HALVES[np.isfinite(HALVES)]

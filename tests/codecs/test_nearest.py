@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.codecs._nearest import NearestPoint
+from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 
 SEARCH = {bits: NearestPoint(points_of(bits)) for bits in RINGS}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine.codecs._norms import ByteNorm, HalfNorm
+from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 
 BYTE, HALF = ByteNorm(), HalfNorm(3.3)
 every_format = pytest.mark.parametrize("norms", [BYTE, HALF], ids=["byte", "half"])

@@ -1,4 +1,4 @@
-"""Codes in bytes: they round trip, fill every bit, and lie where `_planes` says."""
+"""Codes in bytes: they round trip, fill every bit, and lie where `planes` says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine.codecs._planes import Planes
+from polarlm.engine.codecs.schema.planes import Planes
 
 BITS = (2, 3, 4, 5, 6, 7, 8, 10)
 

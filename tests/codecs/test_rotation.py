@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 
 HEAD_DIMS = [8, 16, 24, 48, 64, 80, 96, 128, 256]
 

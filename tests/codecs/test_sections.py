@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine.codecs._planes import Planes
-from polarlm.engine.codecs._sections import Section, Sections, arrange, numbered
-from polarlm.engine.codecs._streams import Stream, codes, numbers
+from polarlm.engine.codecs.schema.planes import Planes
+from polarlm.engine.codecs.schema.sections import Section, Sections, arrange, numbered
+from polarlm.engine.codecs.schema.streams import Stream, codes, numbers
 
 BITS = (2, 3, 4, 6, 7, 8, 10)
 

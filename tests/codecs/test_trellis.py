@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs import _viterbi
-from polarlm.engine.codecs._cosets import STATES
-from polarlm.engine.codecs._viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs.parts import viterbi
+from polarlm.engine.codecs.parts.cosets import STATES
+from polarlm.engine.codecs.parts.viterbi import PathSearch, rotate_quarters
 from polarlm.engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian, stored_norms
 
@@ -134,7 +134,7 @@ def test_least_returns_the_smallest_numbers_ascending(count, seed):
     numbers = np.random.default_rng(seed).permuted(np.arange(4 * 8 * 5, dtype=np.uint32) * 12_345_678)
     numbers = numbers.reshape(4, 8, 5)
     expected = np.sort(numbers, axis=1)[:, :count]
-    assert np.array_equal(_viterbi._least(numbers.copy(), count), expected)
+    assert np.array_equal(viterbi._least(numbers.copy(), count), expected)
 
 
 @settings(deadline=None, max_examples=10)
@@ -164,7 +164,7 @@ def test_each_head_has_its_own_feedback_and_weights():
 def test_slabs_do_not_change_codes(monkeypatch):
     x, weights = gaussian(2, 50, 16), np.exp(gaussian(2, 8))
     whole = PathSearch(points_of(6))(x, weights=weights)[0]
-    monkeypatch.setattr(_viterbi, "_SLAB", 14)
+    monkeypatch.setattr(viterbi, "_SLAB", 14)
     assert np.array_equal(PathSearch(points_of(6))(x, weights=weights)[0], whole)
 
 

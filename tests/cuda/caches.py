@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine import codecs, records
-from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
+from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from tests.cuda.formats import EPS32
 

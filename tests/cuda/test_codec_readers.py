@@ -8,7 +8,7 @@ import pytest
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text, compiler
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda.device.kernel_source import with_readers
-from polarlm.engine.codecs._norms import ByteNorm
+from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.records import Layout

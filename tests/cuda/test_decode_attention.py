@@ -17,10 +17,10 @@ import pytest
 
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.device.kernel_source import source
+from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.linear import result_type
-from polarlm.engine.codecs._rotation import twice_signed_hadamard
+from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.formats import EPS32, poisoned, read, store
 from tests.cuda.programs import Program

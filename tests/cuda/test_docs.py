@@ -17,11 +17,12 @@ from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
 from polarlm.bench.gpu.setup import LLAMA_8B
 from polarlm.bench.gpu.weights import parameters
 from polarlm.engine import codecs, records
-from polarlm.engine.backends.cuda import launch_configs, sampler_inputs
-from polarlm.engine.backends.cuda.cache import SpanHeader
+from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import kernel_source
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
+from polarlm.engine.backends.cuda.kv.cache import SpanHeader
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.sampling import inputs as sampler_inputs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import MOST_LOGPROBS
 from polarlm.engine.quantization.conditioning import mean_fields

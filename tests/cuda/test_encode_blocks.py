@@ -11,11 +11,11 @@ import pytest
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.cache import SideArrays
-from polarlm.engine.backends.cuda.candidates import ALL, candidates
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.device.kernel_source import source
-from polarlm.engine.codecs._nearest import NearestPoint
+from polarlm.engine.backends.cuda.kv.cache import SideArrays
+from polarlm.engine.backends.cuda.kv.candidates import ALL, candidates
+from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.quantization.encode import encode_with_metric

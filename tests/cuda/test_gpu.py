@@ -21,7 +21,7 @@ from polarlm.bench.gpu.attention import layer_format
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
 from polarlm.bench.gpu.setup import CupyClock, Sizes
 from polarlm.engine import Engine, EngineError, SamplingParams, codecs
-from polarlm.engine.backends.cuda.cache import HostTable
+from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.model.forward import ModelWeights, Transformer

@@ -15,7 +15,7 @@ import pytest
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.codecs._rotation import signed_hadamard, twice_signed_hadamard
+from polarlm.engine.codecs.parts.rotation import signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import assert_as_exact_as_numpy, poisoned
 from tests.cuda.programs import Program
 from tests.cuda.test_append_kv import append, layout, packed, padded, spans_of

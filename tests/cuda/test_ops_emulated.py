@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.device.kernel_source import source
+from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from polarlm.engine.records import Layout
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.programs import Program

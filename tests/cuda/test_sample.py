@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.cuda.launch import Launcher
-from polarlm.engine.backends.cuda.sampler_inputs import pack_sampler_inputs
-from polarlm.engine.backends.cuda.sampling import sample as sample_on
+from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
+from polarlm.engine.backends.cuda.sampling.sampler import sample as sample_on
 from polarlm.engine.limits import PENALTY_WINDOW
 from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, _adjust, sample
 from tests.cuda.emulated import EmulatedDevice

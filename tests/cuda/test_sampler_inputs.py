@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import Engine
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.sampler_inputs import pack_sampler_inputs
+from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import SamplingParams

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs, weight_formats
-from polarlm.engine.backends.cuda.cache import SideArrays, SpanHeader
 from polarlm.engine.backends.cuda.device import kernel_source
+from polarlm.engine.backends.cuda.kv.cache import SideArrays, SpanHeader
 from polarlm.engine.records import layout
 
 SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))

@@ -11,7 +11,7 @@ from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
 from polarlm.engine.backends.cuda.heads import rotate_defines
-from polarlm.engine.backends.cuda.sampling import SAMPLE
+from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs._viterbi import PathSearch
+from polarlm.engine.codecs.parts.viterbi import PathSearch
 from polarlm.engine.quantization import encode
 from polarlm.engine.quantization.encode import encode_with_metric
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback, without_tilt

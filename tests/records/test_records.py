@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs, records
-from polarlm.engine.codecs._planes import Planes
-from polarlm.engine.codecs._sections import Section, numbered
-from polarlm.engine.codecs._streams import codes as codes_stream
+from polarlm.engine.codecs.schema.planes import Planes
+from polarlm.engine.codecs.schema.sections import Section, numbered
+from polarlm.engine.codecs.schema.streams import codes as codes_stream
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.records.fragments import Geometry, Words
 

@@ -22,7 +22,7 @@ from tests.random_model import random_model
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, stored
 from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny
 
-MODULES = [each.name for each in pkgutil.iter_modules(codecs.__path__) if not each.name.startswith("_")]
+MODULES = [each.name for each in pkgutil.iter_modules(codecs.__path__) if not each.ispkg]
 NAMES = [name for module in MODULES for name in importlib.import_module(f"{codecs.__name__}.{module}").NAMES]
 WIDE = ("q8_0", "q4_0", "kivi4")  # take blocks and heads that are multiples of 32
 

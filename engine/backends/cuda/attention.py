@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.cache import Buffer, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.backends.cuda.linear import input_type, result_type

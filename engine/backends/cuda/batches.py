@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polarlm.engine.backends.cuda.cache import HostTable, SpanTable, with_rows
+from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, SMALL_ROWS)

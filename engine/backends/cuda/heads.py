@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.cache import Layouts
 from polarlm.engine.backends.cuda.device import Array, Device
+from polarlm.engine.backends.cuda.kv.cache import Layouts
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform, prepare
 from polarlm.engine.backends.kv import HeadTransform

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.batches import bucket
-from polarlm.engine.backends.cuda.cache import HEADER, table_width
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
+from polarlm.engine.backends.cuda.kv.cache import HEADER, table_width
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
-from polarlm.engine.backends.cuda.sampler_inputs import ROW_WORDS, mask_room
-from polarlm.engine.backends.cuda.sampling import SCRATCH_WORDS
+from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
+from polarlm.engine.backends.cuda.sampling.sampler import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import ModelConfig
 

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.cuda import sampling
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
-from polarlm.engine.backends.cuda.cache import HostTable
 from polarlm.engine.backends.cuda.device import Array, Carried, Device
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv import CacheOps
+from polarlm.engine.backends.cuda.kv.cache import HostTable
+from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
-from polarlm.engine.backends.cuda.sampler_inputs import pack_sampler_inputs
+from polarlm.engine.backends.cuda.sampling import sampler
+from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
 from polarlm.engine.backends.ops import Load, Result, WarmUp
 from polarlm.engine.errors import EngineError
@@ -81,9 +81,9 @@ class CudaOps:
         self.attention = AttentionOps(device, launch, heads).attention
 
         self.pack_sampler_inputs = pack_sampler_inputs
-        self.sample = partial(sampling.sample, device, launch)
-        self.fetch_tokens = partial(sampling.fetch_tokens, device, launch)
-        self.fetch_later = partial(sampling.fetch_later, device)
+        self.sample = partial(sampler.sample, device, launch)
+        self.fetch_tokens = partial(sampler.fetch_tokens, device, launch)
+        self.fetch_later = partial(sampler.fetch_later, device)
 
     def split_rows(self, rows: slice) -> list[slice]:
         return [rows]

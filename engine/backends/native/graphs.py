@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.engine.backends.native.attention.spans import StepTable
 from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Recording
 from polarlm.engine.backends.native.prefetching import add_prefetches
-from polarlm.engine.backends.native.spans import StepTable
 from polarlm.engine.backends.ops import Result
 
 _MOST = 32  # recordings to keep; each owns the memory of a step

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
-from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
-from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
-from polarlm.engine.backends.native.kernels.product import (
+from polarlm.engine.backends.native.kernels.linear.activations import (
+    RowArguments,
+    interleave_rows,
+    panel_bytes,
+    quantize_rows,
+)
+from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
     most_rows,
@@ -20,6 +24,7 @@ from polarlm.engine.backends.native.kernels.product import (
     row_tile_of,
     units,
 )
+from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import GateArguments, NormArguments, gate, norm_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.jit.compile.compiler import Kernel

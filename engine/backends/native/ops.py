@@ -8,12 +8,12 @@ from copy import copy
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.native.attention import AttentionOps
-from polarlm.engine.backends.native.cache import CacheOps
-from polarlm.engine.backends.native.encoding import EncodingOps
+from polarlm.engine.backends.native.attention.heads import HeadOps
+from polarlm.engine.backends.native.attention.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
-from polarlm.engine.backends.native.heads import HeadOps
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
+from polarlm.engine.backends.native.kv.cache import CacheOps
+from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.self_test import choose

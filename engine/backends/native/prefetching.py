@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.attention import AttendArguments
+from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments
 from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, PrefetchHint, list_pieces
 from polarlm.engine.backends.native.launch import Recorded, Recording
 from polarlm.engine.jit.lang.records import words

@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
-from polarlm.engine.codecs._arrays import HALF_MAX
+from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import read_mean
 
 # Most query rows per KV head that attend together.

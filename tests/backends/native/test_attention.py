@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
@@ -25,12 +25,12 @@ from tests.jit.levels import every_level, name_of
 from tests.pairs import each
 
 from polarlm.engine.backends.native import codecs  # isort: skip
-from polarlm.engine.backends.native.attention import AttentionOps
+from polarlm.engine.backends.native.attention.heads import HeadOps
+from polarlm.engine.backends.native.attention.spans import StepTable
+from polarlm.engine.backends.native.attention.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
-from polarlm.engine.backends.native.heads import HeadOps
-from polarlm.engine.backends.native.kernels.attention import Attention, attend
+from polarlm.engine.backends.native.kernels.attention.steps import Attention, attend
 from polarlm.engine.backends.native.launch import CannotRecord
-from polarlm.engine.backends.native.spans import StepTable
 from polarlm.engine.jit.compile.target import best, levels
 from polarlm.engine.jit.isa.levels import Level
 

@@ -13,8 +13,8 @@ from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.native import codecs as tiles
-from polarlm.engine.backends.native.cache import TileCache
-from polarlm.engine.backends.native.encoding import EncodingOps
+from polarlm.engine.backends.native.kv.cache import TileCache
+from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import levels

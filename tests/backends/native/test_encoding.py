@@ -20,11 +20,11 @@ from tests.jit.levels import name_of
 from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import codecs as native_codecs  # isort: skip
-from polarlm.engine.backends.native import encoding
-from polarlm.engine.backends.native.cache import CacheOps, TileCache
-from polarlm.engine.backends.native.encoding import EncodingOps
 from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import Encoding
+from polarlm.engine.backends.native.kv import encoding
+from polarlm.engine.backends.native.kv.cache import CacheOps, TileCache
+from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.numpy.attention import LayerCache, Sides
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import levels

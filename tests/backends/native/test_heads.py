@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps, apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
-from polarlm.engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
 
-from polarlm.engine.backends.native.heads import HeadOps  # isort: skip
+from polarlm.engine.backends.native.attention.heads import HeadOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 

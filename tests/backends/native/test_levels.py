@@ -16,8 +16,8 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends import select as selection
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native import self_test
+from polarlm.engine.backends.native.attention.prompts import PromptOps
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.native.prompts import PromptOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
 from polarlm.engine.errors import EngineError, KernelError

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native.kernels.product import row_tile_of
+from polarlm.engine.backends.native.kernels.linear.product import row_tile_of
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm

@@ -12,7 +12,7 @@ from polarlm.engine import codecs
 from tests.jit.levels import declared, every_level, run
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
-from polarlm.engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
+from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels, NearestOfRings
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, vector

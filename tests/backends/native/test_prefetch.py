@@ -16,16 +16,10 @@ from tests.backends.native.test_product import quantized, stored
 from tests.jit.levels import run
 from tests.pairs import pairs
 
-from polarlm.engine.backends.native.attention import AttentionOps  # isort: skip
+from polarlm.engine.backends.native.attention.steps import AttentionOps  # isort: skip
+from polarlm.engine.backends.native.attention.spans import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels import prefetch
-from polarlm.engine.backends.native.kernels.prefetch import (
-    NO_HINT,
-    PIECE,
-    PieceArguments,
-    Prefetch,
-    list_pieces,
-)
-from polarlm.engine.backends.native.kernels.product import (
+from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
     prefetched_pieces,
@@ -33,9 +27,15 @@ from polarlm.engine.backends.native.kernels.product import (
     row_tile_of,
     units,
 )
+from polarlm.engine.backends.native.kernels.prefetch import (
+    NO_HINT,
+    PIECE,
+    PieceArguments,
+    Prefetch,
+    list_pieces,
+)
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.prefetching import add_prefetches
-from polarlm.engine.backends.native.spans import NO_WINDOW, StepTable
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang.values import I8, Value
 

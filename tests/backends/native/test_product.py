@@ -13,10 +13,15 @@ from tests.jit.levels import every_level, name_of, run
 from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import tiles  # isort: skip
-from polarlm.engine.backends.native.kernels.activations import RowArguments, interleave_rows, panel_bytes, quantize_rows
-from polarlm.engine.backends.native.kernels.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.activations import (
+    RowArguments,
+    interleave_rows,
+    panel_bytes,
+    quantize_rows,
+)
+from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, row_tile_of, units
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
-from polarlm.engine.backends.native.kernels.product import Product, ProductArguments, product, row_tile_of, units
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 

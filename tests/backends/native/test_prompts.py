@@ -13,19 +13,19 @@ from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform,
 from polarlm.engine.backends.numpy.attention import LayerCache, attend
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
-from polarlm.engine.codecs._rotation import dense, signed_hadamard
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
 from polarlm.engine.errors import KernelError
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
 
-from polarlm.engine.backends.native import prompts  # isort: skip
-from polarlm.engine.backends.native.cache import CacheOps  # isort: skip
-from polarlm.engine.backends.native.heads import HeadOps  # isort: skip
-from polarlm.engine.backends.native.kernels.prompts import Prompt  # isort: skip
-from polarlm.engine.backends.native.kernels.prompts import attend as attend_kernel  # isort: skip
+from polarlm.engine.backends.native.attention import prompts  # isort: skip
+from polarlm.engine.backends.native.kv.cache import CacheOps  # isort: skip
+from polarlm.engine.backends.native.attention.heads import HeadOps  # isort: skip
+from polarlm.engine.backends.native.kernels.attention.prompts import Prompt  # isort: skip
+from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel  # isort: skip
 from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
-from polarlm.engine.backends.native.prompts import PromptOps  # isort: skip
+from polarlm.engine.backends.native.attention.prompts import PromptOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 

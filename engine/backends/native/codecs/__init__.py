@@ -3,7 +3,7 @@
 A module here is named like the codec's module in `engine.codecs`. It defines `keys(codec, block_size, head_dim)` and
 `values(codec, block_size, head_dim)`, which return the tiles of that codec, or None for sizes or options without a
 kernel; a codec that stores one side only may leave out the other. A codec of pairs with `points` needs no module: it
-gets the tiles of `_tables`. A layer without tiles of both sides is computed by NumPy.
+gets the tiles of `parts.tables`. A layer without tiles of both sides is computed by NumPy.
 
 All vectors are in the stored space: rotated, scaled, without the block mean. N is the block size, D the head dim.
 Addresses are multiples of 64 bytes. Vectors of D float32 are padded to a multiple of 16.
@@ -112,6 +112,6 @@ def values(codec: Codec, block_size: int, head_dim: int) -> ValueTiles | None:
 
 @cache
 def _module(name: str) -> ModuleType:
-    """The module of this name, or `_tables` if there is none."""
-    own = {module.name for module in pkgutil.iter_modules(__path__)}
-    return importlib.import_module(f"{__name__}.{name if name in own else '_tables'}")
+    """The module of this name, or `parts.tables` if there is none."""
+    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
+    return importlib.import_module(f"{__name__}.{name if name in own else 'parts.tables'}")

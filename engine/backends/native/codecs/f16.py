@@ -12,13 +12,13 @@ import math
 from collections.abc import Sequence
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs._sections import SectionTiles
+from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles
 from polarlm.engine.backends.native.kernels.encode.formats import without_metric
 from polarlm.engine.backends.native.kernels.encode.groups import encode_halves
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.backends.native.kernels.rotation import pieces
 from polarlm.engine.codecs import Codec
-from polarlm.engine.codecs._sections import Section
+from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I16, Value, vector

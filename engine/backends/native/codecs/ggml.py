@@ -1,6 +1,6 @@
 """Tiles of `q8_0` and `q4_0`: codes, and a scale for each 32 channels of a token.
 
-V vectors of 64 codes, packed by `_packing`, then the scales.
+V vectors of 64 codes, packed by `parts.packing`, then the scales.
 
     keys    lanes are tokens: (D/32, N/16, 8) vectors, each of 16 tokens x 4 channels; scales (D/32, N) float16
     values  lanes are channels: (D/16, N/4) vectors, each of 16 channels x 4 tokens; scales (D/32, N) float16
@@ -19,17 +19,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs._decoding import emit_points
-from polarlm.engine.backends.native.codecs._norms import emit_pack_norms
-from polarlm.engine.backends.native.codecs._packing import Packing, side_by_side
-from polarlm.engine.backends.native.codecs._sections import SectionTiles, codes_section
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
+from polarlm.engine.backends.native.codecs.parts.decoding import emit_points
+from polarlm.engine.backends.native.codecs.parts.norms import emit_pack_norms
+from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles, codes_section
 from polarlm.engine.backends.native.kernels.encode.formats import without_metric
 from polarlm.engine.backends.native.kernels.encode.groups import encode_groups
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
-from polarlm.engine.codecs._sections import Section
-from polarlm.engine.codecs._streams import Stream
 from polarlm.engine.codecs.ggml import Grouped
+from polarlm.engine.codecs.schema.sections import Section
+from polarlm.engine.codecs.schema.streams import Stream
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter

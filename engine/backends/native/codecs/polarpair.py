@@ -1,10 +1,11 @@
 """Tiles of `polarpair` keys: a code of radius and angle for each pair, and a radius step for each pair and group of
 tokens. Not for the option `minmax`.
 
-The table of `_tables` has the points of radii from 0 to 15, or to 3. A query is multiplied by a group's steps when the
-group is read, and then rounded to bytes, so its error is half a step of the largest product of channel and step.
+The table of `parts.tables` has the points of radii from 0 to 15, or to 3. A query is multiplied by a group's steps
+when the group is read, and then rounded to bytes, so its error is half a step of the largest product of channel and
+step.
 
-A tile: (D/8, N/16) vectors of 16 tokens x 4 codes, packed by `_packing`, then the steps, (groups, D/2) float16. A
+A tile: (D/8, N/16) vectors of 16 tokens x 4 codes, packed by `parts.packing`, then the steps, (groups, D/2) float16. A
 prepared query is its D float32, with the first channels of each four pairs before their second channels.
 """
 
@@ -14,13 +15,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.codecs._code_table import CodeTable
-from polarlm.engine.backends.native.codecs._decoding import emit_points
-from polarlm.engine.backends.native.codecs._packing import Packing
-from polarlm.engine.backends.native.codecs._products import PAIR_LANES, emit_products, store_query
-from polarlm.engine.backends.native.codecs._sections import SectionTiles, codes_section
-from polarlm.engine.codecs._sections import Section
+from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
+from polarlm.engine.backends.native.codecs.parts.decoding import emit_points
+from polarlm.engine.backends.native.codecs.parts.packing import Packing
+from polarlm.engine.backends.native.codecs.parts.products import PAIR_LANES, emit_products, store_query
+from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles, codes_section
 from polarlm.engine.codecs.polarpair import COSINES, SINES, PolarPair
+from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I16, Value, vector
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from polarlm.engine.backends.native.attention.spans import RowPlace
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
 from polarlm.engine.backends.native.kernels.rows import inverse_rms
-from polarlm.engine.backends.native.spans import RowPlace
-from polarlm.engine.codecs._arrays import HALF_MAX
+from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import float_to_half

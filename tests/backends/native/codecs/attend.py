@@ -12,7 +12,7 @@ pytest.importorskip("llvmlite")
 import numpy as np
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
-from polarlm.engine.backends.native.kernels.decoding import DecodeArguments
+from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments
 from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import levels

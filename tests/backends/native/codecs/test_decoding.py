@@ -12,7 +12,7 @@ from tests.backends.native.codecs import attend
 from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.backends.native.kernels.decoding import Decoding, decode  # isort: skip
+from polarlm.engine.backends.native.kernels.attention.decoding import Decoding, decode  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 

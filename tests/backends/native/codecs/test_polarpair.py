@@ -15,7 +15,7 @@ from tests.jit.levels import name_of, run
 from tests.pairs import each
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.backends.native.kernels.decoding import Decoding, decode
+from polarlm.engine.backends.native.kernels.attention.decoding import Decoding, decode
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 

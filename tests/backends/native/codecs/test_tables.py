@@ -15,7 +15,7 @@ from tests.jit.levels import every_level, name_of
 from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.backends.native.codecs._code_table import CodeTable
+from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polarlm.engine.backends.native.kernels.encode.load import load, load_halves
 from polarlm.engine.backends.native.kernels.encode.rounding import write_codes
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, EncodeArguments, Encoding, PackedTiles, Unit
-from polarlm.engine.codecs._arrays import HALF_MAX, SATURATION
+from polarlm.engine.codecs.schema.arrays import HALF_MAX, SATURATION
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import float_to_half

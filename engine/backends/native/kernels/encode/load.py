@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
-from polarlm.engine.codecs._arrays import HALF_MAX
+from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import float_to_half
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, Variable, vector

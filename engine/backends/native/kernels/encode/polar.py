@@ -7,8 +7,8 @@ from typing import Protocol
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, EncodeArguments, Encoding, Unit
-from polarlm.engine.codecs._arrays import HALF_MAX
 from polarlm.engine.codecs.polarquant import TAN_SQUARED
+from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import float_to_half
@@ -16,7 +16,7 @@ from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 
 class PolarTiles(Protocol):
-    """Tiles of polar codes that this kernel packs; see `engine.backends.native.codecs._polar`."""
+    """Tiles of polar codes that this kernel packs; see `engine.backends.native.codecs.parts.polar`."""
 
     name: str
     head_dim: int

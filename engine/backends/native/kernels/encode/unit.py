@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from polarlm.engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
+from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels, NearestOfRings
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I8, I16, Type, Value, Variable, vector

@@ -1,0 +1,1 @@
+"""Sampling on a GPU."""

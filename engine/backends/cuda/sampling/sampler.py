@@ -1,0 +1,115 @@
+"""Sampling on the device, for all rows at once; only ids, and log-probabilities if requested, are copied back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.cuda.device import Array, Carried, Device, row_stride
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
+from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, SamplerInputs
+from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import TokenLogprob
+from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput, nothing_left
+
+_THREADS = 512  # per block of `cuda/sampling/logprobs.cu`
+# Constants of `cuda/sampling/sample.cu`, which does not compile if its arrays have other sizes.
+_NOTHING_LEFT = -2  # stands for an id if the chain leaves no token
+_SAMPLE_THREADS, _PART = 256, 4096  # per block, and its logits
+SCRATCH_WORDS = 3 + 3 * _SAMPLE_THREADS + 2048  # uint64 of scratch per row
+_SIZES = {"THREADS": _SAMPLE_THREADS, "PART": _PART, "SCRATCH_WORDS": SCRATCH_WORDS, "ROW_WORDS": ROW_WORDS}
+SAMPLE = LaunchConfig({**_SIZES, "NOTHING_LEFT": _NOTHING_LEFT}, _SAMPLE_THREADS)
+_SUMS = 4  # int32 before the pairs in a result of `cuda/sampling/logprobs.cu`
+
+
+def sample(
+    device: Device, launch: Launcher, logits: Array, sampler_inputs: SamplerInputs, newest: Array | None = None
+) -> Array:
+    """logits (B, V) → token ids (B,) int32 on the device; negative where no token can be sampled."""
+    rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
+    table, vocabulary, stride = sampler_inputs.on(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
+    scratch = device.empty((len(logits), SCRATCH_WORDS), np.uint64)
+    saved = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
+    parts = -(-vocabulary // _PART), len(logits)
+    if saved is not None:
+        launch("sample_adjust", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
+    launch("sample_maxima", parts, SAMPLE, scratch, rows, table, vocabulary, stride, file="sample")
+    launch("sample_list", parts, SAMPLE, ids, scratch, rows, table, saved, vocabulary, stride, file="sample")
+    launch("sample", (len(logits),), SAMPLE, ids, scratch, rows, table, vocabulary, stride)
+    if saved is not None:
+        launch("sample_restore", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
+    return ids
+
+
+def fetch_tokens(
+    device: Device, launch: Launcher, ids: Array, logits: Array, sampler_inputs: Sequence[SamplerInput]
+) -> list[Sampled]:
+    """The tokens that `sample` chose, on the host. Copies 4·B bytes.
+
+    Rows that ask for log-probabilities share one more launch, and copy 16 + 8·n bytes each; n is the largest count of
+    any row, rounded up to an even number.
+    """
+    chosen = device.to_host(ids).tolist()
+    asked = [
+        (row, token, sampler_input.logprobs)
+        for row, (token, sampler_input) in enumerate(zip(chosen, sampler_inputs, strict=True))
+        if token >= 0 and sampler_input.logprobs is not None
+    ]
+    logprobs = _logprobs(device, launch, logits, asked, sampler_inputs[0].vocabulary) if asked else {}
+    return [logprobs.get(row) or _token_or_error(token, sampler_inputs[row]) for row, token in enumerate(chosen)]
+
+
+def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
+    """See `Ops.fetch_later`. A negative id is passed on too: `embed` reads row 0 for it, and the request ends."""
+    copy, wait = device.to_host_later(ids)
+
+    def tokens() -> list[Sampled]:
+        return [
+            _token_or_error(token, sampler_input)
+            for token, sampler_input in zip(wait().tolist(), sampler_inputs, strict=True)
+        ]
+
+    return Fetch(Carried(np.zeros(len(ids), np.int32), copy), tokens)
+
+
+def _token_or_error(token: int, sampler_input: SamplerInput) -> int | EngineError:
+    if token == _NOTHING_LEFT:
+        return nothing_left(sampler_input)
+    return token if token >= 0 else EngineError(NOT_FINITE, "model_damaged")
+
+
+def _logprobs(
+    device: Device, launch: Launcher, logits: Array, asked: Sequence[tuple[int, int, int]], vocabulary: int
+) -> dict[int, TokenLogprob]:
+    """Row → its log-probabilities, for each (row of the logits, token, count) of `asked`."""
+    table = np.array(asked, np.int32)
+    most = int(table[:, 2].max())
+    width = _SUMS + 2 * (most + most % 2)
+    out = device.empty((len(asked), width), np.int32)
+    args = out, logits, device.from_host(table), vocabulary, row_stride(logits), width
+    launch("logprobs", (len(asked),), LaunchConfig({}, _THREADS), *args)
+    rows = device.to_host(out)
+    return {row: _token_logprob(words, token, count) for words, (row, token, count) in zip(rows, asked, strict=True)}
+
+
+def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """The log-probabilities in words (4 + 2·most,) int32, the result of `cuda/sampling/logprobs.cu` for one row."""
+    total = words[:2].view(np.float64)[0]
+    best, own = words[2:_SUMS].view(np.float32).astype(np.float64)
+    pairs = words[_SUMS : _SUMS + 2 * count].reshape(-1, 2)
+    ids, logits = pairs[:, 0], pairs[:, 1].copy().view(np.float32).astype(np.float64)
+    kept = (ids >= 0) & np.isfinite(logits)
+    logprobs = logits[kept] - best - np.log(total)
+    top = zip(ids[kept].tolist(), logprobs.tolist(), strict=True)
+    return TokenLogprob(token, float(own - best - np.log(total)), tuple(top))
+
+
+def _aligned(device: Device, logits: Array) -> Array:
+    """logits (B, V) with rows aligned to 16 bytes: unchanged if V is a multiple of 4, else a padded copy."""
+    count, width = logits.shape
+    if width % 4 == 0:
+        return logits
+    rows = device.empty((count, -(-width // 4) * 4), np.float32)
+    rows[:, :width] = logits
+    return rows

@@ -1,0 +1,161 @@
+"""Attention of prompts, whose quantized blocks are decoded to float32 first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.kv import KVLocation, SpanView
+from polarlm.engine.backends.native.attention.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention.spans import NO_WINDOW
+from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments, Decoding, decode
+from polarlm.engine.backends.native.kernels.attention.prompts import (
+    MOST_QUERIES,
+    Prompt,
+    PromptArguments,
+    Segment,
+    attend,
+)
+from polarlm.engine.backends.native.kv.cache import TileCache
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.errors import KernelError
+from polarlm.engine.jit.lang.records import words
+from polarlm.engine.jit.run.buffers import MOST
+
+_LEAST_QUERIES = 48  # units are not halved below this number of queries
+_UNITS = 4  # least units per thread, as long as units stay that large
+_DECODED = 4096  # most tokens of quantized blocks that are decoded to float32 at a time
+
+
+class PromptOps:
+    """Attention of prompts over a `TileCache`."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: TileCache,
+        spans: Sequence[SpanView],
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None = None,
+    ) -> np.ndarray:
+        """See `Ops.attention`. Raises KernelError if a group of query heads is larger than a unit has room for."""
+        if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
+            raise KernelError(f"No kernel attends with {group} query heads for each KV head")
+        out = np.empty(q.shape, np.float32)
+        for span in spans:
+            self._attend(q[span.rows], out[span.rows], cache, span, scale, window or NO_WINDOW, transform)
+        return out
+
+    def _attend(
+        self,
+        q: np.ndarray,
+        out: np.ndarray,
+        cache: TileCache,
+        span: SpanView,
+        scale: float,
+        window: int,
+        transform: PreparedTransform | None,
+    ) -> None:
+        """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
+        (rows, heads, dim), kv_heads = q.shape, cache.format.kv_heads
+        group = heads // kv_heads
+        tile = self._tile(rows, group, kv_heads)
+        back = NO_ROTATION if transform is None else transform.back
+        scale_back = None if transform is None else transform.scale_back
+        kernel = attend(Prompt(dim, scale_back is not None, back.order))
+        row_max, row_sum = np.empty((2, rows, heads), np.float32)
+
+        def launch(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> None:
+            arguments = PromptArguments(
+                q=q,
+                out=out,
+                segments=np.array([words(segment) for segment in segments]),
+                row_max=row_max,
+                row_sum=row_sum,
+                scale_back=scale_back,
+                before=back.before,
+                rotation=back.memory,
+                rows=rows,
+                group=group,
+                kv_heads=kv_heads,
+                tile=tile,
+                position=span.position,
+                count=len(segments),
+                window=window,
+                is_first=is_first,
+                is_last=is_last,
+                scale=scale,
+            )
+            self._launch(kernel, -(-rows // tile) * kv_heads, arguments, grain=1)
+
+        oldest = max(0, span.position - window + 1)
+        segments = list(_full(cache, span, oldest, span.position + rows))
+        parts = _parts(cache, span, oldest)
+        for number, (start, ids) in enumerate(parts):
+            is_last = number == len(parts) - 1
+            decoded = _segment(self._decoded(cache, ids), start, len(ids) * cache.format.block_size)
+            launch([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
+        if not parts:
+            launch(segments, is_first=True, is_last=True)
+
+    def _decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
+        format = cache.format
+        kernel = decode(
+            Decoding(cache.key_tiles, cache.value_tiles, format.mean_bits, format.block_size, format.head_dim)
+        )
+        k, v = self._launch.empty((2, format.kv_heads, len(ids) * format.block_size, format.head_dim))
+        keys, values = cache.memory
+        arguments = DecodeArguments(
+            keys=keys,
+            values=values,
+            mean=cache.mean.get("mean"),
+            mean_scale=cache.mean.get("mean_scale"),
+            ids=ids,
+            k=k,
+            v=v,
+            blocks=keys.shape[1],
+            count=len(ids),
+            key_stride=keys.strides[0],
+            value_stride=values.strides[0],
+        )
+        self._launch(kernel, format.kv_heads * len(ids), arguments)
+        return k, v
+
+    def _tile(self, rows: int, group: int, kv_heads: int) -> int:
+        """The number of rows of a unit. Results do not depend on it."""
+        tile = MOST_QUERIES // group
+        while -(-rows // tile) * kv_heads < _UNITS * self._launch.threads and tile * group >= 2 * _LEAST_QUERIES:
+            tile //= 2
+        return tile
+
+
+def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
+    """The quantized blocks from the one with position `oldest` on, in parts: position of the first token, block ids."""
+    format, size = cache.format, cache.format.block_size
+    kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
+    # A power of two is a multiple of the kernel's tile, so results are those of a single part.
+    block_tile = max(1, min(_DECODED, 1 << (kept.bit_length() - 1)) // size)
+    ids = np.asarray(span.table, np.int64)
+    firsts = range(max(0, oldest - span.table_start) // size, len(ids), block_tile)
+    return [(span.table_start + first * size, ids[first : first + block_tile]) for first in firsts]
+
+
+def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
+    """The segment of k, v (K, at least `tokens`, D) float32, whose first token has position `start`."""
+    k, v = sides
+    return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
+
+
+def _full(cache: TileCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
+    """The segments in full precision with positions from `oldest` up to `end`: sink block and current block."""
+    size = cache.format.block_size
+    if span.sink is not None and oldest < size:
+        yield _segment([side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))], 0, size)
+    sides = [side.astype(np.float32, copy=False) for side in cache.full(span.current)]
+    yield _segment(sides, span.current_start, min(end - span.current_start, sides[0].shape[1]))

@@ -1,0 +1,107 @@
+"""The attention op: of steps here, of prompts in `prompts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.native.attention.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention.prompts import PromptOps
+from polarlm.engine.backends.native.attention.spans import NO_WINDOW, StepTable, is_step
+from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
+from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
+from polarlm.engine.backends.native.kv.cache import TileCache
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.weight_formats import Linear
+
+
+class AttentionOps:
+    """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
+
+    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
+        self._launch, self._plain = launch, plain
+        self._in_numpy = launch.unrecorded(plain.attention)
+        self._prompts = PromptOps(launch)
+
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
+        return StepTable(spans, block_size) if is_step(spans) else self._plain.spans(spans, block_size)
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: LayerCache,
+        spans: StepTable | Sequence[SpanView],
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None = None,
+        then: Linear | None = None,
+    ) -> np.ndarray:
+        if not isinstance(cache, TileCache):
+            if isinstance(spans, StepTable):
+                spans = self._plain.spans(spans.views, cache.format.block_size)
+            return self._in_numpy(q, cache, spans, scale, window, transform)
+        if isinstance(spans, StepTable):
+            return self._step(q, cache, spans, scale, window, transform)
+        return self._prompts.attention(q, cache, spans, scale, window, transform)
+
+    def _step(
+        self,
+        q: np.ndarray,
+        cache: TileCache,
+        table: StepTable,
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None,
+    ) -> np.ndarray:
+        """Attention of q (T, H, D) → (T, H, D) float32: partial results of chunks of blocks, then their merge."""
+        (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
+        parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
+        keys, values = cache.memory
+        arguments = AttendArguments(
+            q=q,
+            parts=parts,
+            keys=keys,
+            values=values,
+            mean=cache.mean.get("mean"),
+            mean_scale=cache.mean.get("mean_scale"),
+            full_k=cache.full_k,
+            full_v=cache.full_v,
+            headers=arrays.headers,
+            table=arrays.table,
+            full=arrays.full,
+            units=arrays.units,
+            kv_heads=format.kv_heads,
+            blocks=keys.shape[1],
+            key_stride=keys.strides[0],
+            value_stride=values.strides[0],
+            width=arrays.table.shape[1],
+            most_full=arrays.full.shape[1],
+            most_chunks=arrays.most_chunks,
+            window=window or NO_WINDOW,
+            scale=scale,
+        )
+        group = heads // format.kv_heads
+        sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
+        kernel = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes))
+        self._launch(kernel, lambda: table.unit_count * format.kv_heads, arguments, grain=1)
+
+        out = np.empty(q.shape, np.float32)
+        back = NO_ROTATION if transform is None else transform.back
+        scale_back = None if transform is None else transform.scale_back
+        merging = MergeArguments(
+            parts=parts,
+            headers=arrays.headers,
+            row_sequences=arrays.row_sequences,
+            scale_back=scale_back,
+            before=back.before,
+            memory=back.memory,
+            out=out,
+            heads=heads,
+            most_chunks=arrays.most_chunks,
+        )
+        self._launch(merge(dim, back.order, is_scaled=scale_back is not None), rows * heads, merging)
+        return out

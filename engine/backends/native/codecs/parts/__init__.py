@@ -1,0 +1,1 @@
+"""Parts that the tiles of several codecs share: sections, packing, decoding, norms, products of bytes, tables."""

@@ -1,0 +1,91 @@
+"""Byte products: prepared queries times the codes of keys, and the quantization of attention weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
+from polarlm.engine.backends.native.codecs.parts.packing import Packing
+from polarlm.engine.jit.lang.byte_ops import dot4
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import round_to
+from polarlm.engine.jit.lang.values import F32, I8, I32, Value, vector
+
+_F16, _I16 = vector(F32, 16), vector(I32, 16)
+_BIAS = 128  # makes a table's bytes unsigned
+
+PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in range(4)]
+"""The channels of 8 pairs in the order of a prepared query."""
+
+
+def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
+    """Yields the codes of `count` vectors, from the beginning of a run. Each run is loaded only when it is needed, so
+    that its registers are free until then."""
+    dirty = e.level.wide_tables  # their lookups ignore unused high bits
+    for first in range(0, count, packing.run):
+        start = at + packing.nbytes(first) if first else at
+        yield from packing.emit(e, start, min(packing.run, count - first), dirty=dirty)
+
+
+def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
+    """A query, 16 channels per vector, in the order of its prepared form → the prepared form (see `TableKeys`)."""
+    integers, top = round_to(e, parts, 127.0)
+    total = e.zero(_I16)
+    for number, part in enumerate(integers):
+        total = total + part
+        e.store(part.trunc(I8), out, 16 * number)
+    e.store(top * (table.scale / 127), out, 16 * len(parts))
+    e.store(e.sum_lanes(total) * -_BIAS, out, 16 * len(parts) + 4)
+
+
+def emit_products(
+    e: Emitter,
+    table: CodeTable,
+    block: Value,
+    after: Value,
+    tokens: int,
+    head_dim: int,
+    prepared: Sequence[Sequence[Value]],
+) -> list[list[Value]]:
+    """The dot products of a tile's keys with prepared queries: for each query, int32, 16 tokens per vector.
+
+    after: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the prepared
+    queries of each.
+    """
+    groups, width, packing = tokens // 16, table.width, Packing(table.bits)
+    vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
+    lookup = table.emit(e, _BIAS)
+    each = groups // len(prepared)
+    starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
+    totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
+
+    def add(at: Value, own: Sequence[Sequence[Value]], count: int) -> None:
+        """Add the products of `count` code vectors at `at` with the queries at `own`."""
+        for number, code in enumerate(read_codes(e, packing, at, count)):
+            quad, group = divmod(number, groups)
+            for channel, found in enumerate(lookup(code)):
+                for query, total in zip(own[group // each], totals[group], strict=True):
+                    factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
+                    total.set(dot4(e, total.get(), found.bits(_I16), factor))
+
+    code_tile = math.lcm(packing.run, groups)
+    if vectors % code_tile:
+        e.prefetch(after, packing.nbytes(vectors))
+        add(block, prepared, vectors)
+    else:
+        nbytes = packing.nbytes(code_tile)
+        with e.loop(0, vectors // code_tile) as part:
+            offset = part * (code_tile // groups * 4 * width)
+            own = [[query + offset for query in queries] for queries in prepared]
+            e.prefetch(after + part * nbytes, nbytes)
+            add(block + part * nbytes, own, code_tile)
+    return [[total.get() for total in column] for column in zip(*totals, strict=True)]
+
+
+def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
+    """Replace float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → the quantization step."""
+    integers, top = round_to(e, [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)], 255.0)
+    for number, part in enumerate(integers):
+        e.store(part.trunc(I8), weights, 16 * number)
+    return top * (1 / 255)

@@ -1,0 +1,276 @@
+"""Tiles of codes that stand for points of a table, with a norm for each token.
+
+A code stands for 1 or 2 adjacent channels, so a vector has C = D or D/2 codes. The table has bytes: a point's
+coordinates in 127ths of the largest. Products are exact int32 sums of bytes times bytes, so besides float32's errors
+there are only three roundings:
+
+    the table      half a step, 1/254 of the largest coordinate
+    a query        half a step, 1/254 of its largest channel
+    a weight       times its token's norm: half a step, 1/510 of the largest of the block
+
+A tile has V vectors of 64 codes, packed by `packing`, then the norms in the codec's dtype.
+
+    keys    lanes are tokens: (C/4, N/16) vectors, each of 16 tokens x 4 codes. Nothing is summed across lanes.
+    values  lanes are codes: (C/p, N·p/64) vectors, each of 16/p groups x p codes x 4 tokens, p = gcd(C, 16)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
+from polarlm.engine.backends.native.codecs.parts.decoding import emit_points
+from polarlm.engine.backends.native.codecs.parts.norms import emit_norms, emit_pack_norms
+from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs.parts.products import (
+    PAIR_LANES,
+    emit_products,
+    quantize_weights,
+    read_codes,
+    store_query,
+)
+from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles, codes_section
+from polarlm.engine.backends.native.kernels.encode import encode
+from polarlm.engine.backends.native.kernels.encode.formats import by_rounding
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
+from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs.parts.pair_codec import PairCodec
+from polarlm.engine.codecs.schema.joined import join, split
+from polarlm.engine.codecs.schema.sections import Section
+from polarlm.engine.codecs.schema.streams import Stream, codes
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.byte_ops import dot4
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
+
+_F16, _I16 = vector(F32, 16), vector(I32, 16)
+
+
+def keys(codec: Codec, block_size: int, head_dim: int) -> TableKeys | None:
+    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+        return None
+    return TableKeys(codec, codec.points, block_size, head_dim)
+
+
+def values(codec: Codec, block_size: int, head_dim: int) -> TableValues | None:
+    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+        return None
+    return TableValues(codec, codec.points, block_size, head_dim)
+
+
+class _TableTiles(SectionTiles, ABC):
+    """What tiles of keys and tiles of values share."""
+
+    _side: str
+    by_token: bool  # whether the codes that `emit_pack` reads are contiguous by token
+
+    def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
+        """points (2^bits, 2 or 1): of pairs, or of single values, two of whose codes form one of the codec's codes."""
+        norms, width = codec.store.norms, points.shape[1]
+        self._table = CodeTable(codec.store.bits * width // 2, points)
+        self._norm, self._largest = norms.dtype, float(norms.largest)
+        self._tokens, self._head_dim = block_size, head_dim
+        self._codes = head_dim // width
+        self._packing = Packing(self._table.bits)
+        self._vectors = block_size * self._codes // 64
+        self._section = self._codes_section(codes(self._table.bits, block_size, self._codes))
+        norm = Section.numbers("norm", codec.schema(block_size, head_dim)["norm"])
+        name = codec.name.split("+")[0].replace(".", "_")
+        layout = f"{name}_norm_{8 * norms.dtype.itemsize}_{self._side}"
+        super().__init__(layout, codec, block_size, head_dim, self._section, norm)
+        _, self._norms_at, _ = self._sections.offsets
+
+    def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
+        encoding = by_rounding(format, side)
+        return None if encoding is None else encode(encoding, self)
+
+    @abstractmethod
+    def _codes_section(self, stream: Stream) -> Section:
+        """The section of the codes (N, C)."""
+
+    def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._table.width == 1:
+            streams["codes"] = split(streams["codes"], self._table.bits)
+        return streams
+
+    def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._table.width == 1:
+            stored["codes"] = join(stored["codes"], self._table.bits)
+        return stored
+
+    def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
+        """Pack codes and norms (N,) float32 ≥ 0, which may be overwritten, into the tile.
+
+        codes (C, N) int32; if `by_token` (N, C) uint8, or uint16 for ten bits.
+        """
+        run = self._packing.run
+        whole = self._vectors // run
+        with e.loop(0, whole) as number:
+            vectors = [self._emit_vector(e, codes, number * run + i) for i in range(run)]
+            self._packing.emit_pack(e, vectors, tile + number * self._packing.nbytes(run))
+        if rest := self._vectors % run:
+            vectors = [self._emit_vector(e, codes, e.i64(whole * run + i)) for i in range(rest)]
+            self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
+        with e.loop(0, 4 * self._tokens, 64) as offset:
+            norm = e.fmin(e.load(norms + offset, _F16), self._largest)
+            e.store(norm, norms + offset)
+        emit_pack_norms(e, norms, self._tokens, self._norm, tile + self._norms_at)
+
+    @abstractmethod
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+        """A vector of codes: 4 bytes in each of 16 lanes; for ten bits, then a vector of their high bits."""
+
+    def _four_bytes(self, codes: Sequence[Value]) -> list[Value]:
+        """Four vectors of codes (16,) int32 → a vector whose lanes have a byte of each; for ten bits, low and high."""
+        parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [[*codes]]
+        return [side_by_side(part) for part in parts]
+
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        emit_points(e, block, self._packing, self._section.places, self._table.points, [norms], out, scratch)
+
+
+class TableKeys(_TableTiles):
+    """Tiles of keys.
+
+    A prepared query: int8 (D,), with the first channels of each four codes before their second channels; at D rounded
+    up to 16, the query's step times the table's, float32, and -128 times the sum of the bytes, int32.
+    """
+
+    _side = "keys"
+    by_token = False
+
+    @property
+    def _groups(self) -> int:
+        return self._tokens // 16
+
+    def _codes_section(self, stream: Stream) -> Section:
+        cuts = (self._groups, 16), (self._codes // 4, 4)
+        return codes_section("codes", stream, self._packing, cuts, (2, 0, 1, 3))
+
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+        row = 4 * self._tokens
+        at = codes + number // self._groups * (4 * row) + number % self._groups * 64
+        return self._four_bytes([e.load(at, _I16, row * i) for i in range(4)])
+
+    @property
+    def _factor_at(self) -> int:
+        return -(-self._head_dim // 16) * 16
+
+    @property
+    def query_bytes(self) -> int:
+        return -(-(self._factor_at + 8) // 64) * 64
+
+    def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
+        parts = [e.load(q, _F16, 4 * first) for first in range(0, self._factor_at, 16)]
+        if self._table.width == 2:
+            parts = [e.shuffle(part, part, PAIR_LANES) for part in parts]
+        store_query(e, parts, self._table, out)
+
+    def emit_scores(
+        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
+    ) -> None:
+        totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, [queries])
+        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
+        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        for query, target, total in zip(queries, out, totals, strict=True):
+            factor = e.broadcast(query, F32, 16, self._factor_at)
+            for group, norm in enumerate(norms):
+                e.store(total[group].to_float() * (norm * factor), target, 64 * group)
+
+
+class TableValues(_TableTiles):
+    """Tiles of values."""
+
+    _side = "values"
+    by_token = True
+
+    @property
+    def _lanes(self) -> int:
+        """Adjacent codes of a token in a vector: p."""
+        return math.gcd(self._codes, 16)
+
+    def _codes_section(self, stream: Stream) -> Section:
+        p = self._lanes
+        cuts = (self._tokens * p // 64, 16 // p, 4), (self._codes // p, p)
+        return codes_section("codes", stream, self._packing, cuts, (3, 0, 1, 4, 2))
+
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+        p, kind = self._lanes, I16 if self._table.bits > 8 else I8
+        size, along = kind.width // 8, self._tokens * p // 64
+        first = codes + number // along * (p * size) + number % along * (64 // p * self._codes * size)
+        tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
+        return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
+
+    def emit_values(
+        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
+    ) -> None:
+        chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
+        width = self._table.width
+        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
+        factors = [quantize_weights(e, own, norms) * self._table.scale for own in weights]
+        lookup = self._table.emit(e, 0)
+        totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
+
+        def add(code: list[Value], own: Sequence[Value], place: int) -> None:
+            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`."""
+            found = lookup(code)
+            for weight, total in zip(own, totals, strict=True):
+                fours = self._weights(e, weight, place)
+                for channel, values in enumerate(found):
+                    total[channel].set(dot4(e, total[channel].get(), fours, values.bits(_I16)))
+
+        def finish(offset: Value | int) -> None:
+            """Add a chunk's totals to the sums at this offset, and reset them to zero."""
+            for total, factor, target in zip(totals, factors, sums, strict=True):
+                own = [self._folded(e, channel.get()).to_float() for channel in total]
+                self._add_to_sums(e, own, factor, target + offset)
+                for channel in total:
+                    channel.set(e.zero(_I16))
+
+        if along % run:
+            e.prefetch(after, self._norms_at)
+            for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
+                add(code, weights, number % along)
+                if number % along == along - 1:
+                    finish(number // along * (4 * self._lanes * width))
+            return
+        code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
+        with e.loop(0, chunks) as chunk:
+            start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(code_tile)
+            with e.loop(0, along // code_tile) as part:
+                own = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
+                offset = start + part * nbytes
+                e.prefetch(after + offset, nbytes)
+                for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
+                    add(code, own, place)
+            finish(chunk * (4 * self._lanes * width))
+
+    def _weights(self, e: Emitter, weights: Value, place: int) -> Value:
+        """The four weights (bytes) for each lane of vector `place`."""
+        fours = 16 // self._lanes
+        if fours == 1:
+            return e.broadcast(weights, I32, 16, 4 * place)
+        own = e.load(weights, vector(I32, fours), 4 * fours * place)
+        return e.shuffle(own, own, [lane // self._lanes for lane in range(16)])
+
+    def _folded(self, e: Emitter, total: Value) -> Value:
+        """The sums over the lanes of the same code: (p,)."""
+        while total.lanes > self._lanes:
+            half = total.lanes // 2
+            total = e.part(total, 0, half) + e.part(total, half, half)
+        return total
+
+    def _add_to_sums(self, e: Emitter, channels: list[Value], factor: Value, target: Value) -> None:
+        """Add channels · factor to the sums at `target`. channels: for each channel of a code, (p,) float32."""
+        p, width = self._lanes, self._table.width
+        for first in range(0, width):
+            order = [p * (i % width) + i // width for i in range(first * p, (first + 1) * p)]
+            both = e.shuffle(channels[0], channels[-1], order)
+            e.store(e.fma(both, factor, e.load(target, both.type, 4 * first * p)), target, 4 * first * p)

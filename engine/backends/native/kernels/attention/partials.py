@@ -1,0 +1,88 @@
+"""Partial results of attention, and the kernel that merges them.
+
+A partial result belongs to a row, a query head and the tokens of a chunk:
+
+    row_max   the largest score                                 float32
+    row_sum   the sum of the weights e^(score − row_max)        float32, then padding up to 64 bytes
+    weighted  the sum of the weighted values                    float32, D rounded up to a multiple of 16
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from polarlm.engine.backends.native.attention.spans import SpanHeader
+from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer, read
+from polarlm.engine.jit.lang.values import F32, I64, Value, vector
+
+LOWEST = -1e30  # the score of a masked token: finite, so that differences of two are not NaN
+WEIGHTED = 64  # offset in bytes of `weighted` in a partial result
+
+_F16 = vector(F32, 16)
+
+
+def padded(head_dim: int) -> int:
+    """Bytes of D float32, with D rounded up to a multiple of 16."""
+    return -(-head_dim // 16) * 64
+
+
+def partial_bytes(head_dim: int) -> int:
+    """Bytes of a partial result."""
+    return WEIGHTED + padded(head_dim)
+
+
+class MergeArguments(NamedTuple):
+    """Arguments of `merge`."""
+
+    parts: Pointer
+    headers: Pointer
+    row_sequences: Pointer
+    scale_back: Pointer
+    before: Pointer
+    memory: Pointer
+    out: Pointer
+    heads: Int64
+    most_chunks: Int64
+
+
+@cache
+def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArguments]:
+    """Partial results → out (T, H, D) float32, one unit per row and head.
+
+    A result is multiplied by scale_back (H,) if is_scaled, and then rotated; order, memory, before: see `Rotation`.
+    """
+
+    def emit(e: Emitter, args: MergeArguments, begin: Value, end: Value, scratch: Value) -> None:
+        size, offsets = partial_bytes(head_dim), range(0, padded(head_dim), 64)
+        with e.loop(begin, end) as unit:
+            sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
+            chunks = read(e, SpanHeader, args.headers, sequence).chunks
+            own = args.parts + unit * args.most_chunks * size
+            row_max = e.variable(e.constant(F32, LOWEST))
+            with e.loop(0, chunks) as chunk:
+                row_max.set(e.fmax(row_max.get(), e.load(own + chunk * size, F32)))
+            row_sum = e.variable(e.zero(F32))
+            sums = [e.variable(e.zero(_F16)) for _ in offsets]
+            with e.loop(0, chunks) as chunk:
+                part = own + chunk * size
+                rescale = e.exp(e.load(part, F32) - row_max.get())
+                row_sum.set(e.fma(rescale, e.load(part, F32, 4), row_sum.get()))
+                for offset, weighted in zip(offsets, sums, strict=True):
+                    weighted.set(e.fma(e.load(part, _F16, WEIGHTED + offset), rescale, weighted.get()))
+            factor = e.like(1.0, row_sum.get()) / row_sum.get()
+            if is_scaled:
+                factor = factor * e.load(args.scale_back + (unit % args.heads) * 4, F32)
+            for offset, weighted in zip(offsets, sums, strict=True):
+                e.store(weighted.get() * factor, scratch, offset)
+            if order > 1:
+                for channel, lanes in pieces(head_dim):
+                    signs = e.load(args.before, vector(F32, lanes), 4 * channel)
+                    e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
+            rotate(e, scratch, args.out + unit * (4 * head_dim), args.memory, head_dim, order)
+
+    name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}"
+    return Kernel(name, emit, MergeArguments)

@@ -1,0 +1,288 @@
+"""Attention of a step's rows directly over codes, by online softmax over blocks.
+
+The blocks of a sequence are cut into chunks (`engine.backends.native.attention.spans`). Each chunk gives a partial
+result (`engine.backends.native.kernels.attention.partials`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from polarlm.engine.backends.native.attention.spans import FULL, FullBlock, SpanHeader, Unit
+from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
+from polarlm.engine.backends.native.kernels.attention import full_blocks
+from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, WEIGHTED, padded, partial_bytes
+from polarlm.engine.backends.native.kernels.attention.softmax import Query, mask, softmax
+from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
+
+_F16 = vector(F32, 16)
+_TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
+_BLOCKS_AHEAD = 4  # prefetch distance in blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """The properties that a kernel is specialized for.
+
+    mean_bits: bits of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries that
+    share a pass over the blocks.
+    """
+
+    keys: KeyTiles
+    values: ValueTiles
+    mean_bits: int
+    block_size: int
+    head_dim: int
+    group: int
+    query_tile: int
+
+    @property
+    def block_tile(self) -> int:
+        """Quantized blocks per step of the softmax."""
+        return max(1, _TILE_TOKENS // self.block_size)
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
+        return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}"
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attention) and self.name == other.name
+
+
+def query_tile_of(group: int, rows: int) -> int:
+    """The query tile for `rows` rows: that of one row, which is compiled already, unless it is small."""
+    size = -(-group // -(-group // MOST_QUERIES))
+    return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
+
+
+class AttendArguments(NamedTuple):
+    """Arguments of `attend`."""
+
+    q: Pointer
+    parts: Pointer
+    keys: Pointer
+    values: Pointer
+    mean: Pointer
+    mean_scale: Pointer
+    full_k: Pointer
+    full_v: Pointer
+    headers: Pointer
+    table: Pointer
+    full: Pointer
+    units: Pointer
+    kv_heads: Int64
+    blocks: Int64
+    key_stride: Int64
+    value_stride: Int64
+    width: Int64
+    most_full: Int64
+    most_chunks: Int64
+    window: Int64
+    scale: Float32
+
+
+@cache
+def attend(spec: Attention) -> Kernel[AttendArguments]:
+    """Partial results of the chunks of sequences, one unit per chunk and KV head.
+
+    q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
+    value_stride bytes from head to head. mean, mean_scale (K, blocks, …): the block means. full_k, full_v
+    (slots, K, N, D) float16. headers, table, full, units: `Arrays` of a `StepTable`; width and most_full: its W and F.
+    A row at position p sees positions > p − window. scale: multiplies the scores.
+    """
+
+    def emit(e: Emitter, args: AttendArguments, begin: Value, end: Value, scratch: Value) -> None:
+        _Body(e, spec, args, scratch).units(begin, end)
+
+    return Kernel(spec.name, emit, AttendArguments)
+
+
+class _Body:
+    """Emits the kernel `attend`."""
+
+    def __init__(self, e: Emitter, spec: Attention, args: AttendArguments, scratch: Value) -> None:
+        self.e, self.spec, self.args, self.scratch = e, spec, args, scratch
+
+    def units(self, begin: Value, end: Value) -> None:
+        e, spec, args = self.e, self.spec, self.args
+        with e.loop(begin, end) as unit:
+            sequence, chunk = read(e, Unit, args.units, unit // args.kv_heads)
+            self.head = unit % args.kv_heads
+            self.unit_after = e.imin(unit + 1, end - 1)
+            self.header = read(e, SpanHeader, args.headers, sequence)
+            with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
+                queries = self._queries(first)
+                with e.when(chunk.equals(0)):
+                    self._full_blocks(queries, self._full(sequence))
+                with e.when(chunk > 0):
+                    self._quantized_blocks(queries, args.table + sequence * args.width * 8, chunk - 1)
+                self._write(queries, first, chunk)
+
+    # -- queries and results -----------------------------------------------------------------------------------
+
+    def _queries(self, first: Value) -> list[Query]:
+        """The queries of a pass, scaled; the sequence's last query is repeated to fill it up."""
+        e, spec = self.e, self.spec
+        size = padded(spec.head_dim)
+        queries = []
+        for number in range(spec.query_tile):
+            row, index = self._place(first, number)
+            at = self.scratch + number * self._stride
+            query = Query(
+                vector=at,
+                weighted=at + size,
+                prepared=at + 2 * size,
+                scores=at + (2 * size + spec.keys.query_bytes),
+                position=self.header.position + row,
+                row_max=e.variable(e.constant(F32, LOWEST)),
+                row_sum=e.variable(e.zero(_F16)),
+            )
+            queries.append(query)
+            source = self.args.q + index * (4 * spec.head_dim)
+            for offset in range(0, size, 64):
+                e.store(e.zero(_F16), query.weighted, offset)
+            if spec.head_dim % 16:
+                e.store(e.zero(_F16), query.vector, size - 64)
+            for channel, lanes in pieces(spec.head_dim):
+                own = e.load(source, vector(F32, lanes), 4 * channel)
+                e.store(own * self.args.scale, query.vector, 4 * channel)
+        return queries
+
+    @property
+    def _stride(self) -> int:
+        """Bytes of scratch per query."""
+        spec = self.spec
+        return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
+
+    def _place(self, first: Value, number: int) -> tuple[Value, Value]:
+        """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H)."""
+        e, spec = self.e, self.spec
+        own = e.imin(first + number, self.header.rows * spec.group - 1) if number else first
+        row = own // spec.group
+        heads = self.args.kv_heads * spec.group
+        return row, (self.header.first_row + row) * heads + self.head * spec.group + own % spec.group
+
+    def _write(self, queries: Sequence[Query], first: Value, chunk: Value) -> None:
+        e, args, size = self.e, self.args, partial_bytes(self.spec.head_dim)
+        for number, query in enumerate(queries):
+            with e.when(first + number < self.header.rows * self.spec.group):
+                _, index = self._place(first, number)
+                target = args.parts + (index * args.most_chunks + chunk) * size
+                e.store(query.row_max.get(), target)
+                e.store(e.sum_lanes(query.row_sum.get()), target, 4)
+                for offset in range(0, size - WEIGHTED, 64):
+                    e.store(e.load(query.weighted, _F16, offset), target, WEIGHTED + offset)
+
+    # -- quantized blocks --------------------------------------------------------------------------------------
+
+    def _quantized_blocks(self, queries: Sequence[Query], table: Value, chunk: Value) -> None:
+        """Attend to a chunk, several blocks per softmax step: its dependency chain is hidden by independent blocks."""
+        e, spec, args, header = self.e, self.spec, self.args, self.header
+        for query in queries:
+            spec.keys.emit_query(e, query.vector, query.prepared)
+        begin = chunk * header.chunk_blocks
+        end = e.imin(begin + header.chunk_blocks, header.quantized)
+        oldest = queries[0].position - args.window + 1 - header.table_start
+        begin = e.imax(begin, e.imax(oldest, 0) // spec.block_size)
+        keys, values = args.keys + self.head * args.key_stride, args.values + self.head * args.value_stride
+        with e.loop(begin, end, spec.block_tile) as number:
+            ids, count = table + number * 8, e.imin(end - number, spec.block_tile)
+            with e.loop(0, count) as i:
+                block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
+                scores = [query.scores + offset for query in queries]
+                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                self._block_scores(queries, keys, block, after, scores)
+            start = header.table_start + number * spec.block_size
+            lows = [query.position - args.window + 1 - start for query in queries]
+            tokens = count * spec.block_size
+            with e.when(lows[-1] > 0):  # rows are in order of position
+                mask(e, queries, lows, [tokens] * len(queries), tokens)
+            softmax(e, queries, tokens, spec.block_size, spec.head_dim)
+            with e.loop(0, count) as i:
+                block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
+                weights = [query.scores + offset for query in queries]
+                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                own, ahead = values + block * spec.values.nbytes, values + after * spec.values.nbytes
+                spec.values.emit_values(e, own, ahead, weights, [query.weighted for query in queries])
+
+    def _block_scores(
+        self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Sequence[Value]
+    ) -> None:
+        """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`."""
+        e, spec = self.e, self.spec
+        own, ahead = keys + block * spec.keys.nbytes, keys + after * spec.keys.nbytes
+        spec.keys.emit_scores(e, own, ahead, [query.prepared for query in queries], scores)
+        if not spec.mean_bits:
+            return
+        added = self._mean_scores(queries, self.head * self.args.blocks + block)
+        for more, at in zip(added, scores, strict=True):
+            for offset in range(0, 4 * spec.block_size, 64):
+                e.store(e.load(at, _F16, offset) + more, at, offset)
+
+    def _mean_scores(self, queries: Sequence[Query], block: Value) -> list[Value]:
+        e, bits, dim = self.e, self.spec.mean_bits, self.spec.head_dim
+        at = self.args.mean + block * (dim * bits // 8)
+        sums = [e.zero(F32) for _ in queries]
+        wide = [e.zero(_F16) for _ in queries]
+        for channel, lanes in pieces(dim):
+            if bits == 8:
+                mean = e.load(at, vector(I8, lanes), channel).sext(I32).to_float()
+            else:
+                mean = e.half_to_float(e.load(at, vector(I16, lanes), 2 * channel))
+            for number, query in enumerate(queries):
+                own = e.load(query.vector, vector(F32, lanes), 4 * channel)
+                if lanes == 16:
+                    wide[number] = e.fma(own, mean, wide[number])
+                else:
+                    sums[number] = sums[number] + e.sum_lanes(own * mean)
+        if dim >= 16:
+            sums = [total + e.sum_lanes(lanes) for total, lanes in zip(sums, wide, strict=True)]
+        if bits == 8:
+            scale = e.half_to_float(e.load(self.args.mean_scale + block * 2, I16))
+            sums = [total * scale for total in sums]
+        return sums
+
+    # -- blocks in full precision ------------------------------------------------------------------------------
+
+    def _full_blocks(self, queries: Sequence[Query], full: Value) -> None:
+        e, spec, args, n, dim = self.e, self.spec, self.args, self.spec.block_size, self.spec.head_dim
+        unit_after = read(e, Unit, args.units, self.unit_after // args.kv_heads)
+        slot_after = read(e, FullBlock, self._full(unit_after.sequence)).slot
+        following = args.full_k + self._offset(slot_after, self.unit_after % args.kv_heads)
+        with e.loop(0, self.header.full) as number:
+            slot, start = read(e, FullBlock, full, number)
+            lows = [query.position - args.window + 1 - start for query in queries]
+            highs = [query.position + 1 - start for query in queries]
+            count = e.imin(highs[-1], n)  # rows are in order of position
+            with e.when(count > e.imax(lows[0], 0)):
+                offset = self._offset(slot, self.head)
+                first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
+                widened = self.scratch + spec.query_tile * self._stride
+                places = first.vector, first.scores, len(queries), self._stride, widened
+                full_blocks.scores(e, keys, values, dim, count, *places)
+                mask(e, queries, lows, highs, e.i64(n))
+                softmax(e, queries, e.i64(n), n, dim)
+                after = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
+                own_keys = args.full_k + self._offset(after, self.head)
+                after_keys = e.select(number + 1 < self.header.full, own_keys, following)
+                scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
+                full_blocks.add_values(e, values, after_keys, dim, count, scores, weighted)
+
+    def _full(self, sequence: Value) -> Value:
+        """The address of the list of the sequence's full-precision blocks."""
+        return self.args.full + sequence * self.args.most_full * (8 * FULL)
+
+    def _offset(self, slot: Value, head: Value) -> Value:
+        """The offset in bytes of a head's keys, or values, in a slot."""
+        return (slot * self.args.kv_heads + head) * (2 * self.spec.block_size * self.spec.head_dim)

@@ -1,0 +1,1 @@
+"""Kernels of products with weights in tiles."""

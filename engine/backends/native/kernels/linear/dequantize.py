@@ -1,0 +1,77 @@
+"""Dequantization of rows of a matrix in tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_plain, read_scale, times_sub
+from polarlm.engine.backends.native.tiles import layout
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
+from polarlm.engine.jit.lang.values import F32, I32, I64, Value
+from polarlm.engine.weight_formats import WeightFormat
+
+
+class DequantizeArguments(NamedTuple):
+    """Arguments of `dequantize_rows`."""
+
+    weights: Pointer
+    ids: Pointer
+    y: Pointer
+    blocks: Int64
+    tile_bytes: Int64
+    columns: Int64
+    factor: Float32
+
+
+@cache
+def dequantize_rows(format: WeightFormat) -> Kernel[DequantizeArguments]:
+    """Rows `ids` of a matrix times `factor` → y (ids, inputs) float32, one unit per id."""
+
+    def emit(e: Emitter, args: DequantizeArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as number:
+            row = e.load(args.ids + number * 4, I32).zext(I64)
+            tile, lane = args.weights + (row // 16) * args.tile_bytes, row & 15
+            target = args.y + number * args.columns * 4
+            if format.unpack is None:
+                with e.loop(0, args.columns) as column:
+                    at = tile + (column * 16 + lane) * format.nbytes
+                    e.store(read_plain(e, at, format, 0) * args.factor, target + column * 4)
+            else:
+                _dequantize_lane(e, format, tile, lane, args.blocks, target, args.factor)
+
+    return Kernel(f"dequantize_{format.name}", emit, DequantizeArguments)
+
+
+def _dequantize_lane(
+    e: Emitter, format: WeightFormat, tile: Value, lane: Value, blocks: Value, target: Value, factor: Value
+) -> None:
+    """Row `lane` of a tile times `factor` → float32 at `target`."""
+    place = layout(format)
+    table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
+    with e.loop(0, blocks) as block:
+        at = tile + block * place.nbytes
+        numbers = at + lane * 2
+        scale = read_scale(e, numbers, place.scale, place.is_power, 0)
+        offset = None if place.offset is None else read_scale(e, numbers, place.offset, False, 0)
+        with e.loop(0, format.values // 32) as part:
+            codes_at = at + part * place.part_bytes + lane * 4 + place.codes
+            sub_at = at + part * (16 * (32 // format.group)) + lane
+            out = target + (block * format.values + part * 32) * 4
+            for pair in range(16):
+                group = pair * 2 // format.group
+                codes = read_pair(e, place, codes_at, pair, 0)
+                if table is None:
+                    values = codes.sext(I32).to_float()
+                    values = values if place.planes == (8,) else values - float(format.zero)
+                else:
+                    found = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(2)]
+                    values = e.collect(found)
+                values = values * times_sub(e, scale, sub_at, place.sub_scale, group, signed=True)
+                if offset is not None:
+                    values = values + times_sub(e, offset, sub_at, place.sub_offset, group)
+                e.store(values * factor, out, 8 * pair)

@@ -1,0 +1,316 @@
+"""Products of rows of activations with weights in tiles (`engine.backends.native.tiles`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_plain, read_scale, times_sub
+from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
+from polarlm.engine.backends.native.kernels.rows import gated
+from polarlm.engine.backends.native.tiles import TileLayout, layout
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.byte_ops import Table, dot2
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.weight_formats import WeightFormat
+
+Size = TypeVar("Size", int, Value)
+
+_F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
+
+# Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
+# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third.
+_AHEAD = 8192
+
+
+def row_tile_of(rows: int, level: Level, *, packed: bool) -> int:
+    """The row tile for `rows` rows: how many a kernel multiplies with each vector of weights. Their sums stay in
+    registers. packed: whether the weights have codes."""
+    return -(-rows // -(-rows // most_rows(level, packed=packed)))
+
+
+def most_rows(level: Level, *, packed: bool) -> int:
+    """The largest row tile. Without codes half as many rows are multiplied with two tiles; with codes, unpacking them
+    twice as often would cost what that saves."""
+    return level.sums // (1 if packed else _tiles(level))
+
+
+def _tiles(level: Level) -> int:
+    """Tiles without codes that share the loads of inputs: 2 where registers have room for their sums."""
+    return 2 if level.has_room else 1
+
+
+@dataclass(frozen=True)
+class Product:
+    """The properties that a kernel is specialized for.
+
+    row_tile: rows of a panel. adds: the product is added to y. has_bias: a bias is added. activation: the weights are
+    [gate | up], each of whole tiles, and y = activation(gate) * up; excludes `adds`.
+    """
+
+    format: WeightFormat
+    row_tile: int
+    adds: bool = False
+    has_bias: bool = False
+    activation: str | None = None
+
+    @property
+    def name(self) -> str:
+        options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
+        return f"product_{self.format.name}_{self.row_tile}{options}"
+
+
+class ProductArguments(NamedTuple):
+    """Arguments of `product`."""
+
+    weights: Pointer
+    x: Pointer
+    y: Pointer
+    bias: Pointer
+    hint: Pointer
+    blocks: Int64
+    tile_bytes: Int64
+    x_stride: Int64
+    y_stride: Int64
+    rows: Int64
+    outputs: Int64
+    tiles: Int64
+
+
+@cache
+def product(spec: Product) -> Kernel[ProductArguments]:
+    """y = x @ wᵀ, one unit per tile of 16 outputs, or per two tiles; see `units`.
+
+    x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; their first `rows` rows are
+    read. x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights; for formats without codes,
+    inputs. tiles: tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
+    (`engine.backends.native.kernels.prefetch`), of which the product takes `prefetched_pieces`.
+    """
+
+    def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
+        rows, tiles = args.rows, args.tiles
+        prefetch = Prefetch(e, args.hint) if _prefetches(spec) else None
+        parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
+        wide = _tiles_of_unit(spec, e.level)
+        with e.loop(begin, end) as unit, e.loop(0, rows, spec.row_tile) as first:
+            tile = unit * wide
+            others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
+            starts = [args.weights + number * args.tile_bytes for number in (tile, *others)]
+            passed = unit * ((rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
+
+            def multiply(part: int) -> list[list[Value]]:
+                """The sums of each tile of part `part` and each row."""
+                own, inputs = starts[part::parts], (args.x, first, args.blocks, args.x_stride)
+                if spec.format.unpack is None:
+                    return _plain(e, spec, own, *inputs)
+                return _packed(e, spec, own, *inputs, prefetch, (passed * parts + part) * steps)
+
+            if parts == 1:
+                sums = multiply(0)
+            else:  # scratch keeps the sums of the gate meanwhile
+                (gates,) = multiply(0)
+                for row, total in enumerate(gates):
+                    e.store(total, scratch, 128 + 64 * row)
+                (ups,) = multiply(1)
+                sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.row_tile)], ups]
+            by_tile = [sums] if spec.activation else [[own] for own in sums]
+            for number, own in enumerate(by_tile):
+                for row, totals in enumerate(zip(*own, strict=True)):
+                    with e.when(first + row < rows) if spec.row_tile > 1 else nullcontext():
+                        at = args.y + (first + row) * args.y_stride
+                        _write(e, spec, totals, at, args.bias, (tile + number, tiles), args.outputs, scratch)
+
+    return Kernel(spec.name, emit, ProductArguments)
+
+
+def units(spec: Product, tiles: int, level: Level) -> int:
+    """The number of units of a product. tiles: as in `product`."""
+    return -(-tiles // _tiles_of_unit(spec, level))
+
+
+def _tiles_of_unit(spec: Product, level: Level) -> int:
+    """Tiles per unit."""
+    alone = spec.format.unpack is not None or spec.activation is not None or spec.row_tile == 1
+    return 1 if alone else _tiles(level)
+
+
+def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
+    """Pieces that a product has the time to prefetch. units, blocks, rows: those of its launch."""
+    if not _prefetches(spec):
+        return 0
+    return units * -(-rows // spec.row_tile) * _parts(spec, level) * _steps(spec, blocks) // STEPS
+
+
+def _prefetches(spec: Product) -> bool:
+    """Whether the product is bound by arithmetic: with several rows and few bytes per weight."""
+    return spec.row_tile > 1 and spec.format.unpack is not None
+
+
+def _steps(spec: Product, blocks: Size) -> Size:
+    """Steps of the inner loop over a row's inputs, 32 each."""
+    return blocks * (spec.format.values // 32)
+
+
+def _parts(spec: Product, level: Level) -> int:
+    """2 if gate and up projection are multiplied in turn, because registers have no room for the sums of both; or 1."""
+    return 2 if spec.activation is not None and 2 * spec.row_tile > level.sums else 1
+
+
+def _write(
+    e: Emitter,
+    spec: Product,
+    totals: Sequence[Value],
+    row: Value,
+    bias: Value,
+    place: tuple[Value, Value],
+    outputs: Value,
+    scratch: Value,
+) -> None:
+    """Store the outputs of a tile in a row of y.
+
+    totals: their sums; with an activation, of the gate and of the up projection. place: the tile's number, and the
+    distance in tiles from a gate tile to its up tile.
+    """
+    tile, distance = place
+    y, left = row + tile * 64, outputs - tile * 16
+    biases = [bias + (tile + distance * number) * 64 for number in range(len(totals))]
+
+    def finished(values: Sequence[Value], offset: Value) -> Value:
+        if spec.has_bias:
+            values = [value + e.load(own + offset, value.type) for value, own in zip(values, biases, strict=True)]
+        if spec.activation:
+            return gated(e, spec.activation, *values)
+        return values[0] + e.load(y + offset, values[0].type) if spec.adds else values[0]
+
+    with e.when(left >= 16):
+        e.store(finished(totals, e.i64(0)), y)
+    with e.when(left < 16):
+        for number, total in enumerate(totals):
+            e.store(total, scratch, 64 * number)
+        with e.loop(0, left) as lane:
+            values = [e.load(scratch + lane * 4, F32, 64 * number) for number in range(len(totals))]
+            e.store(finished(values, lane * 4), y + lane * 4)
+
+
+def _plain(
+    e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, columns: Value, stride: Value
+) -> list[list[Value]]:
+    """The sums of each tile and row, for weights in float32, float16 or bfloat16. x: panels of float32."""
+    size, row_tile = spec.format.nbytes, spec.row_tile
+    panel = x + first // row_tile * stride
+    # Two sums each, of even and of odd inputs, hide the latency of a multiply-add.
+    sums = [[[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(row_tile)] for _ in tiles]
+
+    def add(column: Value, count: int) -> None:
+        for i in range(count):
+            factors = [
+                e.broadcast(panel + column * (4 * row_tile), F32, 16, 4 * (row_tile * i + r)) for r in range(row_tile)
+            ]
+            for tile, totals in zip(tiles, sums, strict=True):
+                raw = read_plain(e, tile + column * (16 * size), spec.format, 16, 16 * size * i)
+                for factor, total in zip(factors, totals, strict=True):
+                    total[i].set(e.fma(raw, factor, total[i].get()))
+
+    even = columns & -2
+    with e.loop(0, even, 2) as column:
+        add(column, 2)
+    with e.loop(even, columns) as column:
+        add(column, 1)
+    return [[a.get() + b.get() for a, b in totals] for totals in sums]
+
+
+def _packed(
+    e: Emitter,
+    spec: Product,
+    tiles: Sequence[Value],
+    x: Value,
+    first: Value,
+    blocks: Value,
+    stride: Value,
+    prefetch: Prefetch | None,
+    first_step: Value,
+) -> list[list[Value]]:
+    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
+    format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
+    codes = _Codes(e, format, place)
+    panel = x + first // spec.row_tile * stride
+    sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
+    with e.loop(0, blocks) as block:
+        starts = [tile + block * place.nbytes for tile in tiles]
+        scales = [read_scale(e, at, place.scale, place.is_power, 16) for at in starts]
+        offsets = [None if place.offset is None else read_scale(e, at, place.offset, False, 16) for at in starts]
+        with e.loop(0, format.values // 32) as part:
+            inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.row_tile)
+            sub = part * (16 * (32 // format.group))
+            if prefetch is not None:
+                prefetch.step(first_step + _steps(spec, block) + part)
+            for at in starts:
+                e.prefetch(at + part * place.part_bytes + (place.codes + _AHEAD), place.part_bytes)
+            for group in range(32 // format.group):
+                for at, scale, offset, totals in zip(starts, scales, offsets, sums, strict=True):
+                    own_scale = times_sub(e, scale, at + sub, place.sub_scale, group, signed=True)
+                    own_offset = None if offset is None else times_sub(e, offset, at + sub, place.sub_offset, group)
+                    codes_at = at + part * place.part_bytes + place.codes
+                    dots = _dots(e, codes, codes_at, inputs, group, spec)
+                    for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
+                        numbers = 2 * GROUP * spec.row_tile + 16 * row
+                        x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
+                        value = dot.to_float()
+                        if codes.zero:
+                            value = e.fma(x_sum, e.constant(_F16, -float(codes.zero)), value)
+                        value = value * own_scale
+                        if own_offset is not None:
+                            value = e.fma(x_sum, own_offset, value)
+                        total.set(e.fma(value, e.broadcast(inputs, F32, 16, numbers), total.get()))
+    return [[total.get() for total in totals] for totals in sums]
+
+
+def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec: Product) -> list[Value]:
+    """For each row, the dot products (16,) int32 of its inputs with the codes of a group of 16 outputs."""
+    size = spec.format.group // 2
+    # Two sums per row hide the latency of a dot product, where registers have room for them.
+    chains = 2 if spec.row_tile == 1 or e.level.has_room else 1
+    sums = [[e.zero(_I16)] * chains for _ in range(spec.row_tile)]
+    # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
+    pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
+    for number, pair in enumerate(pairs):
+        code = codes.pair(at, pair)
+        for row, dot in enumerate(sums):
+            words = e.broadcast(inputs, I32, 16, 2 * GROUP * row + 4 * pair)
+            dot[number % chains] = dot2(e, dot[number % chains], code, words)
+    return [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
+
+
+class _Codes:
+    """The codes of a tile as int16. zero: the zero point, which is subtracted after the products.
+
+    Codes of 8 bits and the values of tables are signed instead: sums of products with 32 codes up to 255 would not be
+    exact as float32.
+    """
+
+    def __init__(self, e: Emitter, format: WeightFormat, place: TileLayout) -> None:
+        self._e, self._place = e, place
+        self._is_signed = format.bits == 8
+        self._table = None if format.table is None else Table(e, e.constant_bytes(format.table.tobytes()), 16)
+        self.zero = 0 if self._is_signed or self._table else format.zero
+
+    def vector(self, pair: int) -> int:
+        """The index of the vector of the lowest plane that holds a pair."""
+        return pair % self._place.planes[0]
+
+    def pair(self, at: Value, pair: int) -> Value:
+        """The two codes of pair number `pair` of 16 rows, as the int16 halves of int32 lanes (16,).
+
+        at: address of the codes of 32 inputs.
+        """
+        words = read_pair(self._e, self._place, at, pair, 16)
+        if self._table is not None:
+            words = (self._table[words.bits(_BYTES)].bits(_WORDS) << 8).ashr(8)
+        return words.bits(_I16)

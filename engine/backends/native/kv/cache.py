@@ -1,0 +1,98 @@
+"""The KV cache of a layer with its quantized blocks in tiles, and which layers have one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
+from polarlm.engine.backends.native.kv.cache_tiles import tiles
+from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
+from polarlm.engine.backends.numpy.attention import Fields, LayerCache, Sides
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.run.workers import aligned
+from polarlm.engine.jit.run.zeros import zeros
+
+_TILES = "tiles"
+
+
+@dataclass
+class TileCache(LayerCache):
+    """The stored K/V of one layer, with quantized blocks in tiles, which kernels read.
+
+    k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: for keys and for values the encoder, or the
+    reason why NumPy encodes them.
+    """
+
+    key_tiles: KeyTiles
+    value_tiles: ValueTiles
+    encoders: tuple[Encoder | str, Encoder | str]
+
+    stored_as: ClassVar[str] = transfer.TILES
+
+    def read(self, blocks: np.ndarray) -> Sides:
+        k, v, mean = self.take(blocks)
+        return Sides(self.key_tiles.unpack(k[_TILES]), self.value_tiles.unpack(v[_TILES]), mean)
+
+    def write(self, blocks: Sequence[int], sides: Sides) -> None:
+        for side, fields in enumerate((sides.k, sides.v)):
+            self.write_side(blocks, side, fields, {} if side else sides.mean)
+
+    def write_side(self, blocks: Sequence[int], side: int, fields: Fields, mean: Fields) -> None:
+        """Overwrite the keys (side 0) or the values (1) of quantized blocks. mean: the block means, of keys only."""
+        self.memory[side][:, blocks] = (self.key_tiles, self.value_tiles)[side].pack(fields)
+        for name, x in mean.items():
+            self.mean[name][:, blocks] = x
+
+    @property
+    def memory(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tiles of keys and of values: uint8 (K, quantized blocks, bytes of a tile) each."""
+        return self.k[_TILES], self.v[_TILES]
+
+    def of_one_block(self) -> TileCache:
+        """A cache with the same format and slots, and memory of its own for one quantized block."""
+        k, v, mean = _blocks(self.format, (self.key_tiles, self.value_tiles), 1)
+        return replace(self, k=k, v=v, mean=mean)
+
+
+class CacheOps:
+    """The ops that size and allocate caches, and say what NumPy computes of them."""
+
+    def __init__(self, plain: NumpyOps) -> None:
+        self._plain = plain
+
+    def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
+        _, full = self._plain.cache_bytes(format)
+        return transfer.nbytes(format, transfer.TILES), full
+
+    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
+        """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
+        if isinstance(both := tiles(format), str):
+            return self._plain.cache(format, quantized, full, beside)
+        slots = self._plain.cache(format, 0, full)
+        encoders = encoder(both[0], format, 0), encoder(both[1], format, 1)
+        return TileCache(format, *_blocks(format, both, quantized), slots.full_k, slots.full_v, *both, encoders)
+
+    def in_numpy(self, cache: LayerCache) -> dict[str, str]:
+        if isinstance(cache, TileCache):
+            sides = zip(("keys", "values"), cache.encoders, strict=True)
+            return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
+        why = tiles(cache.format)
+        assert isinstance(why, str)
+        return {"attention and encoding": why}
+
+
+def _blocks(format: CacheFormat, both: tuple[KeyTiles, ValueTiles], count: int) -> Sides:
+    """Memory for `count` quantized blocks: tiles of keys and of values, and block means."""
+    heads = format.kv_heads
+    k, v = (aligned(heads * count * side.nbytes).reshape(heads, count, side.nbytes) for side in both)
+    means = {
+        name: zeros((heads, count, *field.shape), field.dtype)
+        for name, field in transfer.fields(format)["mean"].items()
+    }
+    return Sides({_TILES: k}, {_TILES: v}, means)

@@ -1,0 +1,109 @@
+"""Encoding of blocks with kernels, for several layers in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.kv import FilledBlocks, KVLocation
+from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArguments
+from polarlm.engine.backends.native.kv.cache import TileCache
+from polarlm.engine.backends.native.kv.encoders import Encoder, by_head
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.encoding import alike, encode_side
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.codecs import NotFinite
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.quantization.encode import decode_centred, fill_up
+
+
+class EncodingOps:
+    """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
+
+    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
+        self._launch, self._plain = launch, plain
+        self._layers_in_numpy = launch.unrecorded(plain.encode_blocks)
+        self._side_in_numpy = launch.unrecorded(_side_in_numpy)
+
+    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        for layers, blocks, sources in alike(filled):
+            tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
+            if not tiled:
+                self._layers_in_numpy([FilledBlocks(layers, blocks, sources)])
+                continue
+            for side in (0, 1):
+                if isinstance(encoder := tiled[0].encoders[side], Encoder):
+                    self._side(encoder.kernel, tiled, blocks, sources, side)
+                else:
+                    self._side_in_numpy(tiled, blocks, sources, side)
+
+    def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
+        if not isinstance(cache, TileCache):
+            self._plain.round_trip(cache, place, tokens)
+            return
+        format, one = cache.format, cache.of_one_block()
+        with np.errstate(invalid="ignore", over="ignore"):  # the kernels report numbers that are not finite
+            blocks = [fill_up(x[:, :tokens].astype(np.float32), format.block_size) for x in cache.full(place)]
+        self.encode_blocks([FilledBlocks([one], [0], [KVLocation(blocks, 0)])])
+        k, v, mean = one.read(np.array([0]))
+        read_back = decode_centred(format.codec_k, k, mean), decode_centred(format.codec_v, v, {})
+        cache.store(place, (read_back[0][:, 0, :tokens], read_back[1][:, 0, :tokens]))
+
+    def _side(
+        self,
+        kernel: Kernel[EncodeArguments],
+        layers: Sequence[TileCache],
+        blocks: Sequence[int],
+        sources: Sequence[KVLocation],
+        side: int,
+    ) -> None:
+        """Encode the keys (side 0) or the values (1) of all layers. Raises NotFinite."""
+        format = layers[0].format
+        addresses = np.concatenate([_addresses(layer, blocks, sources, side) for layer in layers])
+        damaged = np.zeros(addresses.shape[:2], np.uint8)
+        is_half = layers[0].full(sources[0])[side].dtype == np.float16
+        arguments = EncodeArguments(blocks=addresses, damaged=damaged, dim=format.head_dim, is_half=is_half)
+        self._launch(kernel, damaged.size, arguments)
+        if damaged.any():
+            raise NotFinite((format.codec_k, format.codec_v)[side].name)
+
+
+def _side_in_numpy(
+    layers: Sequence[TileCache], blocks: Sequence[int], sources: Sequence[KVLocation], side: int
+) -> None:
+    """Encode the keys (side 0) or the values (1) of all layers, and pack them into tiles."""
+    fields, mean = encode_side(layers, sources, side)
+    heads = layers[0].format.kv_heads
+    for number, layer in enumerate(layers):
+        own = slice(number * heads, (number + 1) * heads)
+        layer.write_side(blocks, side, *({name: x[own] for name, x in given.items()} for given in (fields, mean)))
+
+
+def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> np.ndarray:
+    """The `Block` of each KV head and block, which a kernel reads: int64 (K, B, fields of `Block`)."""
+    encoder = layer.encoders[side]
+    assert isinstance(encoder, Encoder)
+    places = {"x": _sources(layer, sources, side), "tiles": _by_block(layer.memory[side], blocks)}
+    if side == 0:
+        places |= {name: _by_block(array, blocks) for name, array in layer.mean.items()}
+    addresses = np.repeat(encoder.addresses[:, None], len(blocks), axis=1)
+    for name, own in places.items():
+        addresses[..., Block._fields.index(name)] = own
+    return addresses
+
+
+def _by_block(array: np.ndarray, blocks: Sequence[int]) -> np.ndarray:
+    """Addresses (K, B) int64 of `blocks` in array (K, all blocks, …)."""
+    return by_head(array, len(array))[:, None] + np.asarray(blocks, np.int64) * array.strides[1]
+
+
+def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> np.ndarray:
+    """Addresses (K, B) int64 of the full-precision blocks at `sources`."""
+    numbers = np.array([source.block for source in sources])
+    if (buffer := sources[0].buffer) is not None:
+        heads, block = buffer[side], layer.format.block_size * buffer[side].strides[1]
+        return by_head(heads, len(heads))[:, None] + numbers * block
+    full = (layer.full_k, layer.full_v)[side]
+    return by_head(full, len(full))[numbers] + np.arange(full.shape[1])[:, None] * full.strides[1]

@@ -1,0 +1,1 @@
+"""Parts that several codecs share: norms, rotations, nearest points, trellises, checks of options."""

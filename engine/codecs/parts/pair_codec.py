@@ -1,0 +1,137 @@
+"""What codecs of pairs with a norm for each vector share: everything but the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from polarlm.engine.codecs import Codec, Rounding
+from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
+from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm, NormFormat
+from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
+from polarlm.engine.codecs.schema.joined import join, join_wide, joined_table
+from polarlm.engine.codecs.schema.streams import Schema, codes, numbers, pack
+
+NORM16 = "norm16"
+
+
+def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
+    """The preconditioning that the options name, and whether norms are stored in half precision.
+
+    Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order.
+    """
+    rotations = [option for option in options if option != NORM16]
+    if len(rotations) > 1 or not set(rotations) <= set(PRECONDITIONINGS) or len(options) > len(rotations) + 1:
+        raise ValueError(
+            f"Cache type {name} has the options {', '.join(PRECONDITIONINGS)} (at most one) and {NORM16}, "
+            f"as in {name}+{PRECONDITIONINGS[1]}+{NORM16}."
+        )
+    return (*rotations, PRECONDITIONINGS[0])[0], NORM16 in options
+
+
+@dataclass(frozen=True)
+class PairStore:
+    """The formats of norms and codes. bits: bits per pair; reach: the largest factor of a norm."""
+
+    bits: int
+    half_norms: bool
+    reach: float
+
+    @property
+    def norms(self) -> NormFormat:
+        return HalfNorm(self.reach) if self.half_norms else ByteNorm()
+
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        return {"norm": numbers(self.norms.dtype, block_size), "codes": codes(self.bits, block_size, head_dim // 2)}
+
+    def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
+        """codes (..., N, D/2), norms (..., N) float32 → the fields."""
+        *_, block_size, pairs = codes.shape
+        return pack(self.schema(block_size, 2 * pairs), {"norm": self.norms.pack(norms), "codes": codes})
+
+
+@dataclass(frozen=True)
+class PairCodec(Codec):
+    """A codec of pairs with a norm for each vector. If it has `points`, kernels can read it: tiles and records follow
+    from them."""
+
+    name: str
+    store: PairStore
+
+    @property
+    def largest(self) -> np.float32:
+        """The largest norm that a vector is divided by before its codes are chosen."""
+        return self.store.norms.largest
+
+    @property
+    def points(self) -> np.ndarray | None:
+        """The point of each code of `rounding`, (P, width) float32: a pair, or a value, two of whose codes are joined.
+
+        None if a point depends on earlier codes.
+        """
+        return None
+
+    def choose(self, unit: np.ndarray) -> np.ndarray:
+        """unit (R, D) float32, rms 1 → codes (R, D/2)."""
+        rounding = self.rounding
+        assert isinstance(rounding, Rounding)
+        codes = rounding.nearest(unit.reshape(-1, rounding.width))[0].reshape(len(unit), -1)
+        return codes if rounding.width == 2 else join(codes, self.store.bits // 2)
+
+    def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """codes (M, N, D/2), C-contiguous → row indices (M, N, U) into a table, and the table (rows, D/U) float32."""
+        bits = self.store.bits
+        return join_wide(codes, bits) if bits <= 8 else codes, _rows(self)
+
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        return self.store.schema(block_size, head_dim)
+
+    def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        norms, codes = fields["norm"], fields["codes"]
+        block_size = norms.shape[-1]
+        nbytes = math.prod(codes.shape[norms.ndim - 1 :])
+        return block_size, 16 * nbytes // (block_size * self.store.bits)
+
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        with np.errstate(over="ignore"):  # if a square overflows, the norm is infinite and saturates
+            norms = np.minimum(np.sqrt(np.square(x).mean(-1)), self.largest)
+        unit = x / np.where(norms > 0, norms, np.float32(1))[..., None]
+        codes = self.choose(unit.reshape(-1, x.shape[-1]))
+        return {"norm": self.store.norms.pack(norms), "codes": codes.reshape(*norms.shape, -1)}
+
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        rows, table = self.lookup(streams["codes"])
+        np.take(table, rows, axis=0, mode="clip", out=out.reshape(*rows.shape, table.shape[1]))
+        out *= self.store.norms.unpack(streams["norm"])[..., None]
+
+
+def pair_points(codec: PairCodec) -> np.ndarray:
+    """The values of each pair code, (2^bits, 2) float32."""
+    points = codec.points
+    assert points is not None, "it depends on other codes"
+    return points if points.shape[1] == 2 else joined_table(points, codec.store.bits // 2)
+
+
+@cache
+def _rows(codec: PairCodec) -> np.ndarray:
+    """The table of `PairCodec.lookup`: a row of four values for each two codes, or of two for each code of ten bits."""
+    bits = codec.store.bits
+    return joined_table(pair_points(codec), bits) if bits <= 8 else pair_points(codec)
+
+
+@dataclass(frozen=True)
+class RotatedPairs(PairCodec):
+    """A codec of pairs after a signed Hadamard matrix, a dense random rotation, or no rotation."""
+
+    preconditioning: str
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        check_head_dim(self.name, head_dim, 8)
+        check_block_size(self.name, block_size, 4)
+
+    def rotation(self, head_dim: int) -> np.ndarray | None:
+        return preconditioning(self.preconditioning, head_dim)
