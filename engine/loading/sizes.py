@@ -141,7 +141,7 @@ def store_plan(
     fits."""
     work = work_bytes(config, ops, model, shape)
 
-    def beside(tokens: int) -> int:
+    def other_bytes(tokens: int) -> int:
         return work(tokens) + more(tokens)
 
     tokens = config.ctx_size or model.max_context
@@ -149,8 +149,8 @@ def store_plan(
     if config.kv_memory is not None:
         return plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
     plan = plan_for_tokens(shape, tokens, sequences)
-    if plan.bytes + beside(tokens) > room:
-        plan = plan_for_memory(shape, room, tokens, sequences, beside)
+    if plan.bytes + other_bytes(tokens) > room:
+        plan = plan_for_memory(shape, room, tokens, sequences, other_bytes)
     return plan
 
 
