@@ -1,4 +1,4 @@
-"""A place whose trouble is no error: it has nothing for a while, takes nothing, and the log says so once."""
+"""A tier that raises no errors: after one, reads find nothing or writes do nothing for a while. The first is logged."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from polarlm.engine.outputs import TierStatus
 from polarlm.engine.storage.tiers.places import TierStore
 
 _LOG = logging.getLogger(__name__)
-_TROUBLED = 30.0  # seconds without reading after an error of reading, such as a server that is gone; as for writing
+_TROUBLED = 30.0  # seconds without reads after a read fails, as of a server that is gone; the same for writes
 
 T = TypeVar("T")
 
 
 class CircuitBreaker:
-    """A place that raises no OSError. Reading and writing are left alone apart: a full disk can be read."""
+    """A tier that raises no OSError. Reads and writes are suspended separately: a full disk can be read."""
 
     def __init__(self, place: TierStore):
         self.label = place.label
         self._place = place
-        self._rests = {"read": 0.0, "written": 0.0}  # until when
+        self._rests = {"read": 0.0, "written": 0.0}  # times at which each is resumed
         self._errors = {"read": 0, "written": 0}
         self._damaged = 0
         self.timeouts = 0
 
     @property
     def takes_writes(self) -> bool:
-        """Whether the last write was no error, or is long ago."""
+        """Whether writes are not suspended after an error."""
         return self._rests["written"] <= time.monotonic()
 
     def has(self, name: bytes) -> bool:
@@ -60,7 +60,7 @@ class CircuitBreaker:
             return otherwise
 
     def is_damaged(self, name: bytes, error: Exception) -> None:
-        """Count a damaged object, and remove it. The log has the first ten, then every tenth, hundredth and so on."""
+        """Count a damaged object and remove it. Logs the first ten, then every tenth, from 100 every hundredth, etc."""
         self._damaged += 1
         count = self._damaged
         if count % 10 ** (len(str(count)) - 1) == 0:
@@ -69,7 +69,7 @@ class CircuitBreaker:
         self.remove(name)
 
     def status(self) -> TierStatus:
-        """What it holds and what was wrong with it."""
+        """Return what the tier holds, and counts of its errors."""
         held, errors = self._place.held, self._errors
         size, objects = (None, None) if held is None else held
         return TierStatus(self.label, size, objects, self._damaged, self.timeouts, errors["read"], errors["written"])

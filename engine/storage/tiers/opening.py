@@ -1,4 +1,4 @@
-"""The places that an engine's settings ask for."""
+"""Opens the tiers that an engine's settings name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[TierStore]:
-    """The places for blocks of this shape, the fastest first. Raises EngineError."""
+    """Open the tiers for blocks of this shape, the fastest first. Raises EngineError."""
     places: list[TierStore] = []
     if config.cache_ram is not None:
         if device == "cpu":
@@ -64,7 +64,7 @@ def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[Ti
 
 
 def _remote(where: str, most: int) -> TierStore:
-    """The place at a URL, or in a folder that other machines see as well. most: bytes of the largest object."""
+    """Return the tier at a URL, or in a folder that machines share. most: bytes of the largest object."""
     reason = ""
     if re.match("https?:", where):
         try:
@@ -84,7 +84,7 @@ def _remote(where: str, most: int) -> TierStore:
 
 
 def remembering() -> Path | None:
-    """The folder in which digests of weights are remembered; None if there is none."""
+    """Return the folder in which digests of weights are remembered; None if there is none."""
     try:
         return cache_folder()
     except LoadError:
