@@ -25,7 +25,7 @@ from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.forks import renew_in_children
 
-KEY_BYTES = 32  # of a digest
+KEY_BYTES = 32  # size of a digest
 
 _CAPACITY = 1 << 20  # tokens, 4 bytes each
 _ENTRY = 64  # overhead of an entry, in tokens
@@ -62,7 +62,7 @@ class Answers:
         return Conversation(known, keys, self)
 
     def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
-        """Fetch answers in `messages` that are not in memory from the tiers."""
+        """Fetch from the tiers the answers in `messages` that are not in memory."""
         if self._tiers is None:
             return
         pairs = [

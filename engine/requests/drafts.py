@@ -26,11 +26,11 @@ from polarlm.engine.requests.draft_model import ModelDrafter
 
 NONE, DRAFT_MODEL = "none", "draft-simple"
 
-_RECENT = 5  # latest steps of a number of rows, whose median is taken
+_RECENT = 5  # latest steps with the same number of rows, whose median is taken
 _FIRST = 2  # first steps of a number of rows, which are compiled or recorded: they are not measured
 _STALE = 512  # steps after which a median expires: contexts grow, and requests end
 _ROW = 0.15  # time that each row adds to a step, relative to a step of no row; used until steps are measured
-_DECAY = 0.8  # of the counts of accepted tokens, at each verified draft
+_DECAY = 0.8  # factor on the counts of accepted tokens at each verified draft
 _MARGIN = 1.02  # least speed-up for which a draft is made
 _PAUSES = 8, 64  # tokens: the first pause of a drafter that does not pay, and the longest
 

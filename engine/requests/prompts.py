@@ -134,7 +134,7 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
     """Return `ids` as ints. Raises EngineError if there are none, if one is unknown, or if they leave too little room.
 
-    context: of the model, in tokens. room: tokens that must be left for the answer.
+    context: the engine's, in tokens. room: tokens that must be left for the answer.
     """
     known = model.vocabulary
     if len(ids) == 0:

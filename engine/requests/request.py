@@ -45,7 +45,7 @@ class Prefill:
 
     span: Span
     units: Generator[int, None, Any]
-    reader: PromptReader | None = None  # of the prompt's hidden states
+    reader: PromptReader | None = None  # reads the prompt's hidden states
     rows: int = 0  # rows done, summed over layers
 
 
@@ -153,7 +153,7 @@ class Request:
         """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
 
         A prompt attends to its own tokens in full precision and to a prefix hit as codes, so a preempted request must
-        not reuse more of its prompt than it did at first. Any length will do before the first token.
+        not reuse more of its prompt than it did at first. Always true before the first token.
         """
         return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
@@ -175,7 +175,7 @@ class Request:
         return self.options.pooling is not None or self.params.prompt_logprobs is not None
 
     def reader(self) -> PromptReader | None:
-        """Return the reader of the prompt's hidden states; None if there is none, or after its tokens have begun."""
+        """Return a reader of the prompt's hidden states; None if none is needed, or after the first token."""
         if not self.reads_prompt or self.sequence.generated:
             return None
         if self.options.pooling is not None:
@@ -190,7 +190,7 @@ class Request:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether the next step's token can be sampled as well before this token is known."""
+        """Whether the next step's token can be sampled, too, before this token is known."""
         return self.sampler.reach_ahead and self.begins_ahead
 
     @property

@@ -24,7 +24,7 @@ from polarlm.engine.storage.tiers.tiers import Tiers
 class StoredSequence:
     """A released sequence that the prefix cache can find."""
 
-    ids: tuple[int, ...] = ()  # of its stored tokens
+    ids: tuple[int, ...] = ()  # ids of its stored tokens
     bytes: int = 0
     salt: str = ""  # the cache salt that it is found with
 
@@ -65,7 +65,7 @@ class Runner:
             if unit.is_prefill:
                 self._prefill(requests[0])
                 if self._scheduler.running:
-                    self._model.ops.wait()  # otherwise the next step would be charged with the device's time
+                    self._model.ops.wait()  # otherwise the next step would be charged for the device's time
             else:
                 self._steps.run(requests)
         except Exception as error:
@@ -157,7 +157,7 @@ class Runner:
         return youngest is not None
 
     def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
-        """Release the sequence of the first `kv.length` of `ids` to the prefix cache; if not empty, it is `newest`."""
+        """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`."""
         if kv.length:
             self.newest = StoredSequence(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         length, root, hashes = kv.length, kv.root, kv.hashes
@@ -187,7 +187,7 @@ class Runner:
                 request.finish("length")
             return
         self._scheduler.admit(request.sequence)
-        computable = request.sequence.computable  # now: tokens that are forced after the first one belong to steps
+        computable = request.sequence.computable  # read now: tokens that are forced after the first one belong to steps
         if request.prefill is not None:
             self._advance(request, request.prefill)
         if request.prefill is None and request.kv.length == computable:

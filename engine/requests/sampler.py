@@ -21,7 +21,7 @@ _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes of a token's text; for a control token, those of its name."""
+    """Return the bytes of a token's text; for a control token, those of its name."""
     return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
 
@@ -44,8 +44,8 @@ class Sampler:
         bans = {token: -math.inf for token in ends if token in vocabulary}
         self._sampling_without_ends = replace(sampling, logit_bias={**sampling.logit_bias, **bans})
         self._rng = np.random.default_rng(None if params.seed < 0 else params.seed)
-        self._numbers: deque[float] = deque()  # random numbers of the next tokens that exist already, in order
-        self._mask: np.ndarray | None = None  # of the next token, if `_has_mask`; None if all tokens are allowed
+        self._numbers: deque[float] = deque()  # random numbers drawn in advance, for the next tokens in order
+        self._mask: np.ndarray | None = None  # the next token's, if `_has_mask`; None if all tokens are allowed
         self._has_mask = constraint is None
         self._dry: Dry | None = None
         if sampling.is_dry:

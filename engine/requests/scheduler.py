@@ -29,7 +29,7 @@ class TokenSequence:
     """The token ids of a prompt and of the answer so far."""
 
     prompt: tuple[int, ...]
-    max_tokens: int  # to generate
+    max_tokens: int  # most tokens to generate
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
     arrival: int = -1  # counts submissions

@@ -68,9 +68,9 @@ class Steps:
     def run(self, requests: Sequence[Request]) -> None:
         """Run a step: compute the row of each request's newest token, oldest request first, and take the next token.
 
-        Drafted tokens that are right are taken with it. If every request allows it, the following step begins before
-        that, with the tokens that are on the device: it is computed while tokens are taken and constraints compute
-        their masks. It is the next unit of work.
+        Drafted tokens that are right are taken with it. If every request allows it, the following step begins first,
+        from the tokens on the device, so that it is computed while tokens are taken and constraints compute their
+        masks. It is the next unit of work.
         """
         started = time.perf_counter()
         step, self._begun = self._begun or self._begin(requests), None
@@ -89,7 +89,7 @@ class Steps:
             self._prefixes.insert(span.sequence, request.sequence.ids)
         try:
             self._begun = self._begin_next(step, fetch, known)
-        finally:  # an error in the next step takes no token of this one
+        finally:  # an error in the next step must not lose the tokens of this one
             for request, token in zip(step.requests, fetch.wait(), strict=True):
                 result = found.get(request, token)
                 if request in step.drafted:
@@ -129,7 +129,7 @@ class Steps:
                     known.add(request)
                 try:
                     last = request.sampler.none if request in known else request.sampler.next()
-                except Exception as error:  # from the request's constraint
+                except Exception as error:  # raised by the request's constraint
                     self._store.abort(spans.pop(request))
                     request.fail(error)
                     continue
@@ -174,7 +174,7 @@ class Steps:
             elif request in step.spans:
                 try:
                     sampler_input = request.sampler.next()
-                except Exception as error:  # from the request's constraint
+                except Exception as error:  # raised by the request's constraint
                     self._store.abort(step.spans.pop(request))
                     request.fail(error)
             sampler_inputs.append(sampler_input)
