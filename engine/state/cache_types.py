@@ -40,7 +40,7 @@ def _both(types: str) -> tuple[str, str]:
 
 
 def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[tuple[codecs.Codec, codecs.Codec]]:
-    """Return (codec of keys, codec of values) of every layer. head_dims: of every layer; None: do not check its codecs.
+    """Return (codec of keys, codec of values) of every layer. head_dims: one per layer; None: its codecs are unchecked.
 
     Raises an EngineError that names the setting.
     """

@@ -44,7 +44,7 @@ class LayerState(Protocol):
         """Reserve blocks for the `count` rows of a step, any number of which may be kept. Otherwise like `open`."""
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:
-        """Return a view, for `spans`, of `rows` of a span. start, position: those of the span's and the rows' first."""
+        """Return a view of `rows` of a span, for `spans`. start, position: of the span's first token and first row."""
 
     def spans(self, views: Sequence[Any]) -> Any:
         """Return the views of a step, or of a part of a prompt, in the form that the ops of these layers take."""

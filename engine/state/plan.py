@@ -1,4 +1,4 @@
-"""Plans the size of the KV store, such as the largest one that fits. Allocates nothing."""
+"""Plans the size of the KV store, for a context or for the memory that there is. Allocates nothing."""
 
 from __future__ import annotations
 

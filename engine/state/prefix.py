@@ -3,8 +3,8 @@
 The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
 of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
 cache salt, which separates equal prompts. A block can be found while a sequence holds it, and afterwards until the
-allocator reuses it; it reuses the block first that has been free the longest. Full-precision blocks (the first of a
-sequence and its current block) match in part as well: the tokens in common with a prompt are copied.
+allocator reuses it; the blocks that have been free the longest are reused first. Full-precision blocks (the first of
+a sequence and its current block) match in part as well: the tokens in common with a prompt are copied.
 
     kv = prefixes.match_prefix(ids, salt)   the longest stored prefix of `ids`
     prefixes.insert(kv, ids)                after every commit: makes complete blocks findable
@@ -70,7 +70,7 @@ class PrefixCache:
     # -- adding and removing -----------------------------------------------------------------------------------
 
     def insert(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        """Add the complete blocks of the sequence with the tokens ids[:kv.length]."""
+        """Add the complete blocks of `kv`, whose tokens are ids[:kv.length], to the cache."""
         n, root = self._store.shape.block_size, kv.root or self._root
         while self._enabled and len(kv.hashes) < kv.length // n:
             number = len(kv.hashes)
@@ -124,7 +124,7 @@ class PrefixCache:
             self._watch(BlockRemoved(group, _hash(entry.before, entry.ids)))
 
     def _add_quantized(self, key: bytes, blocks: Blocks) -> list[int]:
-        """Add a block, and return the groups that had none."""
+        """Add a quantized block, and return the groups that had none."""
         allocators = [group.quantized for group in self._store.groups]
         known = self._quantized.setdefault(key, [None] * len(blocks))
         added = _add(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
@@ -133,7 +133,7 @@ class PrefixCache:
         return added
 
     def add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> list[int]:
-        """Make slots findable that the caller holds, of a block with `ids`, and return the groups that had none."""
+        """Make the slots of a block with `ids`, which the caller holds, findable; return the groups that had none."""
         entries, ids = self._full.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:

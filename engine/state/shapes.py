@@ -36,7 +36,7 @@ class StateShape(Protocol):
 
     @property
     def window(self) -> int | None:
-        """The number of tokens that a token sees, up to itself; None: all."""
+        """The number of tokens that a token sees, itself included; None: all before it."""
 
     @property
     def values(self) -> int:

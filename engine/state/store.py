@@ -181,7 +181,7 @@ class KVStore:
     def truncate(self, sequence: SequenceKV, length: int) -> None:
         """Discard the tokens from position `length` on, which must be in the current block.
 
-        Blocks that have left a window are not restored, even if the window of the next token has them again.
+        Blocks that have left a window are not restored, even if the next token's window includes them again.
         """
         assert self.first_of_block(sequence) <= length <= sequence.length
         sequence.length = length

@@ -179,7 +179,7 @@ class TableGroup:
         return table
 
     def release(self, table: BlockTable) -> None:
-        """Release the table's blocks, last ones first, so that they are reused first: they need those before them."""
+        """Release the table's blocks, last ones first, so that they are reused first: each needs those before it."""
         self._release(table.quantized[::-1], [slot for slot in (table.current, table.sink) if slot is not None])
 
     def _release(self, quantized: Iterable[int], full: Iterable[int]) -> None:
