@@ -46,7 +46,7 @@ def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[i
 
 
 def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Sequence[Object]) -> None:
-    """Write objects with equal headers to quantized blocks, or a full-precision one to slots; skip those that are None.
+    """Write objects with equal headers to quantized blocks, or one object to full-precision slots, except to None.
 
     Raises ValueError if an object does not fit.
     """

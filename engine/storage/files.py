@@ -45,8 +45,8 @@ def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = 
 def remove_unfinished(folder: Path) -> None:
     """Remove the unfinished files of killed processes from `folder`.
 
-    Files that are still being written or cannot be removed stay, and so does everything else: it must be a regular file
-    of this user with a temporary name.
+    Files that are still being written or cannot be removed stay. So does everything that is not a regular file of this
+    user with a temporary name.
     """
     with suppress(OSError):
         for file in sorted(folder.iterdir()):

@@ -46,7 +46,7 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
 
 
 def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
-    """Return the end of a sentence about the first setting in which a session differs from an engine; None if equal."""
+    """Return the end of a sentence about the first setting in which a session differs from an engine; None if none."""
     for key, sentence in _DIFFERENCES.items():
         if there[key] != here[key]:
             named = "name" if key == "model" else key

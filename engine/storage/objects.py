@@ -33,7 +33,7 @@ _PIECE = 16 << 20  # bytes that are read at a time
 
 
 class DamagedObject(Exception):
-    """The bytes are not the object of this name, or not all of it."""
+    """The bytes are not the object of this name, or are incomplete."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def pack_ids(name: bytes, ids: Sequence[int]) -> tuple[bytes, memoryview]:
 
 
 def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOST_HEADER) -> Object:
-    """Return the object with this name and `content`. Raises DamagedObject, also if its header exceeds `most` bytes."""
+    """Unpack `content`, an object of this name. Raises DamagedObject, also if its header exceeds `most` bytes."""
     view = memoryview(content)
     size, end = _sizes(name, view)
     if len(view) != size or end - _START > most:

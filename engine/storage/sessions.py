@@ -1,8 +1,8 @@
 """Sessions: files with the token ids of a sequence and its K/V.
 
 A file is a list of objects: the first one, "session", has the ids, what determines the codes, and the number of the
-first block; the blocks follow, as in `engine.storage.payloads`. The names of blocks are specific to this file and to
-their positions, so that no block is taken for another.
+first block; the blocks follow, as in `engine.storage.payloads`. The name of a block is derived from the file
+and from the block's position, so that no block is taken for another.
 
 A session can be loaded by any engine with the same model and the same cache types, on any backend. Errors are
 EngineErrors with a sentence for the user and the code "session" (the file is wrong), "storage" (it cannot be read or
@@ -37,9 +37,9 @@ from polarlm.engine.storage.copies import Snapshot, export, restore
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
 
-_NAME = b"polarlm session\0"  # of the first object
+_NAME = b"polarlm session\0"  # the name of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
-_VERSION = "3"  # of the file, and of the meaning of all codes
+_VERSION = "3"  # the version of the file and of the meaning of all codes
 
 SessionPath = str | PathLike[str]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -169,7 +169,7 @@ def _blocks(
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
-    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory is lacking."""
+    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out."""
     kv = prefixes.match_prefix(ids, salt)
     try:
         return export(store, kv, ids)

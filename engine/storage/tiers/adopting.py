@@ -38,7 +38,7 @@ class Run:
     needed: int
 
     def adopt(self, store: KVStore, prefixes: PrefixCache, payloads: Payloads, root: bytes) -> bool:
-        """Copy the blocks that the store lacks to it. The prefix cache finds them there, and no sequence holds them.
+        """Copy to the store the blocks that it lacks. The prefix cache finds them there, and no sequence holds them.
 
         root: the hash that the prompt's chain starts from. Returns False, and copies nothing, if there is no room.
         Raises ValueError for blocks of another format.
@@ -78,5 +78,5 @@ def _allocated(allocators: Sequence[BlockAllocator], groups: int, count: int) ->
             yield [[None if own is None else own[number] for own in taken] for number in range(count)]
     finally:
         for allocator, own in zip(allocators, taken, strict=False):
-            for block in reversed(own or ()):  # last ones are to be reused first: they need those before them
+            for block in reversed(own or ()):  # the last ones are reused first: each needs those before it
                 allocator.release(block)

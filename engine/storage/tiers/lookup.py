@@ -56,7 +56,7 @@ class Lookup:
             yield place
 
     def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> TierHit | None:
-        """Return the blocks of the longest prefix of `ids` that tiers hold and the store lacks; None without any.
+        """Return the blocks of the longest prefix of `ids` that tiers hold and the store lacks; None if none.
 
         wanted: called before each read; once it returns False, nothing more is read.
         """

@@ -17,11 +17,11 @@ from tempfile import NamedTemporaryFile
 from polarlm.engine.storage.objects import NAME_BYTES
 
 _PIECE = 1 << 22  # bytes of a weights file that are read at a time
-_VERSION = b"2"  # of the meaning of all objects
+_VERSION = b"2"  # the version of the meaning of all objects
 
 
 class Names:
-    """The names of a model's objects. root: of its prefix cache; weights: a digest of its weights files."""
+    """The names of a model's objects. root: that of its prefix cache. weights: a digest of its weights files."""
 
     def __init__(self, root: bytes, weights: bytes):
         self._key = hashlib.blake2b(_VERSION + root + weights, digest_size=32).digest()

@@ -111,7 +111,7 @@ class Folder:
         while True:
             probe = self._unfinished(b"")
             with suppress(FileNotFoundError):  # another process has made room
-                self._owner = os.stat(probe).st_uid  # of the files that this process writes there
+                self._owner = os.stat(probe).st_uid  # the owner of the files that this process writes there
                 os.unlink(probe)
                 break
         self._memory = _Pieces()

@@ -70,7 +70,7 @@ class TierHit:
         return bool(self.parts)
 
     def _keep(self) -> None:
-        """Let the store reuse the prompt's blocks that it has after all other free ones."""
+        """Let the store reuse those of the prompt's blocks that it has later than all other free blocks."""
         for key in reversed(self.hashes):
             for group, block in zip(self.store.groups, self.prefixes.quantized(key), strict=True):
                 if block is not None:

@@ -106,7 +106,7 @@ class Tiers:
         """Return the ids of the answers that tiers have, by the digests of their conversations."""
         if not keys or (names := self._named_soon(_FOR_NAMES)) is None:
             return {}
-        at_stake = len(keys) * self._payloads.shape.block_size  # tokens that are computed without the ids, about
+        at_stake = len(keys) * self._payloads.shape.block_size  # about so many tokens are computed if ids are missing
 
         def read(wanted: Callable[[], bool]) -> dict[bytes, Sequence[int]]:
             known: dict[bytes, Sequence[int]] = {}
