@@ -40,7 +40,7 @@ TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 
 Progress = Callable[[int, int], None]
 
-Statistics = dict[int, LayerStatistics]  # by the number of the layer
+Statistics = dict[int, LayerStatistics]  # number of the layer → its statistics
 _NAME = b"polarlm measured"  # the name of the object in the file
 _FORMAT = 2  # the version of the file and of the meaning of its numbers
 
@@ -130,8 +130,8 @@ def calibrate(
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
-    """Raises EngineError if the logits of `ids` are not finite. Two ids suffice: they take little time, nearly all
-    weights, and only kernels of prompts, which loading needs anyway."""
+    """Raises EngineError if the logits of `ids` are not finite. Two ids suffice: they use nearly all weights, take
+    little time, and need only kernels of prompts, which loading compiles anyway."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     try:

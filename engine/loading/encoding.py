@@ -56,7 +56,10 @@ def stored_layers(
     statistics: Mapping[int, LayerStatistics],
     output: Callable[[int], np.ndarray],
 ) -> tuple[list[Conditioning], list[Metrics]]:
-    """Return `stored` of all layers. sizes: one per layer; None without K/V. output: takes the number of a layer."""
+    """Return the results of `stored` for all layers, as two lists.
+
+    sizes: one per layer; None for a layer without K/V. output: returns a layer's output projection, given its number.
+    """
     layers = [
         NOT_STORED
         if size is None

@@ -44,7 +44,7 @@ class CacheFit:
     bits_per_value: float = 0.0  # of complete encoded blocks
     bytes_per_token: float = 0.0  # of complete encoded blocks, all layers, as the device stores them
     tokens: int = 0  # the longest context that fits, of at most the model's own or ctx_size
-    store_bytes: int = 0  # of the KV store for that context
+    store_bytes: int = 0  # bytes of the KV store for that context
     contexts: tuple[ContextFit, ...] = ()
 
 
@@ -57,7 +57,7 @@ class WeightFit:
     room: int  # bytes for the KV store and for activations
     lacking: int  # bytes by which the weights alone are too large; 0 if they fit
     caches: tuple[CacheFit, ...]
-    kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty for files that only the size is known of
+    kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty if only the size of a file is known
 
     def cache(self, cache_type: str) -> CacheFit:
         return next(one for one in self.caches if one.cache_type == cache_type)
@@ -268,7 +268,7 @@ def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig)
 
 def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
     """Return the default preset if it holds `target` tokens, else the preset that holds most, and a sentence that says
-    why. Only if no preset supports the model's heads, another type is returned."""
+    why. If no preset supports the model's heads, the choice is among all types."""
     usable = [one for one in weights.caches if not one.problem]
     presets = [one for one in usable if one.cache_type in PRESETS] or usable
     best = next((one for one in presets if one.cache_type == DEFAULT_CACHE_TYPE), presets[0])

@@ -22,7 +22,7 @@ from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.files.tensors import READABLE
 
-_CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that have to fit of a longer context
+_CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
 
 
 def weight_format(config: EngineConfig) -> WeightFormat | None:
@@ -114,9 +114,9 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
 
 
 def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
-    """Return a function from the tokens of a context to the bytes of the draft model; to 0 without one.
+    """Return a function from the tokens of a context to the bytes of the draft model's weights, KV store and work.
 
-    They are those of its weights, of its KV store and of the work on a prompt.
+    It returns 0 if there is no draft model.
     """
     if config.model_draft is None:
         return lambda tokens: 0
