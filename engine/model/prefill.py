@@ -29,10 +29,10 @@ class _Part:
     """Rows of a prompt that are computed together, and the spans that they belong to."""
 
     rows: slice
-    position: int  # of the first row, in its sequence
-    spans: Sequence[Spans]  # for each group of layers
+    position: int  # position of the first row in its sequence
+    spans: Sequence[Spans]  # one for each group of layers
     skipped: int  # first rows whose output is not needed: in the last layer, only their K/V are computed
-    last: Spans  # of the last layer's group, without the skipped rows
+    last: Spans  # those of the last layer's group, without the skipped rows
 
 
 @dataclass(frozen=True)

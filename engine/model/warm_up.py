@@ -11,7 +11,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import SequenceKV
 
 _ROWS = 48  # rows of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
-_MANY_ROWS = 96  # rows of a prompt: so many are multiplied by a GPU's library
+_MANY_ROWS = 96  # rows of a prompt: enough to be multiplied by a GPU's library
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
@@ -42,7 +42,7 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
 
 
 def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
-    """Run a prompt of `rows` rows; with `in_steps`, run a step of as many sequences before it."""
+    """Run a prompt of `rows` rows; with `in_steps`, run a step of `rows` sequences before it."""
     sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]
     if in_steps:
         spans = [model.store.open_step(sequence) for sequence in sequences]

@@ -51,7 +51,7 @@ FFNS = {config.GatedMLP: GatedMLP}
 class LayerWeights:
     """The weights of a decoder layer."""
 
-    mixer: Any  # of the kind's `Weights`
+    mixer: Any  # an instance of the mixer's `Weights`
     ffn: GatedMLPWeights
 
     @property
