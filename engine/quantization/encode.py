@@ -47,7 +47,7 @@ from polarlm.engine.quantization.metric import Metric
 
 TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
-LARGEST = 1e5  # values are clipped to this: beyond half precision, and fourth powers times a metric fit float32
+LARGEST = 1e5  # values are clipped to this: it exceeds half precision, and fourth powers times a metric fit float32
 
 _SLAB = 1 << 19  # values rounded together: enough to hide the cost of a NumPy call, few enough for the cache
 
