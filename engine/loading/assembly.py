@@ -41,8 +41,8 @@ from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, Metrics
-from polarlm.engine.storage.tiers.opening import open_places
-from polarlm.engine.storage.tiers.places import TierStore
+from polarlm.engine.storage.tiers.opening import open_tiers
+from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.model_loaders.config import ModelConfig
 
 Say = Callable[[str], None]
@@ -57,7 +57,7 @@ class Parts:
     source: model_loaders.Model
     plan: StorePlan
     model: Transformer
-    places: Sequence[TierStore] = ()  # of tiers
+    tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
 
     @property
@@ -100,7 +100,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     plan: StorePlan | None = None
     try:
         shape = cache_shape(config, encoding, ops, source.config)
-        places = open_places(config, shape, ops.name)
+        tiers = open_tiers(config, shape, ops.name)
         weight_type = weight_format(config)
         size = weight_bytes(ops, source.weights, weight_type)
         room = ops.room_beside(size)
@@ -141,7 +141,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         source.weights.close()
         raise
     _give_back_freed_memory()
-    parts = Parts(config, source, plan, Transformer(ops, source.config, weights, store), places)
+    parts = Parts(config, source, plan, Transformer(ops, source.config, weights, store), tiers)
     if config.model_draft is not None:
         try:
             parts.draft = _assemble(draft_config(config, plan.tokens), ops, verbose, encoding)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from polarlm.engine.outputs import TierStatus
-from polarlm.engine.storage.tiers.places import TierStore
+from polarlm.engine.storage.tiers.tier_store import TierStore
 
 _LOG = logging.getLogger(__name__)
 _TROUBLED = 30.0  # seconds without reads after a read fails, as of a server that is gone; the same for writes
@@ -19,9 +19,9 @@ T = TypeVar("T")
 class CircuitBreaker:
     """A tier that raises no OSError. Reads and writes are suspended separately: a full disk can be read."""
 
-    def __init__(self, place: TierStore):
-        self.label = place.label
-        self._place = place
+    def __init__(self, tier: TierStore):
+        self.label = tier.label
+        self._tier = tier
         self._rests = {"read": 0.0, "written": 0.0}  # times at which each is resumed
         self._errors = {"read": 0, "written": 0}
         self._damaged = 0
@@ -33,19 +33,19 @@ class CircuitBreaker:
         return self._rests["written"] <= time.monotonic()
 
     def has(self, name: bytes) -> bool:
-        return self._try("read", lambda: self._place.has(name), False)
+        return self._try("read", lambda: self._tier.has(name), False)
 
     def read(self, name: bytes) -> bytes | bytearray | memoryview | None:
-        return self._try("read", lambda: self._place.read(name), None)
+        return self._try("read", lambda: self._tier.read(name), None)
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
-        self._try("written", lambda: self._place.write(name, header, payload), None)
+        self._try("written", lambda: self._tier.write(name, header, payload), None)
 
     def remove(self, name: bytes) -> None:
-        self._try("written", lambda: self._place.remove(name), None)
+        self._try("written", lambda: self._tier.remove(name), None)
 
     def used(self, names: Sequence[bytes]) -> None:
-        self._try("written", lambda: self._place.used(names), None)
+        self._try("written", lambda: self._tier.used(names), None)
 
     def _try(self, how: str, work: Callable[[], T], otherwise: T) -> T:
         if self._rests[how] > time.monotonic():
@@ -70,6 +70,6 @@ class CircuitBreaker:
 
     def status(self) -> TierStatus:
         """Return what the tier holds, and counts of its errors."""
-        held, errors = self._place.held, self._errors
+        held, errors = self._tier.held, self._errors
         size, objects = (None, None) if held is None else held
         return TierStatus(self.label, size, objects, self._damaged, self.timeouts, errors["read"], errors["written"])

@@ -31,11 +31,11 @@ class Lookup:
         store: KVStore,
         prefixes: PrefixCache,
         payloads: Payloads,
-        places: Sequence[CircuitBreaker],
+        tiers: Sequence[CircuitBreaker],
         budget: Budget,
     ):
         self.store, self.prefixes, self.payloads = store, prefixes, payloads
-        self.places, self.budget = places, budget
+        self.tiers, self.budget = tiers, budget
         self._asked: dict[Thread, CircuitBreaker] = {}  # a thread in `asking` → the tier that it queried last
 
     @contextmanager
@@ -48,12 +48,12 @@ class Lookup:
 
     def asked_by(self, thread: Thread) -> CircuitBreaker:
         """Return the tier that a thread waits for."""
-        return self._asked.get(thread, self.places[0])
+        return self._asked.get(thread, self.tiers[0])
 
     def _each(self) -> Iterator[CircuitBreaker]:
-        for place in self.places:
-            self._asked[current_thread()] = place
-            yield place
+        for tier in self.tiers:
+            self._asked[current_thread()] = tier
+            yield tier
 
     def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> TierHit | None:
         """Return the blocks of the longest prefix of `ids` that tiers hold and the store lacks; None if none.
@@ -80,23 +80,23 @@ class Lookup:
 
     def has(self, name: bytes) -> bool:
         """Whether a tier has an object of this name."""
-        return any(place.has(name) for place in self._each())
+        return any(tier.has(name) for tier in self._each())
 
     def read(self, name: bytes, check: Callable[[Object], object]) -> tuple[Object, str] | None:
         """Return the object of this name, and the label of the first tier that has it undamaged; None if no tier has.
 
         check: raises DamagedObject for a wrong object. Damaged objects are removed.
         """
-        for place in self._each():
-            content = place.read(name)
+        for tier in self._each():
+            content = tier.read(name)
             if content is None:
                 continue
             try:
                 found = unpack(name, content)
                 check(found)
-                return found, place.label
+                return found, tier.label
             except DamagedObject as error:
-                place.is_damaged(name, error)
+                tier.is_damaged(name, error)
         return None
 
 

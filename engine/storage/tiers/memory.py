@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 
-from polarlm.engine.storage.tiers.places import Held
+from polarlm.engine.storage.tiers.tier_store import Held
 from polarlm.model_loaders.forks import renew_in_children
 
 

@@ -23,8 +23,8 @@ from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
 from polarlm.engine.storage.tiers.opening import remembering
 from polarlm.engine.storage.tiers.patience import Patience
-from polarlm.engine.storage.tiers.places import TierStore
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
+from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.engine.storage.tiers.writing import Lock, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
@@ -42,13 +42,13 @@ class Tiers:
         self,
         store: KVStore,
         prefixes: PrefixCache,
-        places: Sequence[TierStore],
+        tiers: Sequence[TierStore],
         weights: Sequence[Path],
         lock: Lock,
     ):
         """weights: the files of the model's weights. lock: the engine's."""
         self._payloads = Payloads(store.shape)
-        guarded = [CircuitBreaker(place) for place in places]
+        guarded = [CircuitBreaker(tier) for tier in tiers]
         self._lookup = Lookup(store, prefixes, self._payloads, guarded, Budget())
         self._writer = Writer(store, prefixes, self._payloads, guarded, self._named_soon, lock)
         self._patience = Patience()
@@ -88,7 +88,7 @@ class Tiers:
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return the status of every tier, the fastest first. Waits for none."""
-        return tuple(place.status() for place in self._lookup.places)
+        return tuple(tier.status() for tier in self._lookup.tiers)
 
     # -- finding -----------------------------------------------------------------------------------------------
 
@@ -135,10 +135,10 @@ class Tiers:
         if thread.is_alive():
             left.set()
             self._late = thread
-            place = self._lookup.asked_by(thread)
-            place.timeouts += 1
+            tier = self._lookup.asked_by(thread)
+            tier.timeouts += 1
             sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
-            _LOG.warning(sentence, place.label, seconds)
+            _LOG.warning(sentence, tier.label, seconds)
         return results[0] if results and not thread.is_alive() else None
 
     # -- keeping -----------------------------------------------------------------------------------------------

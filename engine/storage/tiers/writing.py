@@ -61,12 +61,12 @@ class Writer:
         store: KVStore,
         prefixes: PrefixCache,
         payloads: Payloads,
-        places: Sequence[CircuitBreaker],
+        tiers: Sequence[CircuitBreaker],
         names: Callable[[], Names | None],
         lock: Lock,
     ):
         """names: waits until names are known and returns them, or None if they will not be. lock: the engine's."""
-        self._store, self._prefixes, self._payloads, self._places = store, prefixes, payloads, places
+        self._store, self._prefixes, self._payloads, self._tiers = store, prefixes, payloads, tiers
         self._names, self._lock = names, lock
         self._is_troubled = False  # whether an unexpected error has been logged
         self._closing = self._given_up = False
@@ -171,13 +171,13 @@ class Writer:
         if chain.last:
             self._write_full(tail, chain.hashes[-1], chain.last, replaces=True)
         known = [first, *(name for _, name in quantized), *([tail] if chain.last else [])]
-        for place in self._places:
-            place.used(known)
+        for tier in self._tiers:
+            tier.used(known)
 
     def _is_missing(self, name: bytes) -> bool:
         """Whether a tier that takes writes lacks an object."""
         self._done += 1
-        return any(not place.has(name) and place.takes_writes for place in self._places)
+        return any(not tier.has(name) and tier.takes_writes for tier in self._tiers)
 
     def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]]) -> None:
         copied: list[tuple[bytes, Object]] = []
@@ -212,7 +212,7 @@ class Writer:
 
     def _write(self, name: bytes, header: bytes, payload: memoryview, *, replaces: bool = False) -> None:
         """Write an object to the tiers that lack it, or to all if it replaces others of its name."""
-        for place in self._places:
-            if replaces or not place.has(name):
-                place.write(name, header, payload)
+        for tier in self._tiers:
+            if replaces or not tier.has(name):
+                tier.write(name, header, payload)
         self._done += 1
