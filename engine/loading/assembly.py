@@ -166,11 +166,8 @@ def _check_vocabulary(model: model_loaders.Model, draft: model_loaders.Model) ->
 
 
 def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -> Parts:
-    """Return parts that share the weights of `parts` and have a KV store of their own.
-
-    config: names the same model, weight type and device. Closing either parts closes the files of both. Raises
-    EngineError.
-    """
+    """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
+    weight type and device. Closing either parts closes the files of both. Raises EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     shape = cache_shape(config, WHOLE, ops, source.config)
     plan = store_plan(config, ops, source.config, shape, ops.room_beside(0))
@@ -187,10 +184,7 @@ def _give_back_freed_memory() -> None:
 def _warm_up(
     config: EngineConfig, encoding: Encoding, warm: WarmUp, source: model_loaders.Model, shape: CacheShape
 ) -> list[Callable[[], None]]:
-    """Warm up for the first requests to a model of these shapes, and return the calls that warm up for later ones.
-
-    The values of weights and of statistics do not matter for this.
-    """
+    """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones."""
     model, ops = source.config, warm.ops
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
     for number, attention in model.attentions.items():

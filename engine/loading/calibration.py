@@ -54,9 +54,8 @@ def load_or_calibrate(
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
 ) -> Statistics:
-    """Return statistics of every layer with attention, from the file in the user's cache folder if there is one.
-
-    Otherwise they are measured now and written there.
+    """Return statistics of every layer with attention: those in the user's cache folder, or else measured now and kept
+    there.
 
     If the context holds less than two blocks of text, the statistics are neutral, and `say` is called with a warning.
     """

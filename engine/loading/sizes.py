@@ -114,10 +114,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
 
 
 def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
-    """Return a function from the tokens of a context to the bytes of the draft model's weights, KV store and work.
-
-    It returns 0 if there is no draft model.
-    """
+    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one."""
     if config.model_draft is None:
         return lambda tokens: 0
     model, source, _ = model_loaders.load_weights(config.model_draft, config.mmap)

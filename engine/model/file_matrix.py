@@ -80,10 +80,7 @@ def _keeps(ops: Ops, format: WeightFormat) -> bool:
 
 
 def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:
-    """Return `wanted` if rows of `columns` values are whole blocks of it.
-
-    Otherwise return the file's own format, or half precision if that is float32 or has no weight format.
-    """
+    """Return `wanted` if rows are whole blocks of it, else the file's own format; f16 if that is float32 or unknown."""
     if fits(columns, wanted):
         return wanted
     own = find(stored)

@@ -65,10 +65,7 @@ _MEAN_FIELDS: dict[int, dict[str, tuple[bool, np.dtype]]] = {
 
 
 def mean_fields(bits: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return the fields of the stored mean of one block of one KV head: name → (shape, dtype).
-
-    bits: 8, with one scale for all D channels, or 16.
-    """
+    """Return name → (shape, dtype) of the stored mean of one block of one KV head. bits: 8, with one scale, or 16."""
     return {name: ((head_dim,) if wide else (), dtype) for name, (wide, dtype) in _MEAN_FIELDS[bits].items()}
 
 

@@ -83,10 +83,7 @@ class Answers:
         return message
 
     def keep(self, before: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of the answer to the conversation `before`, unless they contain control tokens.
-
-        No text is tokenized to control tokens.
-        """
+        """Keep the ids of the answer to the conversation `before`; none with control tokens, which no text becomes."""
         if self._control.isdisjoint(ids):
             text = text_of(self._tokenizer, ids)
             self.put(_key(before, {"role": "assistant", "content": text}), ids)

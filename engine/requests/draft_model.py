@@ -69,10 +69,7 @@ class ModelDrafter:
         return self._kv
 
     def _compute(self, kv: SequenceKV, ids: Sequence[int]) -> Sampled:
-        """Compute the rows of `ids`, which follow the tokens of `kv`, and return the most likely token after them.
-
-        Raises OutOfBlocks.
-        """
+        """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
         if len(ids) > MOST_DRAFTED:
             self._prefill(kv, ids[:-1])
             ids = ids[-1:]

@@ -65,10 +65,7 @@ def prompt_ids(
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return the messages before the last one, and the last one, whose text begins the answer.
-
-    Raises EngineError if it cannot be continued.
-    """
+    """Return the messages before the last one, and the last one, which begins the answer. Raises EngineError."""
     *before, last = messages
     content = last.get("content") if isinstance(last, Mapping) and last.get("role") == "assistant" else None
     if not before or not isinstance(content, str):

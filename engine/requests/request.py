@@ -199,10 +199,7 @@ class Request:
         return self.drafts is not None and self.drafts.is_ready(self.sequence.ids)
 
     def draft(self, rows: int, batch: Batch) -> Sequence[int]:
-        """Return drafted tokens to verify in the step `batch`, where this request has at most `rows` rows.
-
-        The first row is that of the newest token.
-        """
+        """Return drafted tokens to verify in the step `batch`. rows: the most for them and the newest token."""
         if self.drafts is None:
             return ()
         left = self.sequence.max_tokens - self.sequence.generated  # the final token needs no row

@@ -194,7 +194,7 @@ class Runner:
             self._scheduler.prefilled(request.sequence)
 
     def _match_prefix(self, request: Request) -> SequenceKV:
-        """Return the longest stored prefix of a request's tokens that it can continue from. Raises OutOfBlocks."""
+        """Return the longest stored prefix of a request's tokens that it can continue from."""
         options = request.options
         ids = request.sequence.ids[:-1] if options.cache_prompt and not request.reads_prompt else ()
         kv = self._prefixes.match_prefix(ids, options.cache_salt)

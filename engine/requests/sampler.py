@@ -79,10 +79,7 @@ class Sampler:
         return SamplerInput(_GREEDY, (), 0.0, self._vocabulary)
 
     def only_token(self) -> int | None:
-        """Return the next token if the constraint allows only one. If it allows several, or none, return None.
-
-        Sampling then chooses the token, or raises the error.
-        """
+        """Return the next token if the constraint allows only one; None if it must be sampled or none is allowed."""
         if self._constraint is None or self._params.logprobs is not None:
             return None
         mask = self._allowed()
@@ -103,10 +100,7 @@ class Sampler:
         return self._sampling if may_end else self._sampling_without_ends
 
     def _allowed(self) -> np.ndarray | None:
-        """Return the constraint's mask of the next token, (ceil(V / 32),) uint32; None if all tokens are allowed.
-
-        The constraint is asked once per token.
-        """
+        """Return the constraint's mask of the next token, (ceil(V / 32),) uint32; None if all tokens are allowed."""
         if not self._has_mask and self._constraint is not None:
             mask = self._constraint.allowed()
             self._mask, self._has_mask = None if mask is None else checked_mask(mask, self._vocabulary), True

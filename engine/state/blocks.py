@@ -49,10 +49,7 @@ class BlockAllocator:
         return self._references[block]
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Allocate `count` blocks with one reference each and return their ids. Raises OutOfBlocks for too many.
-
-        In that case, none is allocated.
-        """
+        """Allocate `count` blocks with one reference each and return their ids; all, or none and raise OutOfBlocks."""
         if count > len(self._free):
             raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} of {self.size} free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]

@@ -100,10 +100,7 @@ class TableGroup:
         self._release(growth.quantized.values(), growth.new_slots)
 
     def filled(self, growth: Growth, length: int) -> list[tuple[int, int]]:
-        """Return (quantized block, slot to encode) for each block that a step has filled.
-
-        length: that of the sequence after the step.
-        """
+        """Return (quantized block, slot to encode) of each block that a step fills if its sequence gets this length."""
         visible = range(self.first_visible(length), length // self.block_size)
         return [(block, growth.slots[number]) for number, block in growth.quantized.items() if number in visible]
 

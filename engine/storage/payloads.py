@@ -62,10 +62,7 @@ class Payloads:
         return (1 << len(self.shape.groups)) - 1
 
     def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
-        """Return the parts of a quantized block's payload, and its size in bytes.
-
-        Raises ValueError if a layer does not have this representation.
-        """
+        """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
         return self._placed(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
 
     def of_full(self, tokens: int, groups: int) -> tuple[list[Part], int]:

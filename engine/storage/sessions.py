@@ -1,8 +1,8 @@
 """Sessions: files with the token ids of a sequence and its K/V.
 
 A file is a list of objects: the first one, "session", has the ids, what determines the codes, and the number of the
-first block; the blocks follow, as in `engine.storage.payloads`. The name of a block is derived from the file
-and from the block's position, so that no block is taken for another.
+first block; the blocks follow, as in `engine.storage.payloads`. A block's name is derived from the file and the block's
+position, so that no block is taken for another.
 
 A session can be loaded by any engine with the same model and the same cache types, on any backend. Errors are
 EngineErrors with a sentence for the user and the code "session" (the file is wrong), "storage" (it cannot be read or

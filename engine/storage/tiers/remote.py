@@ -76,10 +76,7 @@ class Remote:
     def _ask(
         self, method: str, name: bytes, *, body: bytes | None = None, start: int = 0
     ) -> tuple[int, int, bytearray]:
-        """Send a request and return (status, size of the whole object, its bytes received, from `start` on).
-
-        Raises OSError.
-        """
+        """Send a request → (status, size of the whole object, its bytes from `start` on). Raises OSError."""
         headers = dict(self._headers)
         if start:
             headers["Range"] = f"bytes={start}-"

@@ -256,10 +256,7 @@ class Folder:
         return held <= most
 
     def _look(self, is_locked: bool) -> tuple[list[tuple[int, int, str]], int]:
-        """Scan the folder: return (time of last use, bytes, path) of all objects, and the bytes of all files.
-
-        Removes the unfinished files of killed processes.
-        """
+        """Return (time of last use, bytes, path) of all objects, and all files' bytes. Removes abandoned files."""
         files, held, now = [], 0, time.time()
         with os.scandir(self._folder) as entries:
             for entry in entries:

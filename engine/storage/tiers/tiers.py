@@ -93,10 +93,7 @@ class Tiers:
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int], salt: str) -> TierHit | None:
-        """Return the blocks of the longest prefix of `ids` that tiers have and the store lacks.
-
-        None on a miss or a timeout.
-        """
+        """Return the longest prefix of `ids` that tiers have and the store lacks; None on a miss or a timeout."""
         if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_FOR_NAMES)) is None:
             return None
         seconds = self._patience.seconds(self._lookup.lacking(ids, salt))

@@ -102,10 +102,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, patience: float) -> bool:
-        """Wait until everything has been written, while there is progress every `patience` seconds.
-
-        Returns whether everything has been written.
-        """
+        """Wait until all is written, as long as there is progress every `patience` seconds. Returns whether all is."""
         done = -1
         with self._changed:
             while self._work or self._is_writing:
