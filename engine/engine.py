@@ -51,10 +51,10 @@ class Engine:
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
-        places, files = parts.places, sorted(parts.source.weights.files())
-        self._tiers = Tiers(self._store, self._prefixes, places, files, self._lock) if places else None
+        tiers, files = parts.tiers, sorted(parts.source.weights.files())
+        self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
         self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting.seconds, self._tiers)
-        self.kept_blocks = next((place for place in parts.places if place.label == "disk"), None)  # for servers
+        self.kept_blocks = next((tier for tier in parts.tiers if tier.label == "disk"), None)  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False

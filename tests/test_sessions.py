@@ -272,7 +272,7 @@ def test_a_file_that_is_no_session_is_not_replaced(engine: Engine, tmp_path: Pat
     (tmp_path / "link").symlink_to(tmp_path / "letter.txt")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for path in before:
-        refused(lambda path=path: engine.save_session(path), str(path), "is no session", code="storage")
+        refused(lambda path=path: engine.save_session(path), str(path), "is not a session", code="storage")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "empty").touch()
     engine.save_session(tmp_path / "empty")

@@ -1,1 +1,1 @@
-"""From files and settings to an engine: how large its parts get, how they are put together, how K/V are encoded."""
+"""Makes an engine from files and settings: the sizes of its parts, their assembly, and how K/V are encoded."""

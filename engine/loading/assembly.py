@@ -41,8 +41,8 @@ from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, Metrics
-from polarlm.engine.storage.tiers.opening import open_places
-from polarlm.engine.storage.tiers.places import TierStore
+from polarlm.engine.storage.tiers.opening import open_tiers
+from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.model_loaders.config import ModelConfig
 
 Say = Callable[[str], None]
@@ -51,14 +51,14 @@ _SHARE = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
 
 @dataclass
 class Parts:
-    """The parts of an engine. source: the model as the loader has it; model: its forward pass."""
+    """The parts of an engine. source: the model as it was loaded from its files. model: its forward pass."""
 
     config: EngineConfig
     source: model_loaders.Model
     plan: StorePlan
     model: Transformer
-    places: Sequence[TierStore] = ()  # of tiers
-    draft: Parts | None = None  # of the draft model
+    tiers: Sequence[TierStore] = ()
+    draft: Parts | None = None  # the parts of the draft model
 
     @property
     def draft_model(self) -> Transformer | None:
@@ -74,7 +74,7 @@ class Parts:
 def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE, ops: Ops | None = None) -> Parts:
     """Load the model and allocate its KV store. Raises EngineError.
 
-    ops: the backend; None takes that of `config.device`.
+    ops: the backend; None selects that of `config.device`.
     """
     say = verbose or (lambda sentence: None)
     try:
@@ -100,7 +100,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     plan: StorePlan | None = None
     try:
         shape = cache_shape(config, encoding, ops, source.config)
-        places = open_places(config, shape, ops.name)
+        tiers = open_tiers(config, shape, ops.name)
         weight_type = weight_format(config)
         size = weight_bytes(ops, source.weights, weight_type)
         room = ops.room_beside(size)
@@ -134,14 +134,14 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     except MemoryError:
         source.weights.close()
         raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
-    except np.linalg.LinAlgError:  # squares of damaged weights, or of what they make, overflow
+    except np.linalg.LinAlgError:  # squares of damaged weights, or of K/V made with them, overflow
         source.weights.close()
         raise EngineError(NOT_FINITE, "model_damaged") from None
     except BaseException:
         source.weights.close()
         raise
     _give_back_freed_memory()
-    parts = Parts(config, source, plan, Transformer(ops, source.config, weights, store), places)
+    parts = Parts(config, source, plan, Transformer(ops, source.config, weights, store), tiers)
     if config.model_draft is not None:
         try:
             parts.draft = _assemble(draft_config(config, plan.tokens), ops, verbose, encoding)
@@ -166,8 +166,8 @@ def _check_vocabulary(model: model_loaders.Model, draft: model_loaders.Model) ->
 
 
 def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -> Parts:
-    """The same weights with a KV store of their own for `config`, whose model, weight type and device are those of
-    `parts`. Closing one of both closes the files. Raises EngineError."""
+    """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
+    weight type and device. Closing either parts closes the files of both. Raises EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     shape = cache_shape(config, WHOLE, ops, source.config)
     plan = store_plan(config, ops, source.config, shape, ops.room_beside(0))
@@ -176,7 +176,7 @@ def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -
 
 
 def _give_back_freed_memory() -> None:
-    """Give the system back what the vocabulary, or the slabs of weights, took for a while: glibc keeps it."""
+    """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
@@ -184,7 +184,7 @@ def _give_back_freed_memory() -> None:
 def _warm_up(
     config: EngineConfig, encoding: Encoding, warm: WarmUp, source: model_loaders.Model, shape: CacheShape
 ) -> list[Callable[[], None]]:
-    """Warm up for the first requests of a model of these shapes, whose values do not matter → what to warm up later."""
+    """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones."""
     model, ops = source.config, warm.ops
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
     for number, attention in model.attentions.items():
@@ -223,7 +223,7 @@ def _store(
     plan: StorePlan,
     verbose: Say | None,
 ) -> KVStore:
-    """The KV store, with scales from the weights, and smoothing and error metrics from the calibration, if any."""
+    """Return the KV store, with scales from the weights, and smoothing and error metrics from any calibration."""
     shape = plan.shape
     statistics: Mapping[int, LayerStatistics] = {}
     if _is_calibrated(config, shape):
@@ -249,7 +249,7 @@ def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
 
 
 def _warn(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Say) -> None:
-    """Say where the context is less than was asked for, or more than the model was trained on."""
+    """Warn if the context is shorter than was asked for, or longer than the model was trained on."""
     tokens = config.ctx_size or model.max_context
     if plan.tokens < (config.ctx_size if config.kv_memory is not None else tokens):
         whose = "that were asked for" if config.ctx_size else "that the model has"
@@ -262,7 +262,7 @@ def _warn(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Say) -
 
 
 def fit_line(parts: Parts) -> str:
-    """One line for users: the model, how its weights are kept, memory of weights and KV store, how many tokens fit."""
+    """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))

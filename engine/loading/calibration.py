@@ -1,6 +1,6 @@
 """Calibration: statistics of a model's queries and keys on a built-in text, measured once and kept in a file.
 
-They depend on the model and the block size only, so blocks that are encoded with them can be shared and saved.
+They depend only on the model and the block size, so blocks that are encoded with them can be shared and saved.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 
 Progress = Callable[[int, int], None]
 
-Statistics = dict[int, LayerStatistics]  # by the number of the layer
-_NAME = b"polarlm measured"  # of the object in the file
-_FORMAT = 2  # version of the file, and of the meaning of its numbers
+Statistics = dict[int, LayerStatistics]  # number of the layer → its statistics
+_NAME = b"polarlm measured"  # the name of the object in the file
+_FORMAT = 2  # the version of the file and of the meaning of its numbers
 
 
 def load_or_calibrate(
@@ -54,7 +54,7 @@ def load_or_calibrate(
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
 ) -> Statistics:
-    """Statistics of every layer with attention: from the file in the user's cache folder, else measured now and written
+    """Return statistics of every layer with attention: those in the user's cache folder, or else measured now and kept
     there.
 
     If the context holds less than two blocks of text, the statistics are neutral, and `say` is called with a warning.
@@ -79,7 +79,7 @@ def load_or_calibrate(
 
 
 def _file(key: str, say: Callable[[str], None]) -> Path | None:
-    """The file for the statistics; None, after a warning, if the user has no cache folder."""
+    """Return the file for the statistics; None, after a warning, if the user has no cache folder."""
     try:
         return cache_folder() / f"calibration-{key[:32]}.safetensors"
     except LoadError as error:
@@ -88,7 +88,7 @@ def _file(key: str, say: Callable[[str], None]) -> Path | None:
 
 
 def text_ids(tokenizer: Tokenizer, count: int) -> list[int]:
-    """At most `count` ids: BOS, if the model has one, and the start of the built-in text."""
+    """Return at most `count` ids: BOS, if the model has one, and the start of the built-in text."""
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return (start + tokenizer.tokenize(TEXT_FILE.read_text(encoding="utf-8")))[:count]
 
@@ -101,10 +101,10 @@ def calibrate(
     block_size: int,
     progress: Progress = lambda done, total: None,
 ) -> Statistics:
-    """Statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
+    """Return statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
 
-    progress(rows of layers done, all) is called on the way. Raises ValueError for less than two blocks of ids,
-    EngineError ("model_damaged") if queries, keys or the logits of the first ids are not finite.
+    progress: called with (rows done, all rows), each summed over the layers. Raises ValueError for fewer than two
+    blocks of ids, EngineError ("model_damaged") if queries, keys or the logits of the first ids are not finite.
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
     _check_finite(model, ids[:2])
@@ -112,11 +112,11 @@ def calibrate(
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: Statistics = {}
     rows = 0
-    for unit in model.forward_units([span], ids, outputs=0, by_layer=True):  # keys and queries are all that is wanted
+    for unit in model.forward_units([span], ids, outputs=0, by_layer=True):  # only queries and keys are needed
         rows += unit
         progress(rows, len(config.layers) * len(ids))
         layer, rest = rows // len(ids) - 1, rows % len(ids)
-        if rest == 0 and layer in config.attentions:  # it is complete
+        if rest == 0 and layer in config.attentions:  # the layer is complete
             queries, keys = seen.of(layer)
             if not (np.isfinite(queries).all() and np.isfinite(keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
@@ -129,8 +129,8 @@ def calibrate(
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
-    """Raises EngineError for logits that are not finite. Two ids take little time, nearly all weights, and kernels of
-    prompts, which loading needs anyway."""
+    """Raises EngineError if the logits of `ids` are not finite. Two ids suffice: they use nearly all weights, take
+    little time, and need only kernels of prompts, which loading compiles anyway."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     try:
@@ -143,7 +143,7 @@ def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
 class _QueriesAndKeys:
     """Taps that keep the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale.
 
-    The scale is a power of two, so dividing by it rounds nothing.
+    The scale is a power of two, so removing it rounds nothing.
     """
 
     def __init__(self, model: Transformer, tokens: int):
@@ -156,7 +156,7 @@ class _QueriesAndKeys:
         }
 
     def of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Queries and keys of a layer, until the next one of its shape begins."""
+        """Return the queries and keys of a layer, which the next layer of the same shape overwrites."""
         mixer = self._mixers[layer]
         shapes = {"queries": (mixer.heads, mixer.head_dim), "keys": (mixer.kv_heads, mixer.head_dim)}
         queries, keys = (self._kept[name][shape] for name, shape in shapes.items())
@@ -176,7 +176,7 @@ class _QueriesAndKeys:
 def _full_precision_model(
     ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int
 ) -> Transformer:
-    """A model with a store for one prompt of `tokens` in full precision, without rotations."""
+    """Return a model with a store for one prompt of `tokens` in full precision, without rotations."""
     full = codecs.get(codecs.FULL)
     layers = (
         LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim)
@@ -190,7 +190,7 @@ def _full_precision_model(
 
 
 def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int], block_size: int) -> str:
-    """A digest of everything that the statistics depend on: the model, the ids, the block size."""
+    """Return a digest of everything that the statistics depend on: the model, the ids, the block size."""
     model = fingerprint(ops, config, weights)
     return hashlib.sha256(repr((_FORMAT, block_size, list(ids), model)).encode()).hexdigest()
 
@@ -199,7 +199,7 @@ def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int
 
 
 def _read(file: Path, key: str) -> Statistics | None:
-    """The statistics in `file`; None if it is missing, damaged, or has another key."""
+    """Return the statistics in `file`; None if it is missing or damaged, or has another key."""
     try:
         with file.open("rb") as opened:
             found = objects.read(opened, _NAME)

@@ -1,4 +1,4 @@
-"""The settings of an engine, checked as far as that needs no model."""
+"""Checks the settings of an engine as far as that needs no model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 def settle(
     path: str | os.PathLike[str] | None, config: EngineConfig | None, settings: Mapping[str, Any]
 ) -> EngineConfig:
-    """The checked EngineConfig from the arguments of `Engine.load`. Raises EngineError for an invalid setting."""
+    """Return the checked EngineConfig of `Engine.load`'s arguments. Raises EngineError for an invalid setting."""
     known = {f.name for f in fields(EngineConfig)}
     unknown = sorted(set(settings) - known)
     if unknown:

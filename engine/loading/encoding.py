@@ -28,7 +28,7 @@ class Encoding:
 
 
 WHOLE = Encoding()
-NOT_STORED: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # of a layer without K/V
+NOT_STORED: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # for a layer without K/V
 
 
 def stored(
@@ -38,7 +38,10 @@ def stored(
     measured: LayerStatistics | None,
     output: Callable[[], np.ndarray],
 ) -> tuple[Conditioning, Metrics]:
-    """How a layer stores keys and values of this size. output() returns the output projection (E, H·D)."""
+    """Return the conditioning and the error metrics of a layer's keys and values.
+
+    size: their variances. measured: None without calibration. output: returns the output projection (E, H·D) float32.
+    """
     rotations = layer.codec_k.rotation(layer.head_dim), layer.codec_v.rotation(layer.head_dim)
     s = smoothing(measured) if measured and layer.mean_bits and encoding.smoothing else None
     stored = Conditioning(*rotations, scale(size, s))
@@ -53,7 +56,10 @@ def stored_layers(
     statistics: Mapping[int, LayerStatistics],
     output: Callable[[int], np.ndarray],
 ) -> tuple[list[Conditioning], list[Metrics]]:
-    """`stored` of all layers. sizes: of each, None for one without K/V. output: of a layer's number."""
+    """Return the results of `stored` for all layers, as two lists.
+
+    sizes: one per layer; None for a layer without K/V. output: returns a layer's output projection, given its number.
+    """
     layers = [
         NOT_STORED
         if size is None
@@ -70,7 +76,7 @@ def _metrics(
     measured: LayerStatistics,
     output: np.ndarray,
 ) -> Metrics:
-    """The error metrics of a layer's keys and values; None for a codec that does not round to a table of points."""
+    """Return the error metrics of a layer's keys and values; None for a codec that does not round to a table."""
     k = v = None
     if layer.codec_k.rounding is not None:
         assert stored.scale is not None

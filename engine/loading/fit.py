@@ -1,4 +1,4 @@
-"""What of a model fits into a device's memory: its weights, the longest context, and how many sequences at a time.
+"""Tells what fits into a device's memory: a model's weights, its longest context, how many sequences at a time.
 
 Only the model's configuration and the table of its tensors are read. Sizes come from the functions that `Engine.load`
 plans with.
@@ -40,24 +40,24 @@ class CacheFit:
     """What fits with one cache type."""
 
     cache_type: str
-    problem: str = ""  # a sentence about why the device or the model cannot have this type; the rest is 0 then
+    problem: str = ""  # a sentence that says why the device or the model cannot have this type; the rest is then 0
     bits_per_value: float = 0.0  # of complete encoded blocks
     bytes_per_token: float = 0.0  # of complete encoded blocks, all layers, as the device stores them
     tokens: int = 0  # the longest context that fits, of at most the model's own or ctx_size
-    store_bytes: int = 0  # of the KV store for that context
+    store_bytes: int = 0  # bytes of the KV store for that context
     contexts: tuple[ContextFit, ...] = ()
 
 
 @dataclass(frozen=True)
 class WeightFit:
-    """What fits in the memory that the weights leave, as one type."""
+    """What fits in the memory that weights of one type leave."""
 
     weight_type: str  # a value of EngineConfig.weight_type
     bytes: int
     room: int  # bytes for the KV store and for activations
     lacking: int  # bytes by which the weights alone are too large; 0 if they fit
     caches: tuple[CacheFit, ...]
-    kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty for files of which only the size is known
+    kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty if only the size of a file is known
 
     def cache(self, cache_type: str) -> CacheFit:
         return next(one for one in self.caches if one.cache_type == cache_type)
@@ -65,7 +65,7 @@ class WeightFit:
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """What fits on one device. The first weight type is the one that was asked for."""
+    """What fits on one device. The first weight type is the requested one."""
 
     device: str  # a value of EngineConfig.device
     name: str
@@ -75,15 +75,15 @@ class DeviceFit:
 
 @dataclass(frozen=True)
 class Advice:
-    """The settings to load a model with; none if it does not fit. sentence: why, for the user."""
+    """The settings to load a model with; None if it does not fit. sentence: the reason, for the user."""
 
     sentence: str
     settings: dict[str, str | int] | None
 
 
 def devices(device: str, threads: int = 0) -> list[tuple[str, Ops]]:
-    """(value of EngineConfig.device, its ops), the one that `Engine.load` takes first: with "auto", a GPU if there is
-    one, and the CPU. Raises EngineError."""
+    """Return (value of EngineConfig.device, its ops) of the device that `Engine.load` takes; if that is a GPU that
+    "auto" has selected, also those of the CPU. Raises EngineError."""
     first, _ = select(device, threads)
     cpu = select("cpu", threads)[0] if first.name != "cpu" and device == "auto" else None
     return [("cpu" if first.name == "cpu" else "cuda", first), *([("cpu", cpu)] if cpu is not None else [])]
@@ -98,9 +98,9 @@ def fit_device(
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
 ) -> DeviceFit:
-    """What fits on a device with `config`, whose weight type comes first, and with every other weight type.
+    """Return what fits on a device with `config`: first with its weight type, then with every other one.
 
-    contexts: tokens of sequences to count, with the first weight type.
+    contexts: lengths in tokens; sequences of these lengths are counted with the first weight type.
     """
     others = [AS_STORED, *sorted(weight_formats.writable(), key=lambda name: -_bits(name))]
     found = []
@@ -122,9 +122,9 @@ def fit_files(
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
 ) -> DeviceFit:
-    """What fits on a device with each of several files of a model, none of which has been fetched.
+    """Return what fits on a device with each of several files of a model, none of which is downloaded yet.
 
-    files: name, in the place of a weight type → bytes; sequences of `contexts` are counted with the first.
+    files: name, which replaces the weight type → bytes. contexts: as for `fit_device`, counted with the first file.
     """
     found = [
         fit_weights(
@@ -149,7 +149,7 @@ def fit_weights(
     contexts: Sequence[int] = (),
     name: str | None = None,
 ) -> WeightFit:
-    """What fits in the memory that weights of `size` bytes leave. name: in the place of their type."""
+    """Return what fits in the memory that weights of `size` bytes leave. name: replaces their type."""
     room, lacking = 0, 0
     try:
         room = ops.room_beside(size)
@@ -185,7 +185,7 @@ def _fit_cache(
 
 
 def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, room: int) -> StorePlan | None:
-    """The plan of `Engine.load`; None if it would fail for want of memory."""
+    """Return the plan of `Engine.load`; None if there is too little memory for one."""
     try:
         return store_plan(config, ops, model, shape, room)
     except EngineError:
@@ -215,7 +215,7 @@ def _fit_context(
 
 
 def steps_to(context: int) -> list[int]:
-    """Contexts to show up to a model's own: powers of two from 4,096, and the whole.
+    """Return the contexts to show: powers of two from 4,096 up to the model's own, which is the last; five at most.
 
     >>> steps_to(40960)
     [4096, 8192, 16384, 32768, 40960]
@@ -227,12 +227,12 @@ def steps_to(context: int) -> list[int]:
     return [*found, context][-5:]
 
 
-_LEAST_CONTEXT = 4096  # tokens; converting the weights is worth it for that
+_LEAST_CONTEXT = 4096  # tokens: weights are converted if fewer would fit
 _SMALLEST = "take a smaller model, or a file of fewer bits"
 
 
 def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
-    """The settings to load the model with, of what was found on each device for `config`.
+    """Return the settings to load the model with, from what fits on each device with `config`.
 
     Weights are converted only if they leave no room for 4,096 tokens on any device.
     """
@@ -267,8 +267,8 @@ def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig)
 
 
 def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
-    """The default preset if it holds `target` tokens, else the one that holds most; and why. A model whose heads no
-    preset admits gets another type."""
+    """Return the default preset if it holds `target` tokens, else the preset that holds most, and a sentence that says
+    why. If no preset supports the model's heads, the choice is among all types."""
     usable = [one for one in weights.caches if not one.problem]
     presets = [one for one in usable if one.cache_type in PRESETS] or usable
     best = next((one for one in presets if one.cache_type == DEFAULT_CACHE_TYPE), presets[0])

@@ -1,4 +1,4 @@
-"""The sizes of a model's KV store for given settings. Nothing is loaded or allocated."""
+"""The size of a model's KV store for given settings. Nothing is loaded or allocated."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.files.tensors import READABLE
 
-_CONTEXT_TO_CHOOSE_BY = 16_384  # tokens, of models with more
+_CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
 
 
 def weight_format(config: EngineConfig) -> WeightFormat | None:
-    """The format to convert matrices to; None for as-stored. Raises EngineError."""
+    """Return the format to convert matrices to; None for as-stored. Raises EngineError."""
     name = config.weight_type
     if name == AS_STORED:
         return None
@@ -41,10 +41,10 @@ def weight_format(config: EngineConfig) -> WeightFormat | None:
 
 
 def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
-    """A function that tells whether a model, whose file has so many bytes, fits in memory together with its KV store.
+    """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file.
 
-    The store is for the context that was asked for, else for the model's own, of which 16,384 tokens count at most.
-    Nothing is known of a model without a configuration: its file has to fit alone.
+    The store is for the requested context, or else for the model's own, up to 16,384 tokens. If the configuration is
+    unknown (None), only the file has to fit.
     """
 
     def fits(model: ModelConfig | None, size: int) -> bool:
@@ -62,7 +62,7 @@ def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[
 
 
 def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
-    """Bytes of the weights of a file of `size` bytes, once they are loaded."""
+    """Return the bytes that the weights in a file of `size` bytes have when they are loaded."""
     format = weight_format(config)
     if format is None and ops.kept_as(q8 := weight_formats.get("q8_0")) is q8:
         return size
@@ -71,7 +71,7 @@ def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) 
 
 
 def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
-    """The shape of all layers' caches. Raises EngineError for a cache type that does not fit the model."""
+    """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model."""
     mean_bits, attentions = 8 if encoding.small_means else 16, model.attentions
     head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
     layers: list[LayerShape | OwnShape] = []
@@ -91,12 +91,12 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
 
 
 def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape) -> Callable[[int], int]:
-    """From the tokens of a prompt to the bytes that the work on it needs in addition to the KV store."""
+    """Return a function from the tokens of a prompt to the bytes that it needs in addition to the KV store."""
     return lambda tokens: ops.work_bytes(Load(model, shape.widest, tokens, config.parallel))
 
 
 def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
-    """The settings of the draft model of an engine, for as many tokens of context: its store is in half precision."""
+    """Return the settings of an engine's draft model for a context of `tokens`. Its store is in half precision."""
     return replace(
         config,
         weights=config.model_draft,
@@ -114,7 +114,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
 
 
 def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
-    """From the tokens of a context to the bytes of the draft model: weights, KV store and work; 0 without one."""
+    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one."""
     if config.model_draft is None:
         return lambda tokens: 0
     model, source, _ = model_loaders.load_weights(config.model_draft, config.mmap)
@@ -136,12 +136,15 @@ def store_plan(
     room: int,
     more: Callable[[int], int] = lambda tokens: 0,
 ) -> StorePlan:
-    """The plan of the KV store: for kv_memory, else for the context, or as much of it as fits into `room` bytes beside
-    the work on a prompt of that length, and `more` bytes for a context. Raises EngineError ("out_of_memory") if nothing
-    fits."""
+    """Return the plan of the KV store: for kv_memory if it is given, else for the context.
+
+    If the context does not fit into `room` bytes, together with the work on a prompt of its length, the plan is for the
+    longest one that does. more: tokens of a context → further bytes to leave. Raises EngineError ("out_of_memory") if
+    nothing fits.
+    """
     work = work_bytes(config, ops, model, shape)
 
-    def beside(tokens: int) -> int:
+    def other_bytes(tokens: int) -> int:
         return work(tokens) + more(tokens)
 
     tokens = config.ctx_size or model.max_context
@@ -149,14 +152,14 @@ def store_plan(
     if config.kv_memory is not None:
         return plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
     plan = plan_for_tokens(shape, tokens, sequences)
-    if plan.bytes + beside(tokens) > room:
-        plan = plan_for_memory(shape, room, tokens, sequences, beside)
+    if plan.bytes + other_bytes(tokens) > room:
+        plan = plan_for_memory(shape, room, tokens, sequences, other_bytes)
     return plan
 
 
 def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:
-    """The error for memory that ran out while a model was loaded. sizes: bytes of its weights and of its KV store, if
-    they are known."""
+    """Return the error for running out of memory while a model is loaded. sizes: bytes of its weights and of its KV
+    store, if they are known."""
     needed = ": its weights take {}, its KV store {}".format(*map(format_bytes, sizes)) if sizes else ""
     return EngineError(
         f"There is not enough memory for {model}{needed}. End other programs, raise the limit of this process's memory "

@@ -1,4 +1,4 @@
-"""Matrices of a model's files on their way to a device, in the format of the file or converted to another one."""
+"""Reads matrices of a model's files for a device, in the format of the file or converted to another one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 
 @dataclass(frozen=True)
 class FileMatrix:
-    """See `StoredMatrix`. format: the file's own, whose bytes are not changed, or another one, to which the values are
-    rounded. progress: called with bytes of the file."""
+    """A `StoredMatrix` in a file. format: the file's own, whose bytes are not changed, or another one, to which the
+    values are rounded. progress: called with the number of bytes of the file that were read since its last call."""
 
     source: WeightSource
     name: str
@@ -51,7 +51,7 @@ class FileMatrix:
             self.progress(size_of(self.source.stored_dtype(self.name), (rows.stop - first) * columns))
 
     def _convert(self, rows: slice, raw: np.ndarray) -> None:
-        """Write these rows to `raw` (rows, bytes of a row) in the format."""
+        """Convert these rows to the format, into `raw` (rows, bytes of a row) uint8."""
         assert self.format.quantize is not None
         columns = self.shape[1]
         step = max(1, _SLAB_VALUES // max(1, columns))
@@ -63,10 +63,10 @@ class FileMatrix:
 
 
 def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None) -> WeightFormat:
-    """The format in which a matrix with rows of `columns` values, which the file stores as `stored`, goes to `ops`.
+    """Return the format in which `ops` gets a matrix with rows of `columns` values that the file stores as `stored`.
 
-    wanted: the format to convert it to, or None for the file's own. Types without a weight format go as `stored_as`
-    says to a backend that keeps that format, and as float32 to others.
+    wanted: the format to convert it to, or None for the file's own. A type without a weight format becomes that of
+    `stored_as` if the backend keeps it, else float32.
     """
     if wanted is not None:
         return nearest(wanted, stored, columns)
@@ -75,12 +75,12 @@ def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None)
 
 
 def _keeps(ops: Ops, format: WeightFormat) -> bool:
-    """Whether `ops` does not widen matrices of this format, to half precision or float32."""
+    """Whether `ops` keeps matrices of this format narrower than half precision."""
     return ops.matrix_bytes(format, format.values) < 2 * format.values
 
 
 def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:
-    """`wanted`; but rows that are not whole blocks of it keep a type of 16 bits, or become half precision."""
+    """Return `wanted` if rows are whole blocks of it, else the file's own format; f16 if that is float32 or unknown."""
     if fits(columns, wanted):
         return wanted
     own = find(stored)

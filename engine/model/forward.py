@@ -42,7 +42,7 @@ class Transformer:
         self.ops = ops
         self.config = config
         self.store = store
-        # Called in prompts of one span that begin from now on; never in steps, which may be recorded.
+        # Called in prompts of one span that begin after it is set; never in steps, which may be recorded.
         self.taps: Taps | None = None
         self._ropes = RopeTables(config)
         transforms = [
@@ -83,8 +83,8 @@ class Transformer:
 
         A generator, so that other work can run between units: it yields the number of rows after each unit and returns
         the hidden states of the last `outputs` rows (None: of all), (outputs, E). A unit is `prefill_rows` rows of one
-        layer, or as many layers of fewer rows; with `by_layer`, never more than one layer. It seals all layers; the
-        caller commits. Several spans must be spans of a step.
+        layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
+        layers; the caller commits. If there are several spans, they must be those of a step.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and one layer's K/V.
         """
@@ -95,7 +95,7 @@ class Transformer:
         return x[first_output:]
 
     def forward(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
-        """All of `forward_units` at once: hidden states (T, E)."""
+        """Run all of `forward_units` and return the hidden states (T, E)."""
         units = self.forward_units(spans, ids)
         while True:
             try:
@@ -104,14 +104,14 @@ class Transformer:
                 return end.value
 
     def logits(self, hidden: Array) -> np.ndarray:
-        """Hidden states (T, E) → logits (T, V) float32 on the host. Raises EngineError if they are not finite."""
+        """Return the logits (T, V) float32 of hidden states (T, E), on the host. Raises EngineError if not finite."""
         logits = self.ops.to_host(self._head(hidden))
         if not np.isfinite([logits.max(axis=1), logits.min(axis=1)]).all():  # both of a row with NaN are NaN
             raise EngineError(NOT_FINITE, "model_damaged")
         return logits
 
     def final_states(self, hidden: Array) -> np.ndarray:
-        """Hidden states (T, E), which are overwritten → those that the head sees, (T, E) float32 on the host.
+        """Norm hidden states (T, E) in place, as for the head, and return them as float32 on the host.
 
         Raises EngineError if they are not finite.
         """
@@ -122,7 +122,7 @@ class Transformer:
         return states
 
     def choose(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
-        """Hidden states (B, E) → the token that follows each, or the error for which none can be chosen."""
+        """Return the token that follows each of the hidden states (B, E), or the error why none can be sampled."""
         logits = self._head(hidden)
         chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
         return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
@@ -130,10 +130,10 @@ class Transformer:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, spans: Sequence[Span], ids: Sequence[int], sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
-        """Compute the rows of a step → the token that follows each row, or the error for which there is none.
+        """Compute the rows of a step, and return the token that follows each, or the error why none can be sampled.
 
-        ids, sampler_inputs: of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller commits
-        them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
+        ids, sampler_inputs: those of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller
+        commits them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
         chosen, logits = self._launch(spans, np.asarray(ids, np.int32), sampler_inputs)
         return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
@@ -141,9 +141,9 @@ class Transformer:
     def step_ahead(
         self, spans: Sequence[Span], ids: Sequence[int] | Fetch, sampler_inputs: Sequence[SamplerInput]
     ) -> Fetch:
-        """`step` for sequences of one row, without waiting for its tokens; for ops with `fetch_later`.
+        """Run a `step` with one row per sequence without waiting for its tokens. Requires ops with `fetch_later`.
 
-        ids: of the rows, or the fetch of the step before, with the same sequences in the same order.
+        ids: those of the rows, or the fetch of the previous step, which had the same sequences in the same order.
         """
         assert self.ops.fetch_later is not None
         given = ids.ids if isinstance(ids, Fetch) else np.asarray(ids, np.int32)
@@ -151,23 +151,23 @@ class Transformer:
         return self.ops.fetch_later(chosen, sampler_inputs)
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
-        """`step_ahead` without sampling, for `sample_ahead` → logits (B, V), valid until the next step begins."""
+        """Run a `step_ahead` without sampling, and return the logits (B, V), valid until the next step begins."""
         return self.ops.run_graph(("rows", 1), self._rows, [before.ids, *self._tables(spans)])
 
     def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
-        """Draw the tokens of `rows_ahead`, without waiting for them."""
+        """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
         assert self.ops.fetch_later is not None
         chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
         return self.ops.fetch_later(chosen, sampler_inputs)
 
     def _launch(self, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput]) -> tuple[Array, Array]:
-        """The tokens that follow the rows, on the device, and logits (T, V)."""
+        """Compute the rows, and return the tokens (T,) that follow them and logits (T, V), on the device."""
         inputs = [ids, self.ops.pack_sampler_inputs(sampler_inputs), *self._tables(spans)]
         most = max(span.count for span in spans)
         return self.ops.run_graph(("step", most), self._step, inputs)
 
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
-        """The tables of `_rows` for all rows of `spans`."""
+        """Return the tables of `_rows` for all rows of `spans`."""
         at = positions(spans)
         return [*chain.from_iterable(self._ropes.tables(at)), *self.store.spans(spans, slice(0, len(at)))]
 

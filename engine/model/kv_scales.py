@@ -39,11 +39,10 @@ class Variances(NamedTuple):
 def variances(
     ops: Ops, config: ModelConfig, weights: ModelWeights, block_sizes: Sequence[int | None] | None = None
 ) -> list[Variances | None]:
-    """Variances of every layer's keys and values, None for a layer that has none.
+    """Return the variances of every layer's keys and values; None for a layer without K/V.
 
-    For a layer with a block size, those of keys are around their block's mean.
-
-    Reads the weights of the key and value projections, and the embedding if layers have no norm before them.
+    block_sizes: one per layer; with a size, the variances of keys are around the mean of their block. Reads the weights
+    of the key and value projections, and the embedding if layers have no norm before them.
     """
     inputs = _normed_inputs(ops, weights) if config.layers[0].norms != "after" else _plain_inputs(ops, config, weights)
     sizes = block_sizes or [None] * len(config.layers)
@@ -54,14 +53,14 @@ def variances(
 
 
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
-    """The mean squares of each layer's input to its projections, (E,) float64, after a norm."""
+    """Yield the mean squares of the input to each layer's projections, (E,) float64, if a norm precedes them."""
     for layer in weights.layers:
         norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else np.empty(0)
         yield np.square(ops.to_host(norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:
-    """The same for layers without that norm: of the embeddings and the results of all earlier post-norms."""
+    """Yield the same for layers without that norm: the sum over the embeddings and all earlier post-norms' results."""
     step = 4096  # rows
     squares = np.zeros(config.hidden_size)
     for first in range(0, config.vocab_size, step):
@@ -93,7 +92,7 @@ def _variances(
 
 
 def _varying_share(attention: Attention, block_size: int | None) -> np.ndarray:
-    """The share of a constant's square that RoPE makes differ from the mean of its block, (D,)."""
+    """Return the share (D,) of a constant's square that differs from the mean of its block, since RoPE rotates it."""
     if block_size is None:
         return np.ones(attention.head_dim)
     frequencies, _ = pair_frequencies(attention)
@@ -102,7 +101,7 @@ def _varying_share(attention: Attention, block_size: int | None) -> np.ndarray:
 
 
 def scale(variances: Variances, smoothing: np.ndarray | None = None) -> Scale:
-    """The scale that brings keys, smoothed by `smoothing` (K, D), and values of these variances to an rms near 1."""
+    """Return the scale that brings keys, smoothed by `smoothing` (K, D), and values to an rms near 1."""
     keys, values = variances
     s = np.ones(keys.shape, np.float32) if smoothing is None else smoothing
     return Scale(s * _power_of_two(keys / np.square(s, dtype=np.float64))[:, None], _power_of_two(values))

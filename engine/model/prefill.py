@@ -1,4 +1,4 @@
-"""Prefill: the rows of a prompt go through the layers in units, each in parts that threads share.
+"""Prefill: computes the rows of a prompt layer by layer, in units, each of which is split into parts for threads.
 
 Letters: T rows, E hidden size, H query heads, K KV heads, D head dim.
 """
@@ -20,19 +20,19 @@ Taps = Callable[[str, int, int, Array], None]
 
 name: "input" (T, E), the input of the layer, which may be changed in place; "queries" (T, H, D) and "keys" (T, K, D),
 scaled and rotated as they are stored; "attention" (T, H·D), the input of the output projection. x is valid until the
-call returns. Parts of a prompt may come in any order, and from several threads.
+call returns. Parts of a prompt may be passed in any order, and by several threads.
 """
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a prompt that go through a layer together, and the spans that their K/V go to."""
+    """Rows of a prompt that are computed together, and the spans that they belong to."""
 
     rows: slice
-    position: int  # of the first row, in its sequence
-    spans: Sequence[Spans]  # for each group of layers
+    position: int  # position of the first row in its sequence
+    spans: Sequence[Spans]  # one for each group of layers
     skipped: int  # first rows whose output is not needed: in the last layer, only their K/V are computed
-    last: Spans  # for the last layer, without the skipped rows
+    last: Spans  # those of the last layer's group, without the skipped rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Prefill:
     def units(
         self, x: Array, spans: Sequence[Span], first_output: int, *, by_layer: bool
     ) -> Generator[int, None, None]:
-        """Take x (T, E), the embedded rows of `spans`, through all layers, in place, and seal these.
+        """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them.
 
         Yields the number of rows after each unit; see `Transformer.forward_units`. The last layer leaves rows before
         `first_output` as they are.

@@ -1,4 +1,4 @@
-"""What is read from the hidden states of a whole prompt: log-probabilities of its tokens, or an embedding."""
+"""Readers of the hidden states of a whole prompt: for the log-probabilities of its tokens, or for an embedding."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from polarlm.engine.outputs import Chunk, TokenLogprob
 from polarlm.engine.sampling.sample import token_logprob
 from polarlm.engine.state.store import Span
 
-_ROWS = 64  # read in a unit of work: 32 MiB of logits for a vocabulary of 128 K
+_ROWS = 64  # rows read in a unit of work: 32 MiB of logits for a vocabulary of 128 K
 
 
 class PromptReader(Protocol):
     """Reads the hidden states of a prompt, some rows at a time, in order."""
 
     def read(self, model: Transformer, hidden: Array, first: int) -> None:
-        """Read the rows hidden (T, E) of the positions from `first` on; may overwrite them."""
+        """Read hidden (T, E), the rows of the positions from `first` on. May overwrite them."""
 
     def chunk(self) -> Chunk:
-        """What was read, once all rows have been."""
+        """Return what was read, once all rows have been."""
 
 
 def forward_and_read(
     model: Transformer, span: Span, ids: Sequence[int], reader: PromptReader
 ) -> Generator[int, None, Array]:
-    """`Transformer.forward_units` of a whole prompt, with further units, of no rows, that read its hidden states.
+    """Run `Transformer.forward_units` for a whole prompt, and then units of no rows, which read its hidden states.
 
     Returns the hidden state of the last token, (1, E).
     """
@@ -42,7 +42,7 @@ def forward_and_read(
 
 
 class PromptLogprobs:
-    """The log-probability of each token of a prompt after the first, and of the most likely ones in its place."""
+    """Reads the log-probability of each token of a prompt after the first, and of the most likely ones in its place."""
 
     def __init__(self, ids: Sequence[int], count: int, vocabulary: int) -> None:
         """count: number of most likely tokens. vocabulary: the number of ids; logits may have more."""
@@ -61,7 +61,7 @@ class PromptLogprobs:
 
 
 class Pooling:
-    """The embedding of a prompt: the mean of its tokens' final hidden states, or the last one, of length 1."""
+    """Reads the embedding of a prompt: the mean of its tokens' final hidden states, or the last one, of length 1."""
 
     def __init__(self, kind: str) -> None:
         """kind: "mean" or "last"."""
@@ -77,5 +77,5 @@ class Pooling:
 
     def chunk(self) -> Chunk:
         assert self._total is not None
-        length = np.linalg.norm(self._total)  # that of a sum is in the direction of the mean
+        length = np.linalg.norm(self._total)  # a sum has the direction of the mean
         return Chunk("", (), embedding=(self._total / (length or 1.0)).astype(np.float32))

@@ -19,7 +19,7 @@ _STRETCH = 256  # positions
 
 
 def pair_frequencies(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
-    """Radians per position, and the factor on cos and sin, for every pair of channels: (D/2,) float64 each."""
+    """Return radians per position, and the factor on cos and sin, of every pair of channels: (D/2,) float64 each."""
     frequencies, factors = np.zeros(attention.head_dim // 2), np.ones(attention.head_dim // 2)
     if attention.rope is not None:
         rotated, factor = rope_frequencies(attention.rope, attention.rotated)
@@ -31,13 +31,13 @@ class _Turns:
     """exp(i · position · frequency) · factor for one kind of RoPE: products of two tables' entries.
 
     A table of all positions would be large, and computing a prompt's cosines and sines takes three times as long.
-    Angles are float64, because positions may be large. A position's result is the same whatever others it comes with.
+    Angles are float64, because positions may be large. The result of a position does not depend on the other positions.
     """
 
     def __init__(self, frequencies: np.ndarray, factors: np.ndarray):
         self._frequencies, self._factors = frequencies, factors
         self._within = np.exp(1j * np.arange(_STRETCH)[:, None] * frequencies)
-        self._starts = np.empty((0, len(frequencies)), np.complex128)  # of stretches, as many as were needed yet
+        self._starts = np.empty((0, len(frequencies)), np.complex128)  # a row for each stretch, as many as were needed
 
     def __call__(self, positions: np.ndarray) -> Rope:
         stretches, within = np.divmod(positions, _STRETCH)
@@ -62,10 +62,10 @@ class RopeTables:
         return len(self._turns)
 
     def tables(self, positions: np.ndarray) -> list[Rope]:
-        """cos and sin of positions (T,), for each kind."""
+        """Return cos and sin (T, D/2) float32 of positions (T,), for each kind of RoPE."""
         return [turns(positions) for turns in self._turns]
 
     def of_layer(self, layer: int, tables: Sequence[Any]) -> Any:
-        """A layer's table, out of those of all kinds; None without attention."""
+        """Return a layer's table out of those of all kinds; None for a layer without attention."""
         kind = self.kind.get(layer)
         return None if kind is None else tables[kind]

@@ -14,7 +14,7 @@ from polarlm.engine.sampling.sample import log_softmax
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV
 
-_ROWS = 256  # of logits at a time: 128 MiB for a vocabulary of 128 K
+_ROWS = 256  # rows of logits at a time: 128 MiB for a vocabulary of 128 K
 
 
 def score(
@@ -40,12 +40,11 @@ def score(
 def states(
     model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False
 ) -> Iterator[tuple[int, Array]]:
-    """Feed `ids` (T,) to the empty sequence `kv` → (position, hidden states (rows, E) from there on) of each chunk,
-    valid until the next. Raises OutOfBlocks.
+    """Feed `ids` (T,) to the empty sequence `kv`, and yield (position, hidden states (rows, E) from there on).
 
-    The ids are fed in chunks of one block, so that attention reads what it reads in a step: the first and the current
-    block in full precision, all others as codes. With `every_token_coded`, it reads the current block as it is after
-    encoding and decoding, whose codes may depend on later tokens of the block.
+    Each yield is a chunk of one block, so that attention reads what it reads in a step: the first and the current block
+    in full precision, all others as codes. With `every_token_coded`, it reads the current block encoded and decoded;
+    its codes may depend on later tokens of the block. The states are valid until the next chunk. Raises OutOfBlocks.
     """
     size = model.store.shape.block_size
     for start in range(0, len(ids), size):
@@ -61,7 +60,7 @@ def states(
 
 
 def score_alone(model: Transformer, ids: Sequence[int], *, every_token_coded: bool, logits: bool) -> Score:
-    """`score`, with a sequence of its own. Raises EngineError where memory or blocks run out."""
+    """`score` with a sequence of its own. Raises EngineError if memory or blocks run out."""
     kv = model.store.new_sequence()
     try:
         return score(model, kv, ids, every_token_coded=every_token_coded, logits=logits)
@@ -75,7 +74,7 @@ def score_alone(model: Transformer, ids: Sequence[int], *, every_token_coded: bo
 
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """The log softmax of logits (T, V) at ids (T,): (T,) float32, computed in float64."""
+    """Return the log softmax of logits (T, V) at ids (T,): (T,) float32, computed in float64."""
     found = np.empty(len(logits), np.float32)
     for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
         rows = slice(first, first + 64)

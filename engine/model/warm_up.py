@@ -1,4 +1,4 @@
-"""A conversation without values, so that what it needs on the device is prepared before the weights are loaded."""
+"""The warm-up: runs a conversation without values, so that its kernels are prepared before the weights are loaded."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import SequenceKV
 
-_ROWS = 48  # of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
-_MANY_ROWS = 96  # of a prompt: at least as many are multiplied by a GPU's library
+_ROWS = 48  # rows of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
+_MANY_ROWS = 96  # rows of a prompt: enough to be multiplied by a GPU's library
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
-    """The store for `warm_up`, and then `warm_up_rows` with at most `most_rows` rows."""
+    """Return the smallest store for a warm-up. most_rows: the most rows of `warm_up_rows`."""
     return plan_for_tokens(shape, 2 * _ROWS + 1 + _many_rows(shape) + 1 + most_rows, 1 + most_rows)
 
 
 def _many_rows(shape: CacheShape) -> int:
-    """Of a prompt that completes blocks."""
+    """Return the rows of a prompt that completes blocks."""
     return max(2 * shape.block_size, _MANY_ROWS)
 
 
 def warm_up(model: Transformer) -> SequenceKV:
-    """Run a first prompt and a step → their sequence. model: of the ops of a `WarmUp`."""
+    """Run a first prompt and a step, and return their sequence. model: one with the ops of a `WarmUp`."""
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
     span = model.store.open_step(sequence)
@@ -42,7 +42,7 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
 
 
 def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
-    """Run a prompt of `rows` rows, and with `in_steps` a step of as many sequences before it."""
+    """Run a prompt of `rows` rows; with `in_steps`, run a step of `rows` sequences before it."""
     sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]
     if in_steps:
         spans = [model.store.open_step(sequence) for sequence in sequences]
@@ -54,7 +54,7 @@ def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
 
 
 def warm_up_drafts(model: Transformer, rows: int) -> None:
-    """Run a step of one sequence with as many rows, for drafted tokens."""
+    """Run a step of one sequence with `rows` rows, as drafted tokens have."""
     sequence = model.store.new_sequence()
     rows = min(rows, model.store.rows_of_block(sequence))
     span = model.store.open_step(sequence, rows)

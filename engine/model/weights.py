@@ -1,4 +1,4 @@
-"""Loads a file's tensors into the weights of the forward pass, each read once, and computes a model's fingerprint."""
+"""Loads the tensors of files as the weights of the forward pass, reading each once, and computes fingerprints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
 
-_SAMPLE = 1024  # values from either end of each weight that the fingerprint covers
+_SAMPLE = 1024  # values from each end of a weight that the fingerprint covers
 
 
 class _Reader:
@@ -41,7 +41,7 @@ class _Reader:
         self.bytes = 0
 
     def vector(self, names: Sequence[str]) -> Array:
-        """Tensors (n_i,), concatenated."""
+        """Load tensors (n_i,), concatenated, as float32."""
         sizes = [self._source.shape(name)[0] for name in names]
         whole, end = np.empty(sum(sizes), np.float32), 0
         for name, size in zip(names, sizes, strict=True):
@@ -52,7 +52,7 @@ class _Reader:
         return self._ops.to_device(whole)
 
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
-        """Tensors (rows_i, columns), as the parts of one matrix."""
+        """Load tensors (rows_i, columns) as the parts of one matrix."""
         matrices = self._ops.load([self._matrix(name) for name in names])
         self.bytes += sum(self._ops.matrix_bytes(matrix.format, math.prod(matrix.shape)) for matrix in matrices)
         return matrices
@@ -62,7 +62,7 @@ class _Reader:
         return FileMatrix(self._source, name, format, self._progress)
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
-        """A projection whose output is the concatenation of those of `weights`, with `biases`."""
+        """Load a projection whose output is the concatenation of those of `weights`, with `biases`."""
         return Linear(self.matrices(weights), self.vector(biases) if biases else None)
 
 
@@ -73,9 +73,9 @@ def load_weights(
     progress: Callable[[int], None] | None = None,
     weight_type: WeightFormat | None = None,
 ) -> ModelWeights:
-    """All weights on the device; matrices are converted to `weight_type`, or stay in the file's format.
+    """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
-    `progress` is called with the bytes of the file that were read since its last call.
+    progress: called with the number of bytes of the file that were read since its last call.
     """
     read = _Reader(ops, source, progress, weight_type)
     table = tensors(config)
@@ -92,12 +92,12 @@ def load_weights(
 
 
 def file_bytes(source: WeightSource) -> int:
-    """The bytes of all tensors in their files."""
+    """Return the bytes of all tensors in their files."""
     return sum(size_of(source.stored_dtype(name), math.prod(source.shape(name))) for name in source.names())
 
 
 def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> int:
-    """The bytes of all tensors on the device, for the `weight_type` of `load_weights`."""
+    """Return the bytes of all tensors on the device, for the `weight_type` of `load_weights`."""
     counts = {name: int(np.prod(source.shape(name))) for name in source.names()}
     return sum(
         ops.matrix_bytes(_format(ops, source, name, weight_type), count) if len(source.shape(name)) > 1 else 4 * count
@@ -107,8 +107,8 @@ def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | Non
 
 @dataclass(frozen=True)
 class Kept:
-    """Matrices of which the device keeps the values in the same way. stored: their types in the file, by their bytes;
-    how: "as stored", "kept as q8_0" or "converted to q4_0"; bytes: on the device."""
+    """Matrices that the device keeps in the same way. stored: their types in the file, the one with the most bytes
+    first; how: "as stored", "kept as q8_0" or "converted to q4_0"; bytes: on the device."""
 
     stored: tuple[str, ...]
     how: str
@@ -119,7 +119,7 @@ class Kept:
 
 
 def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> tuple[Kept, ...]:
-    """How the device keeps all matrices, for the `weight_type` of `load_weights`, by their bytes."""
+    """Return how the device keeps all matrices, for the `weight_type` of `load_weights`, the most bytes first."""
     sizes: dict[str, Counter[str]] = {}  # how → type in the file → bytes
     for name in sorted(source.names()):
         shape, stored = source.shape(name), source.stored_dtype(name)
@@ -134,16 +134,16 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
 
 
 def in_words(kept: Sequence[Kept]) -> str:
-    """Weights for users: "Q4_K, Q6_K weights as stored", or in several ways "weights of IQ2_XXS kept as q8_0 (947 MiB),
-    of Q5_K, Q4_K as stored (50 MiB)"."""
+    """Return a description of weights for users: "Q4_K, Q6_K weights as stored", or if they are kept in several ways,
+    "weights of IQ2_XXS kept as q8_0 (947 MiB), of Q5_K, Q4_K as stored (50 MiB)"."""
     if len(kept) == 1:
         return f"{', '.join(kept[0].stored)} weights {kept[0].how}"
     return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in kept)
 
 
 def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
-    """A sentence about matrices whose rows are not whole blocks of `weight_type`, so that they are not converted to it;
-    empty if there are none."""
+    """Return a warning about matrices that are not converted to `weight_type`, because their rows are not whole blocks
+    of it; empty if there are none."""
     shapes = {name: source.shape(name) for name in sorted(source.names())}
     names = [name for name, shape in shapes.items() if len(shape) > 1 and not fits(shape[1], weight_type)]
     if not names:
@@ -157,14 +157,14 @@ def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
 
 
 def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat | None) -> WeightFormat:
-    """The format in which a matrix goes to the device."""
+    """Return the format in which the device gets a matrix."""
     return format_for(ops, source.stored_dtype(name), source.shape(name)[1], weight_type)
 
 
 def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
-    """A digest of the model: its configuration, and samples of its weights.
+    """Return a digest of the model: of its configuration, and of samples of its weights.
 
-    The weights are sampled on the device. If they are narrower there than in the file, the digest is another one.
+    The weights are sampled on the device. If they are narrower there than in the file, the digest is different.
     """
     digest = hashlib.sha256(repr(_described(config)).encode())
     for name, shape, ends in _samples(ops, weights):
@@ -175,7 +175,7 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
 
 
 def _described(value: Any) -> Any:
-    """A configuration as names and values, without those that are defaults: a new field changes no digest."""
+    """Return a configuration as names and values, without those that are defaults: a new field changes no digest."""
     if isinstance(value, tuple):
         return [_described(one) for one in value]
     if not is_dataclass(value):
@@ -190,7 +190,7 @@ def _described(value: Any) -> Any:
 
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
-    """(name, shape, values from either end) of every weight."""
+    """Yield (name, shape, values from each end) of every weight."""
     for name, tensor in _tensors(weights):
         if isinstance(tensor, Matrix | Linear):
             count, width = tensor.shape

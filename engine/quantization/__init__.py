@@ -1,1 +1,1 @@
-"""How K/V become codes well: conditioning, what errors cost, and choosing codes by it."""
+"""Precise codes of K/V: conditioning before a codec, the cost of errors, and encoders that minimize it."""

@@ -3,11 +3,11 @@
 Without quantization none of them changes attention. They change the vectors that a codec has to represent:
 
 * Centring. softmax(q·k + c) does not depend on c, so the mean μ of a block of keys can be taken out and its product
-  with q added back once per block: q·k = q·μ + q·(k − μ). So a constant key bias, which a rotation would spread over
-  all channels, costs the codec nothing.
+  with q added back once per block: q·k = q·μ + q·(k − μ). A constant key bias, which a rotation would spread over all
+  channels, then costs the codec nothing.
 * Smoothing. For any positive s, q·k = (s∘q)·(k/s): channels with a large variance of keys and a small one of queries
   are scaled down, so that the codec does not spend its precision on them (as in Xiao et al., "SmoothQuant", 2023, §4).
-* Scaling. Codes have a range, so keys and values of each KV head are divided by a power of two near their magnitude.
+* Scaling. Codes have a limited range, so keys and values of each KV head are divided by a power of two near their rms.
   Queries are multiplied by that of their keys, the attention output by that of its values. Only exponents change.
 * Rotation. For orthogonal W, (qW)·(kW) = q·k. Each codec has its W (`Codec.rotation`). Queries are rotated by the W of
   the keys; values have their own, and the attention output is rotated back by it once.
@@ -42,7 +42,7 @@ class Conditioning:
     scale: Scale | None = None
 
     def scales(self, heads: int) -> np.ndarray | None:
-        """Factors (H + 2K, D) of [queries | keys | values] (T, H + 2K, D) before the rotation; None for no scaling.
+        """Return factors (H + 2K, D) of [queries | keys | values] before the rotation; None for no scaling.
 
         A query is multiplied by the s of the KV head that it reads, keys and values by 1/s.
         """
@@ -53,7 +53,7 @@ class Conditioning:
         return np.concatenate([queries, 1 / keys, np.broadcast_to(1 / values[:, None], keys.shape)])
 
     def scales_back(self, heads: int) -> np.ndarray | None:
-        """Factors (H,) float32 of each query head's attention output; None for no scaling."""
+        """Return factors (H,) float32 of each query head's attention output; None for no scaling."""
         return None if self.scale is None else np.repeat(self.scale.values, heads // len(self.scale.values))
 
 
@@ -65,14 +65,14 @@ _MEAN_FIELDS: dict[int, dict[str, tuple[bool, np.dtype]]] = {
 
 
 def mean_fields(bits: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Field → shape and dtype of the stored mean of one block of one KV head; bits: 8 (one scale for all D) or 16."""
+    """Return name → (shape, dtype) of the stored mean of one block of one KV head. bits: 8, with one scale, or 16."""
     return {name: ((head_dim,) if wide else (), dtype) for name, (wide, dtype) in _MEAN_FIELDS[bits].items()}
 
 
 def centre(keys: np.ndarray, bits: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Subtract from `keys` (..., N, D) float32 the mean over the tokens of each block.
+    """Subtract the mean over the tokens of each block from `keys` (..., N, D) float32.
 
-    Returns the centred keys (..., N, D) float32 and the fields of the mean. The mean is subtracted as it reads back, so
+    Returns the centred keys (..., N, D) float32 and the fields of the mean. The stored mean is what is subtracted, so
     rounding it loses nothing.
     """
     limit = np.float32(np.finfo(np.float16).max)
@@ -90,7 +90,7 @@ def centre(keys: np.ndarray, bits: int) -> tuple[np.ndarray, dict[str, np.ndarra
 
 
 def read_mean(fields: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Fields of `centre` → the mean (..., D) float32."""
+    """Return the mean (..., D) float32 that the fields of `centre` store."""
     mean = fields["mean"].astype(np.float32)
     if "mean_scale" in fields:
         mean *= fields["mean_scale"].astype(np.float32)[..., None]

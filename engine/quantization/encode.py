@@ -1,7 +1,7 @@
-"""Encode blocks with an error metric: codes and norms are chosen by what their errors cost. Decoding does not change.
+"""Encodes blocks with an error metric: chooses codes and norms by the cost of their errors. Decoding does not change.
 
 A codec with a table (`Codec.rounding`) leaves two choices to the encoder: the point of each pair of values, and the
-norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms(x). Here x, read back as n·y, gets
+norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms(x). Here x, decoded as n·y, gets
 
 * Error feedback. The error e = x − n·y costs e·M·eᵀ. Block LDL of M turns this into a sum over pairs: squares of
   e_j + F_j·e_{<j}, each in a metric of its own. So pair j takes the point nearest to (x_j + F_j·e_{<j}) / n.
@@ -9,7 +9,7 @@ norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms
   e_{<j}.
 * Error feedback along tokens, for values. Attention weights of neighbouring tokens are correlated, and their errors add
   up in one sum. So token t encodes the target x_t + Σ_{i<t} B_ti·e_i, and e_{<j} above are errors against that target.
-  A path search rounds every fourth token together, in four rounds; that gives up a tenth of what this feedback gains.
+  A path search rounds every fourth token together, in four rounds, which loses a tenth of what this feedback gains.
 * A norm. A value's norm minimizes the cost. A key's norm is tilted: queries that attend to a key lean towards it, to
   the mean w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are the second moment and the mean of all queries, and the norm
   minimizes e·(Σ + wᵀw)·eᵀ.
@@ -28,8 +28,8 @@ table with the coordinates 0 and ±4, scaled by n, offers 0 and ±1. Pair 0 take
 The norm of least cost is then .66·n, and the error costs .030.
 
 Source of error feedback: LDLQ in Chee et al., "QuIP: 2-Bit Quantization of Large Language Models with Guarantees",
-2023, §3, which equals GPTQ (Frantar et al., 2022); here in pairs, with the queries or the output projection in place of
-the inputs of a layer.
+2023, §3, which equals GPTQ (Frantar et al., 2022); here it is applied to pairs, with the queries or the output
+projection in place of the inputs of a layer.
 Letters: K KV heads, B blocks, N tokens in a block, D head dim, P = D / width pairs (or single values).
 """
 
@@ -45,21 +45,21 @@ from polarlm.engine.codecs.schema.arrays import checked
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
-TILT_RANGE = 0.8, 1.25  # of a tilted norm over the norm of least squares
+TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
-LARGEST = 1e5  # values are clipped to this: beyond half precision, and fourth powers times a metric fit float32
+LARGEST = 1e5  # values are clipped to this: it exceeds half precision, and fourth powers times a metric fit float32
 
 _SLAB = 1 << 19  # values rounded together: enough to hide the cost of a NumPy call, few enough for the cache
 
 
 def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> dict[str, np.ndarray]:
-    """x (K, B, N, D) float32, conditioned and rotated → the codec's fields, (K, B, *shape).
+    """Return the codec's fields, (K, B, *shape), of x (K, B, N, D) float32, conditioned and rotated.
 
-    This is `codec.encode` if there is no metric or the codec has no table. Raises ValueError on NaN or infinity.
+    Without a metric, or if the codec has no table, this is `codec.encode`. Raises ValueError on NaN or infinity.
 
-    Equal x give equal codes. A block gives the same codes alone as among others, except with feedback along tokens or a
-    path search: there the sums of matrix products may differ in their last bits, and with them a code at the edge of a
-    cell.
+    Equal x give equal codes. A block's codes do not depend on the other blocks, except with feedback along tokens or a
+    path search: there the sums of matrix products may differ in their last bits, which may change the code of a value
+    at the edge of a cell.
     """
     rounding = codec.rounding
     if metric is None or rounding is None or x.size == 0:
@@ -83,7 +83,7 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
 def encode_centred(
     codec: Codec, x: np.ndarray, metric: Metric | None, mean_bits: int = 0
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """x (K, B, N, D) → the codec's fields, and those of the means of blocks, none where `mean_bits` is 0."""
+    """Return the codec's fields of x (K, B, N, D), and the fields of the blocks' means: none if `mean_bits` is 0."""
     mean: dict[str, np.ndarray] = {}
     if mean_bits:
         x, mean = centre(x, mean_bits)
@@ -91,26 +91,26 @@ def encode_centred(
 
 
 def read_back(codec: Codec, x: np.ndarray, metric: Metric | None, block_size: int, mean_bits: int = 0) -> np.ndarray:
-    """x (K, S, D), S ≤ block_size → as it reads back from one encoded block, which is filled up with the mean of x."""
+    """Return x (K, S, D), S ≤ block_size, after it was encoded and decoded as one block, padded by `fill_up`."""
     block = fill_up(x, block_size)[:, None]
     return decode_centred(codec, *encode_centred(codec, block, metric, mean_bits))[:, 0, : x.shape[1]]
 
 
 def fill_up(x: np.ndarray, block_size: int) -> np.ndarray:
-    """x (K, S, D), S ≤ block_size → (K, block_size, D): x, and then its mean over the S tokens."""
+    """Pad x (K, S, D), S ≤ block_size, to (K, block_size, D) with its mean over the S tokens."""
     heads, tokens, head_dim = x.shape
     filling = np.broadcast_to(x.mean(axis=1, keepdims=True), (heads, block_size - tokens, head_dim))
     return np.concatenate([x, filling], axis=1)
 
 
 def decode_centred(codec: Codec, fields: dict[str, np.ndarray], mean: dict[str, np.ndarray]) -> np.ndarray:
-    """What `encode_centred` returns → (K, B, N, D)."""
+    """Decode what `encode_centred` returns to (K, B, N, D) float32."""
     decoded = codec.decode(fields)
     return decoded + read_mean(mean)[..., None, :] if mean else decoded
 
 
 def _by_round(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
-    """x (K, B, N, D) → (K, G, T, R, D): T rounds, each of which needs the errors of those before, of R tokens each.
+    """Rearrange x (K, B, N, D) to (K, G, T, R, D): T rounds of R tokens, each of which needs the errors before it.
 
     With feedback along tokens (G, R) is (1, N/T · B). Without it (G, T, R) is (B, 1, N): the matrix products of a block
     have the same shape for any B.
@@ -134,7 +134,7 @@ def _by_block(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
 
 
 class _Rounded(NamedTuple):
-    """Vectors, and the codes they were rounded to with the norm rms(x)."""
+    """Vectors, and the codes that they were rounded to with the norm rms(x)."""
 
     x: np.ndarray  # (K, G, T, D, R)
     target: np.ndarray  # (K, G, T, D, R): x plus the feedback from other tokens
@@ -171,11 +171,11 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric) -> _Rounded:
 
 
 def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
-    """Round x (K, G, T, R, D), one token a round, with error feedback between pairs and between tokens.
+    """Round x (K, G, T, R, D), one token per round, with error feedback between pairs and between tokens.
 
-    Pair j of token t needs the errors of the pairs before it, and those of pair j of the tokens before. So all pairs
-    with the same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed
-    inside, so that slices select a wavefront.
+    Pair j of token t needs the errors of earlier pairs, and those of pair j of earlier tokens. So all pairs with the
+    same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed inside, so that
+    slices select a wavefront.
     """
     x = np.ascontiguousarray(x[:, :, ::-1].swapaxes(3, 4))  # (K, G, T, D, R)
     heads, groups, tokens, dim, rows = x.shape
@@ -224,8 +224,8 @@ class _Wavefront(NamedTuple):
 
 
 def _wavefronts(tokens: int, pairs: int) -> Iterator[_Wavefront]:
-    """The diagonals of a (tokens, pairs) array from the lower left to the upper right."""
-    for top in range(tokens - 1, -pairs, -1):  # the token of pair 0, which may lie outside the array
+    """Yield the diagonals of a (tokens, pairs) array from the lower left to the upper right."""
+    for top in range(tokens - 1, -pairs, -1):  # the token of pair 0, which may be outside the array
         first, stop = max(0, -top), min(pairs, tokens - top)
         yield _Wavefront(
             slice(first, stop),
@@ -235,29 +235,29 @@ def _wavefronts(tokens: int, pairs: int) -> Iterator[_Wavefront]:
 
 
 def _inverse(norms: np.ndarray) -> np.ndarray:
-    """1 / norms, and 0 where a norm is 0."""
+    """Return 1 / norms, and 0 where a norm is 0."""
     return np.divide(1, norms, out=np.zeros_like(norms), where=norms > 0)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Products of columns: a, b (..., D, R) → (..., R)."""
+    """Return the dot products of columns: a, b (..., D, R) → (..., R)."""
     return np.einsum("...dr,...dr->...r", a, b)
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """numerator / denominator, and 1 where the denominator is 0."""
+    """Return numerator / denominator, and 1 where the denominator is 0."""
     return np.divide(numerator, denominator, out=np.ones_like(numerator), where=denominator > 0)
 
 
 def _fitted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
-    """Norms (K, G, T, R) that minimize the cost of errors against the target."""
+    """Return the norms (K, G, T, R) that minimize the cost of errors against the target."""
     decoded = rounded.decoded
     weighted = metric.matrix[:, None, None] @ decoded
     return _ratio(_dot(rounded.target, weighted), _dot(decoded, weighted)) * rounded.norms
 
 
 def _tilted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
-    """Norms (K, G, T, R) that minimize the cost for the queries that attend to each key."""
+    """Return the norms (K, G, T, R) that minimize the cost for the queries that attend to each key."""
     assert metric.tilt_mean is not None
     x, decoded = rounded.x, rounded.decoded
     mean = metric.tilt_mean[:, None, None, :, None]

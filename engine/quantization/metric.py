@@ -1,4 +1,4 @@
-"""Error metric e·M·eᵀ of a stored vector, and its block LDL factors, by which an encoder can minimize it step by step.
+"""The error metric e·M·eᵀ of stored vectors, and its block LDL factors, with which an encoder minimizes it in steps.
 
 Letters: K KV heads, G query heads to each, E the model's width, N tokens in a block, D head dim, P = D / width codes.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from polarlm.engine.codecs import PathRounding, Rounding
 
-_RIDGE = 0.05  # share of the mean diagonal that is added to the diagonal: statistics come from 512 tokens only
+_RIDGE = 0.05  # share of the mean diagonal that is added to the diagonal, since statistics are of only 512 tokens
 _KEY_SURVIVORS = 4  # key errors cost a tenth less than with 1, KL is 5 % lower; for values the gain is negligible
 _PATH_ROUNDS = 4  # rounds in which a path search rounds the tokens of a block
 
@@ -21,11 +21,11 @@ _PATH_ROUNDS = 4  # rounds in which a path search rounds the tokens of a block
 class Metric:
     """The cost of an error of each KV head, in the stored space (scaled and rotated). All arrays float32."""
 
-    matrix: np.ndarray  # (K, D, D) M: an error e costs e·M·eᵀ. Of tilted keys E[qᵀq], weighted by attention
+    matrix: np.ndarray  # (K, D, D) M: an error e costs e·M·eᵀ. For tilted keys E[qᵀq], weighted by attention
     feedback: np.ndarray  # (K, D, D) F, strictly block-lower: row block j is F_j
     weights: np.ndarray  # (K, P) cost of a square of e_j + F_j·e_{<j}, averaged over its directions
     tilt_mean: np.ndarray | None  # (K, D) E[q], weighted likewise: norms are tilted; keys only
-    survivors: int  # paths that a search keeps for each state: more if feedback is strong
+    survivors: int  # paths that a search keeps for each state: more for strong feedback
     # (1 or K, T, N/T, N) B, values only. Tokens are rounded in T rounds: t, t + T, t + 2T, … together in round t. Rows
     # are the tokens of round t; columns are all tokens, round after round.
     token_feedback: np.ndarray | None
@@ -38,7 +38,7 @@ def key_metric(
     rotation: np.ndarray | None,
     rounding: Rounding | PathRounding,
 ) -> Metric:
-    """The metric of keys stored as (k / scale) @ rotation: the mean squared change of q·k.
+    """Return the metric of keys stored as (k / scale) @ rotation: the mean squared change of q·k.
 
     query_second (K, D, D), query_mean (K, D): E[qᵀq] and E[q], weighted by attention, before scale and rotation;
     scale (K, D); rotation (D, D) or None; rounding: the codec's.
@@ -66,7 +66,7 @@ def value_metric(
     rounding: Rounding | PathRounding,
     token_correlation: np.ndarray | None,
 ) -> Metric:
-    """The metric of values stored as v @ rotation: the squared change of the layer's output.
+    """Return the metric of values stored as v @ rotation: the squared change of the layer's output.
 
     output (E, H·D): the output projection; token_correlation (N,): E[p_t p_{t+lag}] of attention inside a block over
     its value at lag 0, None for no feedback along tokens; rotation and rounding as in `key_metric`.
@@ -87,7 +87,7 @@ def value_metric(
 
 
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
-    """The metrics of several layers as one, with K the heads of all of them.
+    """Return the metrics of several layers as one, where K is the number of heads of all of them.
 
     Either all layers have a metric or none does. All have the same fields, `survivors` and numbers of rounds.
     """
@@ -114,25 +114,25 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
 
 
 def without_feedback(metric: Metric) -> Metric:
-    """The same metric without error feedback between pairs: each pair is rounded alone, all pairs weigh the same."""
+    """Return the metric without error feedback between pairs: each is rounded alone, and all have the same weight."""
     return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights), survivors=1)
 
 
 def without_tilt(metric: Metric) -> Metric:
-    """The same metric with norms that minimize the cost, whichever queries attend to a key."""
+    """Return the metric with norms that minimize the cost, whichever queries attend to a key."""
     if metric.tilt_mean is None:
         return metric
     return replace(metric, matrix=_float32(_with_ridge(metric.matrix.astype(np.float64))), tilt_mean=None)
 
 
 def _with_ridge(second: np.ndarray) -> np.ndarray:
-    """(K, D, D) → the same plus a multiple of I: `_RIDGE` of its mean diagonal."""
+    """Return second (K, D, D) plus a multiple of I: `_RIDGE` of its mean diagonal."""
     size = second.shape[-1]
     return second + _RIDGE * second.trace(axis1=1, axis2=2)[:, None, None] / size * np.eye(size)
 
 
 def _float32(x: np.ndarray) -> np.ndarray:
-    """x as a C-contiguous float32 array, which BLAS takes without a copy."""
+    """Return x as a C-contiguous float32 array, which BLAS takes without a copy."""
     return np.ascontiguousarray(x, np.float32)
 
 

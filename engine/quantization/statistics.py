@@ -22,9 +22,11 @@ _LEAST_VARIANCE = 1e-8
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """All arrays float32. "Weighted by attention" gives query i the weight w_i = Σ_t p_it (1 − p_it) over the keys t
-    after the first block: the sensitivity of its attention to errors of keys. Query statistics of a KV head are means
-    over the query heads that read it.
+    """Statistics of one layer. All arrays are float32.
+
+    "Weighted by attention" gives query i the weight w_i = Σ_t p_it (1 − p_it) over the keys t after the first block:
+    the sensitivity of its attention to errors of keys. Query statistics of a KV head are means over the query heads
+    that read it.
     """
 
     key_variance: np.ndarray  # (K, D) of keys around the mean of their block, without the first block
@@ -35,7 +37,7 @@ class LayerStatistics:
 
 
 def neutral(kv_heads: int, head_dim: int, block_size: int) -> LayerStatistics:
-    """Statistics without calibration: all channels have variance 1 and are uncorrelated, and so are tokens."""
+    """Return statistics without calibration: channels have variance 1; channels and tokens are uncorrelated."""
     ones = np.ones((kv_heads, head_dim), np.float32)
     return LayerStatistics(
         key_variance=ones,
@@ -62,11 +64,11 @@ def measure(
     block_size: int,
     parallel_map: Callable[[Callable[[int], Head], int], list[Head]],
 ) -> LayerStatistics:
-    """Statistics of q (T, H, D) and k (K, T, D) float32 under causal attention, in a sliding window where there is one.
+    """Return statistics of q (T, H, D) and k (K, T, D) float32 under causal attention, in a sliding window if given.
 
-    `parallel_map(work, count)` returns [work(0), …, work(count − 1)], as `Ops.parallel_map` does. Statistics of blocks
-    skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head in work; sums over tokens
-    are float64. FLOPs: O(H·T²·(D + N)). Raises ValueError if there are fewer tokens than in two blocks.
+    parallel_map(work, count): returns [work(0), …, work(count − 1)], as `Ops.parallel_map` does. Statistics of blocks
+    skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head at a time; sums over tokens
+    are float64. FLOPs: O(H·T²·(D + N)). Raises ValueError for fewer tokens than two blocks have.
     """
     kv_heads, count, dim = k.shape
     heads = q.shape[1]
@@ -86,7 +88,7 @@ def measure(
 
 
 def smoothing(statistics: LayerStatistics) -> np.ndarray:
-    """s (K, D) float32: keys are stored as k / s and queries multiplied by s, which leaves q·k unchanged.
+    """Return s (K, D) float32: keys are stored as k / s and queries multiplied by s, which leaves q·k unchanged.
 
     s = σ_k^¾ / σ_q^¼, equal for the two channels of a RoPE pair (j, j + D/2); geometric mean 1 for each head.
     """
@@ -96,16 +98,16 @@ def smoothing(statistics: LayerStatistics) -> np.ndarray:
 
 
 def _pair_variance(variance: np.ndarray) -> np.ndarray:
-    """(K, D) → (K, D) float64, positive: the mean over the two channels of each RoPE pair."""
+    """Return the mean over the two channels of each RoPE pair: variance (K, D) → (K, D) float64, positive."""
     halves = variance.astype(np.float64).reshape(len(variance), 2, -1)
     pairs = np.tile(halves.mean(axis=1), 2)
     mean = pairs.mean(axis=-1, keepdims=True)
     return np.maximum(pairs, np.where(mean > 0, _LEAST_VARIANCE * mean, 1))
 
 
-@np.errstate(invalid="ignore", over="ignore")  # in a thread of its own, where the caller's do not count
+@np.errstate(invalid="ignore", over="ignore")  # it runs in other threads, which do not inherit the caller's errstate
 def _measure_head(q: np.ndarray, k: np.ndarray, scale: float, hidden: np.ndarray, block_size: int) -> Head:
-    """Statistics of one head: q, k (T, D) float32, hidden (T, T) bool."""
+    """Return statistics of one head: q, k (T, D) float32, hidden (T, T) bool."""
     p = (q * np.float32(scale)) @ k.T
     np.copyto(p, -np.inf, where=hidden)
     p -= p.max(axis=1, keepdims=True)
@@ -129,13 +131,13 @@ def _measure_head(q: np.ndarray, k: np.ndarray, scale: float, hidden: np.ndarray
 
 
 def _hidden(count: int, window: int | None) -> np.ndarray:
-    """(T, T) bool: True where a query (row) does not attend to a key (column)."""
-    behind = np.arange(count)[:, None] - np.arange(count)
-    return behind < 0 if window is None else (behind < 0) | (behind >= window)
+    """Return (T, T) bool: True where a query (row) does not attend to a key (column)."""
+    distance = np.arange(count)[:, None] - np.arange(count)
+    return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
 def _block_variance(k: np.ndarray, block_size: int) -> np.ndarray:
-    """k (K, T, D) → (K, D) float64: mean square around the mean of each whole block but the first."""
+    """Return the mean square of k (K, T, D) around the mean of each complete block but the first: (K, D) float64."""
     kv_heads, count, dim = k.shape
     whole = k[:, block_size : count // block_size * block_size]
     blocks = whole.astype(np.float64).reshape(kv_heads, -1, block_size, dim)
@@ -143,7 +145,7 @@ def _block_variance(k: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def _by_lag(products: np.ndarray) -> np.ndarray:
-    """(N, N) → (N,) float32: the mean of each diagonal, from the main one up, over that of the main one.
+    """Return the means of the diagonals of products (N, N), from the main one up, over the first: (N,) float32.
 
     If few tokens have most of the attention, the Toeplitz matrix of these means may have negative eigenvalues; then all
     lags but 0 are scaled down until the least eigenvalue is 0.

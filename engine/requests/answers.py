@@ -1,11 +1,10 @@
 """The generated ids of recent answers, for clients that send an answer back as text.
 
-A text has many tokenizations, and a model need not generate the tokenizer's. Without its ids, a conversation that is
-sent back as text would differ from the stored tokens somewhere in its first answer, and miss the prefix cache. The ids
-are kept under a digest of the whole conversation that the answer ends: they stand in for the same text in the same
-conversation only, so the meaning of a prompt does not change. Session files hold the ids of their conversation's
-answers, so that it hits the prefix cache after a restart as well; and so do tiers, which are asked for answers that
-are not known.
+A text has many tokenizations, and a model need not generate the one that its tokenizer produces. A conversation sent
+back as text would then differ from the stored tokens within its first answer, and miss the prefix cache. So the ids are
+kept under a digest of the whole conversation that the answer ends. They replace only the same text in the same
+conversation, so the meaning of a prompt does not change. Session files and tiers keep the ids of answers, too, so that
+conversations hit the prefix cache after a restart. Tiers are queried for answers that are not in memory.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.forks import renew_in_children
 
-KEY_BYTES = 32  # of a digest
+KEY_BYTES = 32  # size of a digest
 
 _CAPACITY = 1 << 20  # tokens, 4 bytes each
-_ENTRY = 64  # memory of an entry without its ids, in tokens
+_ENTRY = 64  # overhead of an entry, in tokens
 
 Message = Mapping[str, Any]
-Known = Sequence[tuple[str, Sequence[int]]]  # (digest in hex of a conversation that ends with an answer, its ids)
+Known = Sequence[tuple[str, Sequence[int]]]  # (hex digest of a conversation that ends with an answer, the answer's ids)
 
 
 class Answers:
-    """The ids of recent answers, at most `_CAPACITY` tokens. May be shared by threads."""
+    """The ids of recent answers, at most `_CAPACITY` tokens. Thread-safe."""
 
     def __init__(self, model: Model, *, enabled: bool, tiers: Tiers | None = None):
         self._tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
@@ -53,7 +52,7 @@ class Answers:
         self._lock = Lock()
 
     def conversation(self, prompt: Prompt, salt: str = "") -> Conversation:
-        """The conversation that messages are, with what is known of its answers under this salt."""
+        """Return a prompt as a `Conversation`, with the ids of its answers that are known under this salt."""
         if not self._capacity or not is_chat(prompt) or not all(_is_known_form(message) for message in prompt):
             return Conversation(prompt, (), self)  # `prompt_ids` refuses malformed messages
         keys = tuple(_keys(prompt, salt))
@@ -63,7 +62,7 @@ class Answers:
         return Conversation(known, keys, self)
 
     def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
-        """Ask tiers for the answers in `messages` that are not known."""
+        """Fetch from the tiers the answers in `messages` that are not in memory."""
         if self._tiers is None:
             return
         pairs = [
@@ -84,27 +83,27 @@ class Answers:
         return message
 
     def keep(self, before: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of the answer to a conversation, unless they have control tokens, which no text becomes."""
+        """Keep the ids of the answer to the conversation `before`; none with control tokens, which no text becomes."""
         if self._control.isdisjoint(ids):
             text = text_of(self._tokenizer, ids)
             self.put(_key(before, {"role": "assistant", "content": text}), ids)
 
     def put(self, key: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of the answer that ends the conversation of this digest."""
+        """Keep the ids of the answer that ends the conversation with digest `key`."""
         self._put(key, ids)
         if self._tiers is not None:
             self._tiers.keep_answer(key, ids)
 
     def known(self, keys: Sequence[bytes]) -> Known:
-        """The known answers of a conversation."""
+        """Return the known answers of a conversation, given the digests of its messages."""
         each = [either for key in keys for either in (key, _reasoned(key))]
         with self._lock:
             return tuple((key.hex(), tuple(self._ids[key])) for key in each if key in self._ids)
 
     def restore(self, known: Known) -> None:
-        """Keep the answers of a session file, except those with ids that are not text of this model.
+        """Keep the answers of a session file, except those that contain control tokens or ids unknown to this model.
 
-        The file is trusted: whether the ids have the text of their conversation is not checked.
+        The file is trusted: it is not checked that the ids have the text of their conversation.
         """
         self._put_all((bytes.fromhex(key), ids) for key, ids in known)
 
@@ -129,27 +128,27 @@ class Conversation:
     """The messages of a request, each of which is hashed once."""
 
     prompt: Prompt
-    """With "token_ids" in each answer whose ids are known; "reasoned" where these begin with reasoning that is not in
-    the message. A prompt that is no messages as it was given."""
-    keys: Sequence[bytes]  # for each message, the digest of the conversation up to its end; none where none is kept
+    """The messages, with "token_ids" in each answer whose ids are known, and "reasoned" if these begin with reasoning
+    that the message lacks. A prompt of another kind is as it was given."""
+    keys: Sequence[bytes]  # digests of the conversation up to the end of each message; empty if answers are not kept
     _answers: Answers
 
     def keep(self, ids: Sequence[int]) -> None:
-        """Keep the ids of its answer."""
+        """Keep the ids of the answer to it."""
         if self.keys:
             self._answers.keep(self.keys[-1], ids)
 
     def keep_message(self, answer: Message, ids: Sequence[int], *, reasoned: bool) -> None:
-        """Keep the ids of its answer, which reads as the message `answer`.
+        """Keep the ids of the answer to it, which clients send back as the message `answer`.
 
-        reasoned: whether the ids begin with reasoning, which the message need not have.
+        reasoned: whether the ids begin with reasoning, which clients may leave out.
         """
         if self.keys:
             key = _key(self.keys[-1], answer)
             self._answers.put(_reasoned(key) if reasoned else key, ids)
 
     def known(self) -> Known:
-        """The known answers in it, for a session file."""
+        """Return the known answers in it, for a session file."""
         return self._answers.known(self.keys)
 
 
@@ -163,7 +162,7 @@ def _is_known_form(message: object) -> bool:
 
 
 def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
-    """For each message, the digest of the conversation up to and including it."""
+    """Yield, for each message, the digest of the conversation up to and including it."""
     begin = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest() if salt else b""
     return islice(accumulate(messages, _key, initial=begin), 1, None)
 
@@ -176,12 +175,12 @@ def _key(before: bytes, message: Message) -> bytes:
 
 
 def _reasoned(key: bytes) -> bytes:
-    """The digest for an answer whose ids begin with reasoning that its message does not have."""
+    """Return the digest under which an answer is kept whose ids begin with reasoning that its message lacks."""
     return hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"reasoned").digest()
 
 
 def _called(call: Any) -> Any:
-    """A call, however a client writes its arguments."""
+    """Return a canonical form of a tool call, which is the same however a client formats the arguments."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return str(call)

@@ -1,7 +1,7 @@
 """A second, smaller model that drafts: it generates the tokens that the engine's model verifies.
 
-Its K/V have a store of their own. What is stored of tokens that turned out wrong is forgotten before the next draft.
-These lie in the current block, since drafts end where the block of the engine's model ends.
+Its K/V are in a store of its own. The K/V of rejected tokens are discarded before the next draft. They are all in the
+current block, since a draft ends where the current block of the engine's model ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 class ModelDrafter:
     """Drafts the most likely tokens of one request, each by a step of the draft model.
 
-    None where that model's store has no room for the sequence.
+    A draft is empty if that model's store has no room for the sequence.
     """
 
     def __init__(self, model: Transformer, vocabulary: int) -> None:
@@ -54,8 +54,8 @@ class ModelDrafter:
         self._kv, self._stored = None, []
 
     def _common(self, ids: Sequence[int]) -> SequenceKV:
-        """The K/V of tokens that `ids` begins with, all but the last one at most; those of others are forgotten."""
-        stored, same = self._stored, max(0, len(self._stored) - MOST_DRAFTED)  # before these, nothing was drafted
+        """Return the K/V of the longest stored prefix of `ids[:-1]`, and discard those of other tokens."""
+        stored, same = self._stored, max(0, len(self._stored) - MOST_DRAFTED)  # earlier tokens were verified
         while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
             same += 1
         if self._kv is not None and same < len(stored):
@@ -69,7 +69,7 @@ class ModelDrafter:
         return self._kv
 
     def _compute(self, kv: SequenceKV, ids: Sequence[int]) -> Sampled:
-        """Compute the rows of tokens that follow those of `kv` → the token after them. Raises OutOfBlocks."""
+        """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
         if len(ids) > MOST_DRAFTED:
             self._prefill(kv, ids[:-1])
             ids = ids[-1:]
@@ -81,7 +81,7 @@ class ModelDrafter:
                 *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
                 self._store.commit(span)
             finally:
-                self._store.abort(span)  # nothing after a commit
+                self._store.abort(span)  # does nothing after a commit
             self._stored += now
             ids = ids[len(now) :]
         return sampled

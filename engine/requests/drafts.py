@@ -1,13 +1,14 @@
 """Drafted tokens: guesses at the next tokens of a request, which one step verifies together.
 
-A step computes the rows of the newest token and of the drafted ones, and each row draws the token after it as if all
-drafted tokens before it were right. As long as what is drawn is what was drafted, the next row counts as well. The
-answer is that of steps of one token: every row attends to what it would attend to there, and has the same draw.
+A step computes the rows of the newest token and of the drafted ones. Each row samples the token after it as if all
+drafted tokens before it were right, and rows are accepted up to the first that samples a token other than the drafted
+one. The answer equals that of steps of one token: each row attends to the same keys and values and uses the same random
+number as it would there.
 
-Whether a draft pays is a matter of two numbers. A step of more rows takes longer: `StepSeconds` has measured how long.
-And of a draft of d tokens, if each is right with probability p once those before it were, p + p² + … + p^d are right
-on average. `Drafts` estimates p from what was accepted, and drafts the number of tokens that makes the most tokens a
-second of the whole step, or none; then it tries the shortest draft again now and then.
+Whether a draft pays depends on how long a step of more rows takes, which `StepSeconds` measures, and on p, the
+probability that a drafted token is right if all those before it are. On average, p + p² + … + p^d tokens of a draft of
+d tokens are right. `Drafts` estimates p from the accepted tokens and chooses the length that gives the whole step the
+most tokens per second. While no length pays, it drafts nothing, and tries the shortest length from time to time.
 """
 
 from __future__ import annotations
@@ -25,47 +26,47 @@ from polarlm.engine.requests.draft_model import ModelDrafter
 
 NONE, DRAFT_MODEL = "none", "draft-simple"
 
-_RECENT = 5  # steps of the same rows, over which the median is taken
-_FIRST = 2  # steps of new rows that are compiled or recorded, and not counted
-_STALE = 512  # steps after which a median counts no longer: contexts grow, and requests end
-_ROW = 0.15  # what a row more adds to a step that was never measured, in steps of no row
-_DECAY = 0.8  # of what was accepted, from one verified draft to the next
-_MARGIN = 1.02  # how much faster a step with a draft must be
+_RECENT = 5  # latest steps with the same number of rows, whose median is taken
+_FIRST = 2  # first steps of a number of rows, which are compiled or recorded: they are not measured
+_STALE = 512  # steps after which a median expires: contexts grow, and requests end
+_ROW = 0.15  # time that each row adds to a step, relative to a step of no row; used until steps are measured
+_DECAY = 0.8  # factor on the counts of accepted tokens at each verified draft
+_MARGIN = 1.02  # least speed-up for which a draft is made
 _PAUSES = 8, 64  # tokens: the first pause of a drafter that does not pay, and the longest
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of one request. Called with all of its ids so far, which only grow."""
+    """Guesses the next tokens of one request. Each call gets all of the request's ids so far."""
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Up to `most` tokens that may follow `ids`."""
+        """Return up to `most` tokens that may follow `ids`."""
 
     def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether there may be a draft after the token that follows `ids`; a step does not begin before it then."""
+        """Whether a draft may follow the token that follows `ids`. If so, the next step waits for that token."""
 
     def release(self) -> None:
-        """Give up what the drafter holds besides memory of its own: the request ends, or waits."""
+        """Free blocks of shared stores: the request ends, or waits."""
 
 
 class PromptLookup:
-    """Drafts what came after the last place where the newest `size` tokens stood before, in the prompt or the answer.
+    """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence.
 
-    The index has the place after every run of `size` tokens, so that a new token costs the same however long the
-    sequence is. A draft that reaches the end of the sequence continues with itself, as a repetition would.
+    An index maps each n-gram of `size` tokens to the position after it, so that the cost of a new token does not depend
+    on the length of the sequence. A draft that reaches the end of the sequence repeats itself, as a loop would.
     """
 
     def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = ()) -> None:
-        """vocabulary: the number of ids. ids: the prompt, whose reading takes a loop over it."""
+        """vocabulary: the number of ids. ids: the prompt, which is indexed here."""
         self._size, self._vocabulary = size, vocabulary
         self._modulus = vocabulary**size
-        self._read = 0  # ids in the index
-        self._run = 0  # the newest ids, as digits of one number
-        self._places: dict[int, int] = {}  # a run of ids → the place after it
-        self._found: int | None = None  # the place after the last run that equals the newest ids
+        self._read = 0  # number of indexed ids
+        self._run = 0  # the newest n-gram: its ids are the digits of a number in base `vocabulary`
+        self._places: dict[int, int] = {}  # n-gram → the position after its latest occurrence
+        self._found: int | None = None  # the position after the previous occurrence of the newest n-gram
         self.read(ids)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Take the new ones of `ids` into the index."""
+        """Index the new ones of `ids`."""
         run, places, found = self._run, self._places, self._found
         for place in range(self._read, len(ids)):
             run = (run * self._vocabulary + ids[place]) % self._modulus
@@ -84,7 +85,7 @@ class PromptLookup:
         return given
 
     def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether the newest ids stood somewhere before: otherwise a repetition begins with the next one at best."""
+        """Whether the newest n-gram occurred before. If not, a repetition begins with the next token or later."""
         self.read(ids)
         return self._found is not None
 
@@ -93,19 +94,19 @@ class PromptLookup:
 
 
 class StepSeconds:
-    """How long steps take, by their number of rows: the median of the last ones.
+    """The seconds that a step takes by its number of rows: the median of recent steps.
 
-    Of rows that were not measured lately, it is a guess from the two that are closest in number.
+    For numbers of rows that were not measured recently, they are extrapolated from the two closest ones that were.
     """
 
     def __init__(self) -> None:
         self._count = 0
-        self._first: dict[int, int] = {}  # rows → steps so far, of those that are not counted
+        self._first: dict[int, int] = {}  # rows → steps so far that were not measured
         self._recent: dict[int, deque[float]] = {}
-        self._known: dict[int, tuple[float, int]] = {}  # rows → the median, and the number of the last step
+        self._known: dict[int, tuple[float, int]] = {}  # rows → the median, and the count of steps at its last update
 
     def record(self, rows: int, seconds: float) -> None:
-        """Record a step of that many rows, of all requests together."""
+        """Record a step of `rows` rows, those of all its requests."""
         self._count += 1
         if (first := self._first.get(rows, 0)) < _FIRST:
             self._first[rows] = first + 1
@@ -115,7 +116,7 @@ class StepSeconds:
         self._known[rows] = median(recent), self._count
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a step of `rows` rows; if none was measured, in steps of no row."""
+        """Return the seconds of a step of `rows` rows; while nothing is measured, in multiples of a step of no row."""
         known = self._lately(rows)
         if known is not None:
             return known
@@ -125,7 +126,7 @@ class StepSeconds:
         closest, *others = sorted(measured, key=lambda other: abs(other - rows))[:2]
         seconds = self._known[closest][0]
         row = (seconds - self._known[others[0]][0]) / (closest - others[0]) if others else 0.0
-        usual = seconds * _ROW / (1 + _ROW * closest)  # also where noise says that more rows take less
+        usual = seconds * _ROW / (1 + _ROW * closest)  # a lower bound: by noise, more rows may seem to take less time
         return seconds + (rows - closest) * max(row, usual)
 
     def _lately(self, rows: int) -> float | None:
@@ -134,10 +135,10 @@ class StepSeconds:
 
 
 class Batch:
-    """What is known of a step before a request drafts for it: its rows, and the tokens that it is expected to give."""
+    """A step that is being planned: its rows, and the tokens that it is expected to give, with the drafts so far."""
 
     def __init__(self, requests: int) -> None:
-        """A step of as many requests, one row each."""
+        """requests: their number; each has one row, and gives one token."""
         self.rows: int = requests
         self.tokens: float = requests
 
@@ -145,19 +146,19 @@ class Batch:
 class Drafts:
     """The drafts of one request. drafted, accepted: tokens so far.
 
-    A draft has one token fewer than one of `DRAFT_ROWS`, or `most`, but no fewer than `least`. A request begins as if
-    one of two tokens had been right, so that its first drafts are short. Where no length pays, drafts pause, and for
-    twice as many tokens each time; the shortest is tried after each pause, and again as long as all of it is right.
+    A draft has `most` tokens, or one fewer than a number in `DRAFT_ROWS`, but at least `least`. The estimate of p
+    starts at 1/2, so that first drafts are short. While no length pays, drafts pause, for twice as many tokens each
+    time. The shortest draft is tried after each pause, and again as long as all of it is right.
     """
 
     def __init__(self, drafter: Drafter, most: int, least: int, seconds: Callable[[int], float]) -> None:
-        """1 ≤ most; least ≤ most. seconds: of a step, by its rows."""
+        """1 ≤ most; least ≤ most. seconds: returns the time of a step, given its rows."""
         self._drafter, self._seconds = drafter, seconds
         self._lengths = sorted({rows - 1 for rows in DRAFT_ROWS if least <= rows - 1 <= most} | {most})
-        self._right, self._tried = 1.0, 2.0  # of tokens after right ones, which decay: those that were right, and all
+        self._right, self._tried = 1.0, 2.0  # decaying counts of drafted tokens after right ones: right ones, and all
         self._pause = _PAUSES[0]
-        self._resumes = 0  # tokens of the sequence with which drafts continue
-        self._before = Batch(1)  # the step of the last draft, without it
+        self._resumes = 0  # length of the sequence at which drafts resume
+        self._before = Batch(1)  # the step of the last draft, without that draft
         self.drafted = self.accepted = 0
 
     def is_ready(self, ids: Sequence[int]) -> bool:
@@ -165,7 +166,7 @@ class Drafts:
         return len(ids) + 1 >= self._resumes and self._drafter.is_ready(ids)
 
     def draft(self, ids: Sequence[int], room: int, batch: Batch) -> Sequence[int]:
-        """Tokens to verify after `ids`, at most `room`, in the step of `batch`, to which they are added."""
+        """Return tokens to verify after `ids` in the step `batch`, at most `room`, and add them to `batch`."""
         if len(ids) < self._resumes or room < self._lengths[0]:
             return ()
         likely = self._right / self._tried
@@ -180,7 +181,7 @@ class Drafts:
         return given[:length]
 
     def verified(self, ids: Sequence[int], drafted: int, accepted: int) -> None:
-        """Take note that of the last draft, of `drafted` tokens, the first `accepted` were right. ids: now."""
+        """Record that the first `accepted` of the last draft's `drafted` tokens were right. ids: those after it."""
         self.drafted += drafted
         self.accepted += accepted
         self._right = _DECAY * self._right + accepted
@@ -193,11 +194,11 @@ class Drafts:
             self._pause = min(2 * self._pause, _PAUSES[1])
 
     def release(self) -> None:
-        """Give up what the drafter holds: the request ends, or waits."""
+        """Free the drafter's blocks: the request ends, or waits."""
         self._drafter.release()
 
     def _best(self, room: int, batch: Batch, likely: float) -> int:
-        """The length that gives the most tokens a second of `batch`, which is without it; 0 if none pays."""
+        """Return the length of a draft with which `batch` gives the most tokens per second; 0 if none pays."""
         best, most = 0, _MARGIN * batch.tokens / self._seconds(batch.rows)
         for length in self._lengths:
             rate = (batch.tokens + _expected(length, likely)) / self._seconds(batch.rows + length)
@@ -207,12 +208,12 @@ class Drafts:
 
 
 def _expected(length: int, likely: float) -> float:
-    """How many tokens of a draft are right on average, if each is right that often after right ones."""
+    """Return how many tokens of a draft are right on average: each with probability `likely` after right ones."""
     return length if likely >= 1 else likely * (1 - likely**length) / (1 - likely)
 
 
 class Drafting:
-    """Makes the drafts of an engine's requests, which share what is known about the time of steps."""
+    """Makes the drafts of an engine's requests, which share the measured times of steps."""
 
     def __init__(self, config: EngineConfig, vocabulary: int, model: Transformer | None = None) -> None:
         """vocabulary: the number of ids. model: the draft model, if there is one."""
@@ -220,9 +221,9 @@ class Drafting:
         self.seconds = StepSeconds()
 
     def drafts(self, ids: Sequence[int], params: SamplingParams) -> Drafts | None:
-        """The drafts of a request with the prompt `ids`; None where it is to have none.
+        """Return the drafts of a request with the prompt `ids`; None if it has none.
 
-        Raises EngineError if it is to have those of a draft model, and there is none.
+        Raises EngineError if the request asks for a draft model and none is loaded.
         """
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
@@ -235,7 +236,7 @@ class Drafting:
         return Drafts(self.drafter(kind, ids), most, min(least, most), self.seconds)
 
     def drafter(self, kind: str, ids: Sequence[int]) -> Drafter:
-        """The drafter of a kind, for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
+        """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
         if kind != DRAFT_MODEL:
             return PromptLookup(self._config.spec_ngram_size_n, self._vocabulary, ids)
         if self._model is None:

@@ -1,4 +1,4 @@
-"""A FIFO lock for threads, which also knows what a fork does to the state it guards."""
+"""A FIFO lock for threads, which also tells a forked child whether the state that it guards is usable."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from polarlm.model_loaders.forks import renew_in_children
 class FairLock:
     """FIFO lock: threads acquire it in the order in which they asked for it.
 
-    A plain lock nearly always goes back to the thread that has just released it. A thread that takes it for every token
-    of a long answer would starve all others.
+    A plain lock is nearly always taken again by the thread that has just released it, so a thread that takes it for
+    every token of a long answer would starve the others.
     """
 
     def __init__(self, *, forkable: bool = True) -> None:
@@ -26,7 +26,7 @@ class FairLock:
         self._queue: deque[object] = deque()
         self.taken = False
         self._owner = 0  # the thread that holds the lock, while it is taken
-        self.lost = ""  # why this process cannot use the guarded state any more; empty if it can
+        self.lost = ""  # why this process cannot use the guarded state; empty if it can
         renew_in_children(self)
 
     def renew(self) -> None:
@@ -61,9 +61,9 @@ class FairLock:
 
     @contextmanager
     def hold_unless(self, ready: Any) -> Iterator[bool]:
-        """Hold the lock and yield True; or yield False without it, if `ready` is or becomes true before that.
+        """Hold the lock and yield True; if `ready` becomes true first, or is already, yield False without the lock.
 
-        `ready` is tested again each time that the lock changes hands.
+        `ready` is tested whenever the lock changes hands.
         """
         place, held = object(), False
         try:
@@ -85,7 +85,7 @@ class FairLock:
                     self._changed.notify_all()
 
     def if_free(self, work: Callable[[], None]) -> None:
-        """Call `work` if no thread holds the lock. Never waits for a holder, and may be called by the holder."""
+        """Call `work` if no thread holds the lock. Never waits for the holder, which may call it, too."""
         with self._changed:
             if not self.taken:
                 work()

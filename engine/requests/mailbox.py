@@ -13,7 +13,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Mailbox:
-    """Threads append to it; one coroutine of `loop` reads. Closing it cancels the request that it is for."""
+    """Threads append items; one coroutine of `loop` reads them. Closing the mailbox cancels its request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -23,21 +23,21 @@ class Mailbox:
         self._closed = False
 
     def append(self, item: Any, /) -> None:
-        """Append a chunk, a result, or an exception in its place. Never raises: that would end the engine's step."""
+        """Append a chunk, a result, or an exception. Never raises, since that would end the engine's step."""
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
         except RuntimeError:  # the loop is closed
             _LOG.debug("a chunk came after the event loop was closed")
 
     async def next(self) -> Any:
-        """The next item; raises it if it is an exception."""
+        """Return the next item; raise it if it is an exception."""
         item = await self._items.get()
         if isinstance(item, Exception):
             raise item
         return item
 
     def queued(self, ticket: Ticket) -> None:
-        """Note the engine's ticket; cancel the request if the mailbox is closed already."""
+        """Store the engine's ticket; cancel the request if the mailbox is closed already."""
         with self._lock:
             self._ticket, closed = ticket, self._closed
         if closed:
@@ -52,7 +52,7 @@ class Mailbox:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has been called: no coroutine waits any more."""
+        """Whether `close` was called: no coroutine waits any more."""
         with self._lock:
             return self._closed
 

@@ -1,4 +1,4 @@
-"""From a prompt, which is text, messages or ids, to checked token ids."""
+"""Turns a prompt, which is text, messages or ids, into checked token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 
-_MOST_CHARACTERS = 16  # per token of the context: a longer text has its least number of tokens checked first
+_MOST_CHARACTERS = 16  # per token of the context; of a longer text, a lower bound of its tokens is checked first
 
 
 def prompt_ids(
@@ -27,12 +27,11 @@ def prompt_ids(
     *,
     context: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt: of text, with BOS if the model has one; of messages; or the ids given, unchecked.
+    """Return the token ids of a prompt: of text, with BOS if the model has one; of messages; or given ids, unchecked.
 
-    Of a sequence of ids and texts, a text at the beginning gets BOS, and the others continue what comes before them.
-
-    Messages with "token_ids" become these. Raises EngineError for anything that is not a prompt, and for text that
-    cannot fit into `context`, before it is tokenized.
+    In a sequence of ids and texts, a text at the beginning gets BOS, and the others are tokenized as continuations. A
+    message with "token_ids" becomes these ids. Raises EngineError for anything that is not a prompt, and, before
+    tokenizing, for text that cannot fit into `context`.
     """
     tokenizer = model.tokenizer
     check = partial(_check_fits, model, context)
@@ -66,20 +65,20 @@ def prompt_ids(
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """A conversation, and its last message, which the answer begins with. Raises EngineError."""
+    """Return the messages before the last one, and the last one, which begins the answer. Raises EngineError."""
     *before, last = messages
     content = last.get("content") if isinstance(last, Mapping) and last.get("role") == "assistant" else None
     if not before or not isinstance(content, str):
         raise EngineError(
-            "Only a last message of the assistant's, with a text and another message before it, can be continued"
+            "Only a last message of the assistant can be continued: it needs text, and a message before it"
         )
     return before, last
 
 
 def _begun_ids(message: Mapping[str, Any], tokenizer: Tokenizer, check: Callable[[str], None]) -> list[int]:
-    """The ids of the beginning of an answer: those that it was generated as, or those of its text.
+    """Return the ids of the beginning of an answer: those that it was generated as, or else those of its text.
 
-    The text begins as an answer does, with the space that some tokenizers add.
+    Its text is tokenized as that of an answer, with the leading space that some tokenizers add.
     """
     if message.get("token_ids") is not None:
         ids = list(message["token_ids"])
@@ -89,7 +88,7 @@ def _begun_ids(message: Mapping[str, Any], tokenizer: Tokenizer, check: Callable
 
 
 def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions) -> str:
-    """Messages as the model's template writes them, with the prompt for an answer. Raises EngineError."""
+    """Return messages as the model's template renders them, with the generation prompt. Raises EngineError."""
     assert is_chat(prompt)
     messages, begun = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
     tools: dict[str, Any] = {}
@@ -130,7 +129,10 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
-    """`ids` as ints. Raises EngineError for none, for unknown ones, and for more than `context` less `room` tokens."""
+    """Return `ids` as ints. Raises EngineError if there are none, if one is unknown, or if they leave too little room.
+
+    context: the engine's, in tokens. room: tokens that must be left for the answer.
+    """
     known = model.vocabulary
     if len(ids) == 0:
         raise EngineError("The prompt is empty: give at least one token")

@@ -36,7 +36,7 @@ class Ticket:
     prompt_tokens: int
     cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
-    conversation: Conversation | None = None  # that the answer ends; None where it keeps none
+    conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
 
 
 @dataclass
@@ -45,13 +45,13 @@ class Prefill:
 
     span: Span
     units: Generator[int, None, Any]
-    reader: PromptReader | None = None  # of the prompt's hidden states
+    reader: PromptReader | None = None  # reads the prompt's hidden states
     rows: int = 0  # rows done, summed over layers
 
 
 @dataclass
 class Clock:
-    """Seconds of computing, per phase."""
+    """The compute time of each phase, in seconds."""
 
     prefill: float = 0.0
     generation: float = 0.0
@@ -83,7 +83,7 @@ class Request:
     outbox: Outbox
     options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
     wants_progress: bool = False
-    conversation: Conversation | None = None  # that the answer ends and is kept with
+    conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
     constraint: Constraint | None = None
     drafts: Drafts | None = None  # never with a constraint or DRY
     kv: SequenceKV | None = None
@@ -108,7 +108,7 @@ class Request:
         wants_progress: bool,
         constraint: Constraint | None = None,
     ) -> Request:
-        """A request for the continuation of `prompt`. Raises EngineError if it cannot be served."""
+        """Return a request to continue `prompt`. Raises EngineError if it cannot be served."""
         if options.pooling is not None and params.prompt_logprobs is not None:
             raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
         sampling = resolve(params, model.generation, model.vocabulary.stop)
@@ -150,19 +150,19 @@ class Request:
             self.cached = length
 
     def reproduces(self, length: int) -> bool:
-        """Whether a prefill that starts from a prefix hit of `length` repeats the first one, if there has been one.
+        """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
 
-        A prompt attends to its own tokens in full precision and to a prefix hit as codes. So a preempted request must
-        not find more of its prompt than it did at first.
+        A prompt attends to its own tokens in full precision and to a prefix hit as codes, so a preempted request must
+        not reuse more of its prompt than it did at first. Always true before the first token.
         """
         return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
     def span_end(self, start: int, block_size: int) -> int:
-        """The end of the next span, which starts at `start`.
+        """Return the end of the next span, which starts at `start`.
 
-        The first prefill has one span: the prompt after its prefix hit. A preempted request recomputes the spans that
-        it had: the prefix hit, the rest of the prompt, then generated tokens block by block, so that they attend to
-        the codes that the steps attended to.
+        The first prefill has one span: the prompt after its prefix hit. A preempted request recomputes its earlier
+        spans: the prefix hit, the rest of the prompt, then generated tokens block by block, so that they attend to the
+        codes that its steps attended to.
         """
         cached, prompt = self.cached or 0, len(self.sequence.prompt)
         if start < prompt:
@@ -175,7 +175,7 @@ class Request:
         return self.options.pooling is not None or self.params.prompt_logprobs is not None
 
     def reader(self) -> PromptReader | None:
-        """What reads the prompt's hidden states in its prefill; None for a later one, after preemption."""
+        """Return a reader of the prompt's hidden states; None if none is needed, or after the first token."""
         if not self.reads_prompt or self.sequence.generated:
             return None
         if self.options.pooling is not None:
@@ -190,7 +190,7 @@ class Request:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether the token of such a step can be drawn before the last one's token is known."""
+        """Whether the next step's token can be sampled, too, before this token is known."""
         return self.sampler.reach_ahead and self.begins_ahead
 
     @property
@@ -199,10 +199,10 @@ class Request:
         return self.drafts is not None and self.drafts.is_ready(self.sequence.ids)
 
     def draft(self, rows: int, batch: Batch) -> Sequence[int]:
-        """Tokens to verify in a step of `batch` that has room for so many rows of this request, the newest included."""
+        """Return drafted tokens to verify in the step `batch`. rows: the most for them and the newest token."""
         if self.drafts is None:
             return ()
-        left = self.sequence.max_tokens - self.sequence.generated  # the last one has no row
+        left = self.sequence.max_tokens - self.sequence.generated  # the final token needs no row
         return self.drafts.draft(self.sequence.ids, min(rows, left) - 1, batch)
 
     @property
@@ -213,8 +213,8 @@ class Request:
     def take(self, sampled: Sampled) -> None:
         """Append the sampled token and emit its text, finish the request, or fail it with a sampling error.
 
-        Tokens that have to follow, since the constraint allows no other, are taken as well: they cost no step, and the
-        next one computes their K/V together. With log-probabilities each has a step, which gives them.
+        Further tokens that the constraint forces are taken as well, without a step: the next step computes their K/V
+        together. With log-probabilities, each token has a step, which computes them.
         """
         if isinstance(sampled, EngineError):
             self.fail(sampled)
@@ -226,14 +226,14 @@ class Request:
         try:
             while not self.sequence.finished and (token := self.sampler.only_token()) is not None:
                 self._take(token)
-        except Exception as error:  # of the constraint; the other requests of the step continue
+        except Exception as error:  # raised by the constraint; the other requests of the step continue
             self.fail(error)
 
     def take_verified(self, drafted: Sequence[int], sampled: Iterable[Sampled]) -> int:
-        """Take the sampled tokens as far as drafted ones are right → the number of these whose K/V are kept.
+        """Take sampled tokens up to the first that was not drafted, and return how many drafted ones keep their K/V.
 
-        sampled: the token after the newest one, and those after the drafted ones. As in steps of one token, the last
-        one that is taken has no K/V.
+        sampled: the tokens after the newest one and after each drafted one. As in steps of one token, the last token
+        taken has no K/V yet.
         """
         assert self.drafts is not None
         right = 0
@@ -252,7 +252,7 @@ class Request:
             return
         self.clock.lap()  # usage counts the time of a step only if the step gives a token
         sequence.ids.append(token)
-        self.sampler.went_on()
+        self.sampler.advance()
         complete = False
         if self.constraint is not None:
             try:
@@ -270,11 +270,11 @@ class Request:
             self.outbox.append(chunk)
 
     def finish(self, reason: str, last: Chunk = _EMPTY) -> None:
-        """Emit the last chunk: `last` with the text that was held back, the finish reason and the usage."""
+        """Emit the last chunk: `last` with the held-back text, the finish reason and the usage."""
         text = last.text
         if not self._stop_filter.stopped:
             text += self._stop_filter.push(self.detokenizer.finish()) + self._stop_filter.finish()
-        if self.conversation and not self._stop_filter.stopped:  # a stop string cuts text that the ids still have
+        if self.conversation and not self._stop_filter.stopped:  # the ids have text that a stop string has cut off
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
@@ -282,7 +282,7 @@ class Request:
         self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage(), stopped_by=stopped_by))
 
     def fail(self, error: Exception) -> None:
-        """Fail the request: its reader gets the exception instead of a last chunk."""
+        """Fail the request: its outbox gets the exception instead of a last chunk."""
         if isinstance(error, MemoryError):
             error = EngineError("There is not enough memory to continue this request", "out_of_memory")
         self.damaged = isinstance(error, EngineError) and error.code == "model_damaged"
@@ -290,14 +290,14 @@ class Request:
         self.outbox.append(error)
 
     def damage(self, error: EngineError | None) -> None:
-        """Fail the request if its stored K/V are damaged; finished answers are unaffected."""
+        """Fail the request if its stored K/V are damaged; a finished answer stays valid, but its K/V are discarded."""
         if error is not None and self.sequence.finished:
             self.damaged = True
         elif error is not None:
             self.fail(error)
 
     def report_progress(self, layers: int) -> None:
-        """Emit the prefill's progress, unless a preempted request recomputes a prompt that it has begun to answer."""
+        """Emit the prefill's progress, unless the request was preempted after its first token."""
         assert self.prefill is not None
         if self.wants_progress and self.sequence.generated == 0:
             done = (self.cached or 0) + self.prefill.rows // layers

@@ -24,13 +24,13 @@ from polarlm.engine.storage.tiers.tiers import Tiers
 class StoredSequence:
     """A released sequence that the prefix cache can find."""
 
-    ids: tuple[int, ...] = ()  # of its stored tokens
+    ids: tuple[int, ...] = ()  # ids of its stored tokens
     bytes: int = 0
     salt: str = ""  # the cache salt that it is found with
 
 
 class Runner:
-    """All queued and running requests, and the unit of work that comes next. The caller holds the engine's lock."""
+    """Holds all queued and running requests and runs their units of work. The caller holds the engine's lock."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Runner:
         self._scheduler.submit(request.sequence)
 
     def run_unit(self) -> None:
-        """Run the next unit of work, if there is one. An error fails the requests of the unit and no other."""
+        """Run the next unit of work, if there is one. An error fails only the requests of that unit."""
         unit = self._scheduler.schedule(in_step=self._steps.has_begun)
         if unit is None:
             return
@@ -65,7 +65,7 @@ class Runner:
             if unit.is_prefill:
                 self._prefill(requests[0])
                 if self._scheduler.running:
-                    self._model.ops.wait()  # otherwise the device's time would be counted to the next step
+                    self._model.ops.wait()  # otherwise the next step would be charged for the device's time
             else:
                 self._steps.run(requests)
         except Exception as error:
@@ -83,11 +83,11 @@ class Runner:
 
     @staticmethod
     def _affected(requests: Sequence[Request], is_prefill: bool) -> list[Request]:
-        """Requests that an error in this unit fails. Finished and preempted ones are unaffected."""
+        """Return the requests that an error in this unit fails: all but the finished and the preempted ones."""
         return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 
     def status(self) -> Status:
-        """Counts of requests, blocks and threads."""
+        """Return counts of requests, blocks and threads."""
         allocators = [group.quantized for group in self._store.groups]
         size = sum(blocks.size for blocks in allocators)
         free, kept = sum(blocks.free for blocks in allocators), sum(blocks.kept for blocks in allocators)
@@ -108,7 +108,7 @@ class Runner:
         )
 
     def cache_stats(self) -> CacheStats:
-        """Memory of the newest sequence in the KV store."""
+        """Return the memory of the newest sequence in the KV store."""
         newest, shape = self.newest, self._store.shape
         return CacheStats(
             tokens=len(newest.ids),
@@ -119,7 +119,7 @@ class Runner:
         )
 
     def fail_all(self, error: Exception) -> None:
-        """Finish all requests with an error, except those that have finished or were cancelled."""
+        """Fail all requests that have not finished or been cancelled."""
         self.sweep()
         for request in self.requests.values():
             request.fail(error)
@@ -144,20 +144,20 @@ class Runner:
             return
         if request.damaged:
             self._prefixes.discard(kv)
-        elif request.options.pooling is not None:  # texts to be embedded are no beginnings of conversations
+        elif request.options.pooling is not None:  # no conversation continues an embedded text
             self._store.release(kv)
         else:
             self.release(request.sequence.ids, kv, request.options.cache_salt)
 
     def _preempt(self) -> bool:
-        """Take the blocks of the youngest request away, which waits; False if only one computes."""
+        """Preempt the youngest request: it gives up its blocks and waits. False if only one request computes."""
         youngest = self._scheduler.preempt()
         if youngest is not None:
             self._release(self.requests[youngest])
         return youngest is not None
 
     def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
-        """Release a sequence, whose tokens are the first of `ids`, to the prefix cache; it becomes the newest."""
+        """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`."""
         if kv.length:
             self.newest = StoredSequence(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         length, root, hashes = kv.length, kv.root, kv.hashes
@@ -172,7 +172,7 @@ class Runner:
         try:
             if request.kv is None:
                 if request.found is not None and request.found.put_back():
-                    return  # the next part of it in another unit
+                    return  # the next unit puts back the next part
                 request.kv = self._match_prefix(request)
                 request.record_prefix_hit(request.kv.length)
             if request.prefill is None and request.kv.length < request.sequence.computable:
@@ -187,14 +187,14 @@ class Runner:
                 request.finish("length")
             return
         self._scheduler.admit(request.sequence)
-        computable = request.sequence.computable  # tokens that come with the first one belong to steps
+        computable = request.sequence.computable  # read now: tokens that are forced after the first one belong to steps
         if request.prefill is not None:
             self._advance(request, request.prefill)
         if request.prefill is None and request.kv.length == computable:
             self._scheduler.prefilled(request.sequence)
 
     def _match_prefix(self, request: Request) -> SequenceKV:
-        """The longest stored prefix of a request's tokens from which it can continue. Raises OutOfBlocks."""
+        """Return the longest stored prefix of a request's tokens that it can continue from."""
         options = request.options
         ids = request.sequence.ids[:-1] if options.cache_prompt and not request.reads_prompt else ()
         kv = self._prefixes.match_prefix(ids, options.cache_salt)

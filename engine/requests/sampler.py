@@ -1,4 +1,4 @@
-"""How the next tokens of a request are drawn: its sampling parameters, random numbers, DRY and constraint."""
+"""Sampler inputs of a request's next tokens: its sampling parameters, random numbers, DRY and constraint."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes of a token's text; for a control token, those of its name."""
+    """Return the bytes of a token's text; for a control token, those of its name."""
     return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
 
 class Sampler:
-    """Samples the tokens of one sequence. Each token has a random number of its own, whether it needs one or not."""
+    """Makes the sampler inputs of one sequence. Each token uses one random number, whether it needs one or not."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Sampler:
         bans = {token: -math.inf for token in ends if token in vocabulary}
         self._sampling_without_ends = replace(sampling, logit_bias={**sampling.logit_bias, **bans})
         self._rng = np.random.default_rng(None if params.seed < 0 else params.seed)
-        self._numbers: deque[float] = deque()  # random ones of the next tokens, in order, that are drawn already
-        self._mask: np.ndarray | None = None  # of the next token, where `_has_mask`; None if all may come
+        self._numbers: deque[float] = deque()  # random numbers drawn in advance, for the next tokens in order
+        self._mask: np.ndarray | None = None  # the next token's, if `_has_mask`; None if all tokens are allowed
         self._has_mask = constraint is None
         self._dry: Dry | None = None
         if sampling.is_dry:
@@ -54,13 +54,13 @@ class Sampler:
 
     @property
     def reach_ahead(self) -> bool:
-        """Whether tokens can be sampled after others that are not in the sequence: not with a constraint or DRY."""
+        """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint or DRY."""
         return self._constraint is None and self._dry is None
 
     def next(self, after: Sequence[int] = ()) -> SamplerInput:
-        """How to draw the next token. Raises whatever the constraint raises.
+        """Return the sampler input of the next token. Raises whatever the constraint raises.
 
-        after: how to draw the one after these, which are drafted, or NEWEST for one that is not known yet.
+        after: tokens before it that are not in the sequence yet: drafted ones, or NEWEST for one that is not known.
         """
         window, beyond = self._params.repeat_last_n, len(after)
         recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
@@ -75,19 +75,19 @@ class Sampler:
 
     @property
     def none(self) -> SamplerInput:
-        """The draw of a row whose next token is known: its result says only whether the row's logits are finite."""
+        """The sampler input of a row whose next token is known: the result only says if the row's logits are finite."""
         return SamplerInput(_GREEDY, (), 0.0, self._vocabulary)
 
     def only_token(self) -> int | None:
-        """The next token where the constraint allows one only; None where a draw chooses it, or finds that none may."""
+        """Return the next token if the constraint allows only one; None if it must be sampled or none is allowed."""
         if self._constraint is None or self._params.logprobs is not None:
             return None
         mask = self._allowed()
         token = None if mask is None else only_token(mask, self._vocabulary)
         return None if token is None or self._sampling_after(0).logit_bias.get(token) == -math.inf else token
 
-    def went_on(self) -> None:
-        """Take note that the sequence has one more token, drawn or not."""
+    def advance(self) -> None:
+        """Advance by one token, which was appended to the sequence, sampled or not."""
         if self._numbers:
             self._numbers.popleft()
         else:
@@ -95,12 +95,12 @@ class Sampler:
         self._has_mask = self._constraint is None
 
     def _sampling_after(self, beyond: int) -> Sampling:
-        """That of the token after `beyond` more."""
+        """Return the parameters of the token after the next `beyond` ones."""
         may_end = self._sequence.generated + beyond >= self._params.min_tokens
         return self._sampling if may_end else self._sampling_without_ends
 
     def _allowed(self) -> np.ndarray | None:
-        """The constraint's mask of the next token, which it is asked for once; None if all may come."""
+        """Return the constraint's mask of the next token, (ceil(V / 32),) uint32; None if all tokens are allowed."""
         if not self._has_mask and self._constraint is not None:
             mask = self._constraint.allowed()
             self._mask, self._has_mask = None if mask is None else checked_mask(mask, self._vocabulary), True

@@ -1,16 +1,16 @@
-"""Scheduler: chooses the next unit of work, first come, first served. It knows ids, counts and states, no arrays.
+"""Scheduler: chooses the next unit of work, first come, first served. It handles ids, counts and states, no arrays.
 
     submit → waiting ─ admit ─▶ prefilling (one at a time) ─ prefilled ─▶ running ─ remove
                 ▲                    │                           │
                 └─────────────── requeue, preempt ───────────────┘
 
 Prefill and steps share seconds, not units: while both have work, prefill gets `prefill_share` of the time. Between two
-steps its budget is the median step's time in that proportion, times `_CATCH_UP`. From the budget is subtracted how much
-longer than the median the last step took, and how much longer the next one will take if it fills a block, which is
-encoded then: a slow step and a prefill do not add up. A unit that starts within the budget may exceed it.
+steps its budget is the median step's time in that proportion, times `_CATCH_UP`. Slow steps reduce the budget, so that
+delays do not add up: by the time that the last step took beyond the median, and by the time that the next one is going
+to take beyond it if it fills a block, which is then encoded. A unit that starts within the budget may exceed it.
 
 When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
-every sequence becomes the oldest at some time and finishes.
+every sequence becomes the oldest eventually, and finishes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-_RECENT = 8  # steps, over which the median is taken
+_RECENT = 8  # latest steps, whose median is taken
 _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
 
@@ -29,7 +29,7 @@ class TokenSequence:
     """The token ids of a prompt and of the answer so far."""
 
     prompt: tuple[int, ...]
-    max_tokens: int  # to generate
+    max_tokens: int  # most tokens to generate
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
     arrival: int = -1  # counts submissions
@@ -71,7 +71,7 @@ class Scheduler:
         self._waiting: list[TokenSequence] = []  # by arrival
         self._prefilling: TokenSequence | None = None
         self._running: list[TokenSequence] = []  # by arrival
-        self._out_of_room = False  # admit none before a sequence is removed
+        self._out_of_room = False  # admit no sequence until another is removed
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps
@@ -99,7 +99,7 @@ class Scheduler:
         return self._prefilling is not None or self._next_waiting() is not None
 
     def schedule(self, *, in_step: bool = False) -> Unit | None:
-        """The next unit of work; None if there is none. in_step: a step has begun, which comes before a prefill."""
+        """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill."""
         candidate = self._prefilling or self._next_waiting()
         if candidate is None or not self._running:  # prefill and steps do not compete
             self._prefill_ahead = 0.0
@@ -141,7 +141,7 @@ class Scheduler:
         return self._waiting[0]
 
     def admit(self, sequence: TokenSequence) -> None:
-        """Make a waiting sequence, which has its blocks now, the one that prefills; nothing if it does already."""
+        """Make a waiting sequence, which has its blocks now, the prefilling one. Does nothing if it is that already."""
         if self._prefilling is None:
             self._waiting.remove(sequence)
             self._prefilling = sequence
@@ -152,7 +152,7 @@ class Scheduler:
         bisect.insort(self._running, sequence, key=_arrival)
 
     def requeue(self, sequence: TokenSequence) -> bool:
-        """Let a sequence wait until another is removed and frees blocks. False if none runs that could free any."""
+        """Let a sequence wait until another is removed and frees blocks. False if no sequence runs."""
         if sequence is self._prefilling:
             self._prefilling = None
             bisect.insort(self._waiting, sequence, key=_arrival)
@@ -160,7 +160,7 @@ class Scheduler:
         return self._out_of_room
 
     def preempt(self) -> TokenSequence | None:
-        """Preempt and return the youngest sequence, which waits until another is removed; None if only one computes."""
+        """Preempt the youngest sequence and return it. It waits until another is removed. None if only one computes."""
         computing = [*self._running, *([self._prefilling] if self._prefilling else [])]
         if len(computing) < 2:
             return None

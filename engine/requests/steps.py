@@ -1,4 +1,4 @@
-"""Steps of all running requests: their rows begin, their tokens are taken, and the rows that count are kept."""
+"""Steps of all running requests: their rows are computed, their tokens taken, and the accepted rows kept."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from polarlm.engine.state.store import Span
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token.
+    """A step that has begun.
 
-    fetch: the token of each request; None while `logits` wait for sampler inputs, which need the last step's tokens.
-    known: requests whose next token is known already, and whose rows are only computed. drafted: the drafted tokens of
-    requests that have any; `sampled` are then those after each of their rows, from that of the newest token on.
+    requests: in row order. spans: the rows of each request that still takes part. fetch: the token of each request;
+    None while `logits` wait for sampler inputs, which need the last step's tokens. known: requests whose next token is
+    known: their rows are computed, but no token is taken. drafted: the drafted tokens of requests that have any.
+    sampled: for the same requests, the tokens sampled after the newest token and after each drafted one.
     """
 
     requests: Sequence[Request]
@@ -47,8 +48,8 @@ class Steps:
         preempt: Callable[[], bool],
         seconds: StepSeconds,
     ) -> None:
-        """preempt: takes the youngest request's blocks away; False if only one computes. seconds: gets those of steps
-        with requests that may draft."""
+        """preempt: preempts the youngest request; returns False if only one computes. seconds: records the times of
+        steps with requests that may draft."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._preempt, self._seconds = scheduler, preempt, seconds
         self._begun: _Step | None = None  # the step after the last one whose tokens were taken
@@ -65,11 +66,11 @@ class Steps:
             self._begun = self._begun if self._begun.spans else None
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Run a step: feed the newest token of each request, oldest request first, and take the next one.
+        """Run a step: compute the row of each request's newest token, oldest request first, and take the next token.
 
-        Drafted tokens that are right are taken with it. Where every request allows it, the step after that begins
-        first, with the tokens as they are on the device, so that it is computed while these are taken, and the masks of
-        constraints found. It is the next unit of work.
+        Drafted tokens that are right are taken with it. If every request allows it, the following step begins first,
+        from the tokens on the device, so that it is computed while tokens are taken and constraints compute their
+        masks. It is the next unit of work.
         """
         started = time.perf_counter()
         step, self._begun = self._begun or self._begin(requests), None
@@ -88,7 +89,7 @@ class Steps:
             self._prefixes.insert(span.sequence, request.sequence.ids)
         try:
             self._begun = self._begin_next(step, fetch, known)
-        finally:  # an error in the next step takes no token of this one
+        finally:  # an error in the next step must not lose the tokens of this one
             for request, token in zip(step.requests, fetch.wait(), strict=True):
                 result = found.get(request, token)
                 if request in step.drafted:
@@ -101,18 +102,18 @@ class Steps:
 
     @staticmethod
     def _take_verified(step: _Step, request: Request) -> int | None:
-        """Take what a step of drafted tokens gives a request → how many rows are kept; None for all of one without."""
+        """Take a request's verified tokens and return how many of its rows are kept; None for all, without a draft."""
         drafted = step.drafted.get(request)
         if drafted is None:
             return None
         return step.spans[request].count - len(drafted) + request.take_verified(drafted, step.sampled[request])
 
     def _begin(self, requests: Sequence[Request]) -> _Step | None:
-        """Begin a step of `requests`, except those that are preempted for it or fail; None if none is left."""
+        """Begin a step of `requests`, except those that fail or are preempted for it. Returns None if none is left."""
         spans: dict[Request, Span] = {}
         ids: list[int] = []
         sampler_inputs: list[SamplerInput] = []
-        ends: list[int] = []  # rows before the end of each span
+        ends: list[int] = []  # the end of each span, in rows of the step
         known: set[Request] = set()
         drafted: dict[Request, Sequence[int]] = {}
         batch = Batch(len(requests))
@@ -128,7 +129,7 @@ class Steps:
                     known.add(request)
                 try:
                     last = request.sampler.none if request in known else request.sampler.next()
-                except Exception as error:  # from the request's constraint
+                except Exception as error:  # raised by the request's constraint
                     self._store.abort(spans.pop(request))
                     request.fail(error)
                     continue
@@ -156,14 +157,14 @@ class Steps:
             raise
 
     def _draft(self, request: Request, batch: Batch) -> Sequence[int]:
-        """Tokens to verify after the newest one, as many as go into the current block with it."""
+        """Return drafted tokens to verify after the newest one, at most as many as fit into the current block."""
         if request.kv is None:  # it was preempted for this step
             return ()
         missing = len(request.sequence.ids) - request.kv.length
         return request.draft(self._store.rows_of_block(request.kv) - missing + 1, batch)
 
     def _sampler_input(self, step: _Step) -> tuple[Fetch, Collection[Request]]:
-        """Draw the tokens of a step whose rows have begun, and return the requests whose next token is known."""
+        """Begin to sample the tokens of a step whose rows have begun. Returns their fetch and the step's `known`."""
         sampler_inputs: list[SamplerInput] = []
         known: set[Request] = set()
         for request in step.requests:
@@ -173,20 +174,20 @@ class Steps:
             elif request in step.spans:
                 try:
                     sampler_input = request.sampler.next()
-                except Exception as error:  # from the request's constraint
+                except Exception as error:  # raised by the request's constraint
                     self._store.abort(step.spans.pop(request))
                     request.fail(error)
             sampler_inputs.append(sampler_input)
         return self._model.sample_ahead(step.logits, sampler_inputs), known
 
     def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
-        """Begin the step after `step`, whose tokens are not known yet; None where that has to wait for them."""
+        """Begin the step after `step`, whose tokens are not known yet. Returns None if it has to wait for them."""
         requests = step.requests
         if fetch.ids is None or known or self._scheduler.has_prefill:
             return None
         if any(request.may_draft for request in requests):
             return None
-        if not all(request.expects_more for request in requests):  # as none that has left the step does
+        if not all(request.expects_more for request in requests):  # those that have left the step do not
             return None
         spans: dict[Request, Span] = {}
         try:
@@ -200,16 +201,16 @@ class Steps:
         except BaseException as error:
             for span in spans.values():
                 self._store.abort(span)
-            if not isinstance(error, OutOfBlocks):  # then some request has to give up its blocks
+            if not isinstance(error, OutOfBlocks):  # `_begin` will preempt a request for it
                 raise
             return None
 
     def _open(self, request: Request, drafted: int) -> Span | None:
-        """A span of the newest token, for which younger requests may be preempted, and of `drafted` ones after it.
+        """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it.
 
-        With tokens before it that no step has computed: as many of all of them as go into a step and into the current
-        block, so that each attends to the codes that it would attend to in a step of its own. Without the drafted ones
-        where they need a block more. None if the request was preempted itself, or finishes because it runs alone and
+        The span ends with the current block at the latest, so that each token attends to the codes that it would attend
+        to in a step of its own. Younger requests may be preempted for it. Drafted tokens are left out instead if they
+        need another block. Returns None if the request itself was preempted, or finished because it runs alone and
         there is no room.
         """
         while request.kv is not None:

@@ -1,4 +1,4 @@
-"""What changes in the prefix cache, for routers: complete blocks that become findable, and those that no longer are."""
+"""Events of the prefix cache, for routers: a complete block has become findable, or is not findable any more."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class BlockStored(NamedTuple):
-    """A complete block of a group of layers can be found.
+    """A complete block of a group of layers has become findable.
 
-    key: the chained hash at its end, 16 bytes. before: the one before it; None for the first block. ids: its tokens.
+    key: the chained hash at its end, 16 bytes. before: that at its start; None for the first block. ids: its tokens.
     """
 
     group: int
@@ -19,7 +19,7 @@ class BlockStored(NamedTuple):
 
 
 class BlockRemoved(NamedTuple):
-    """A complete block of a group of layers can no longer be found."""
+    """A complete block of a group of layers is not findable any more."""
 
     group: int
     key: bytes

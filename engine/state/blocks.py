@@ -49,7 +49,7 @@ class BlockAllocator:
         return self._references[block]
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Ids of `count` blocks with one reference each. Raises OutOfBlocks and allocates none."""
+        """Allocate `count` blocks with one reference each and return their ids; all, or none and raise OutOfBlocks."""
         if count > len(self._free):
             raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} of {self.size} free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -60,7 +60,7 @@ class BlockAllocator:
         return taken
 
     def keep(self, block: int, forget: Callable[[], None]) -> None:
-        """Mark the contents of a held block as worth keeping; `forget` is called when the block is allocated again."""
+        """Keep the contents of a held block as long as possible. `forget` is called when it is allocated again."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is free and cannot be kept")
         self._kept[block] = forget

@@ -1,4 +1,4 @@
-"""Parses cache types: from the names in the settings to the codecs of each layer's keys and values."""
+"""Parses cache types, which settings name, into the codecs of each layer's keys and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(setting, types) for keys and for values: from cache_type_k and cache_type_v if given, else from cache_type.
+    """Return (setting, types) for keys and for values: of cache_type_k and cache_type_v if given, else of cache_type.
 
     Raises EngineError for a cache_type that is neither one type nor two.
     """
@@ -40,9 +40,9 @@ def _both(types: str) -> tuple[str, str]:
 
 
 def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[tuple[codecs.Codec, codecs.Codec]]:
-    """(codec of keys, codec of values) of every layer, by its head dim; None for layers whose codecs are not asked for.
+    """Return (codec of keys, codec of values) of every layer. head_dims: one per layer; None: its codecs are unchecked.
 
-    Raises EngineError that names the setting.
+    Raises an EngineError that names the setting.
     """
     sides = []
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
@@ -53,7 +53,7 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
 
 
 def check_names(config: EngineConfig) -> None:
-    """Check everything that needs no model. Raises EngineError that names the setting."""
+    """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
@@ -87,7 +87,7 @@ def _parse(setting: str, types: str, part: str) -> dict[str, str]:
 
 
 def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size: int) -> codecs.Codec:
-    """The codec called `name`, checked for the head dim unless that is None. Raises EngineError."""
+    """Return the codec called `name`, checked for the head dim unless that is None. Raises EngineError."""
     if name.split("+")[0] not in codecs.available():
         raise _unknown(setting, name)
     try:
@@ -102,7 +102,7 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 
 def _unknown(setting: str, name: str) -> EngineError:
-    """The error for an unknown type, or for a preset in place of a type."""
+    """Return the error for an unknown type, or for a preset where a type is needed."""
     types = ", ".join(codecs.available())
     if name in PRESETS:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
@@ -118,7 +118,7 @@ def _unknown(setting: str, name: str) -> EngineError:
 
 
 def _one_sided(setting: str, name: str, stored: str) -> str:
-    """The problem of a type that stores keys only, or values only (`stored`), and was given for the other."""
+    """Return what is wrong with a type that stores only keys or only values (`stored`) and was given for the others."""
     if setting != "cache_type":
         return f"it stores {stored} only; choose another type here"
     pair = f"{name}/f16" if stored == "keys" else f"f16/{name}"

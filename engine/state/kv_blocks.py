@@ -1,4 +1,4 @@
-"""K/V of the layers with one window and one shape of heads, in blocks: the state of attention."""
+"""The state of attention: K/V, in blocks, of the layers that share a window and a shape of heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KVBlocks(TableGroup):
         caches: Sequence[Cache],
         blocks: tuple[int, int],
     ):
-        """caches: of the layers. blocks: quantized ones, and slots in full precision."""
+        """caches: one per layer. blocks: the numbers of quantized blocks and of full-precision slots."""
         super().__init__(shape.block_size, window, *blocks)
         self.layers = layers
         self._ops, self._shape = ops, shape
@@ -50,7 +50,7 @@ class KVBlocks(TableGroup):
                 rows = start % self.block_size + count
                 buffers[heads] = self._ops.buffer(format, rows, as_slots=as_steps)
             growth.buffer = buffers[heads]
-        except BaseException:  # there is no memory for it
+        except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise
         return growth
@@ -102,14 +102,14 @@ class KVBlocks(TableGroup):
             self._ops.copy_full(cache, KVLocation(None, slot), KVLocation(buffer, number - base), tokens)
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """The first block of a sequence is never encoded and stays as it is."""
+        """Encode and decode the K/V in a growth's buffer, except a sequence's first block, which is never encoded."""
         if start >= self.block_size:
             with _damage_as_error():
                 tokens = start % self.block_size + count
                 self._ops.round_trip(self._caches[layer], KVLocation(growth.buffer, 0), tokens)
 
     def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> FilledBlocks | None:
-        """The blocks that steps have filled, for `encode`; each growth with the tokens that its sequence will have."""
+        """Return the blocks that steps have filled, for `encode`."""
         pairs = [pair for growth, length in growths for pair in self.filled(growth, length)]
         if not pairs:
             return None

@@ -1,4 +1,4 @@
-"""The size of the KV store: plans, and the largest one that fits. Allocates nothing."""
+"""Plans the size of the KV store, for a context or for the memory that there is. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class StorePlan:
         return self.shape.bytes(self.quantized_blocks, self.full_slots)
 
     def sequences(self, tokens: int) -> int:
-        """How many sequences of `tokens` the store certainly holds at a time, whatever order they are computed in."""
+        """Return how many sequences of `tokens` the store can always hold at once, in whatever order they grow."""
         needed = zip(self.quantized_blocks, self.shape.quantized_blocks(tokens), strict=True)
         slots = (self.full_slots - _SPARE_SLOTS) // 2
         return min([slots, *(blocks // each for blocks, each in needed if each)])
 
 
 def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
-    """The smallest store with quantized blocks for a sequence of `tokens`, and with full-precision slots for
+    """Return the smallest store that has quantized blocks for a sequence of `tokens`, and full-precision slots for
     `sequences` sequences that have `step_rows` rows each in a step.
     """
-    # Blocks that the rows of a step may lie in, the current block among them.
+    # Blocks that the rows of a step may touch, the current block included.
     touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
     slots = (1 + touched) * sequences + _SPARE_SLOTS
     return StorePlan(shape, tokens, shape.quantized_blocks(tokens), slots)
@@ -49,13 +49,13 @@ def plan_for_memory(
     memory: int,
     max_tokens: int,
     sequences: int,
-    beside: Callable[[int], int] = lambda tokens: 0,
+    other_bytes: Callable[[int], int] = lambda tokens: 0,
 ) -> StorePlan:
-    """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
+    """Return the store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
 
-    beside: tokens of a sequence → bytes of `memory` that other things need; must not fall. sequences: how many get
-    full-precision slots; fewer if these would take more than a quarter of `memory`. Raises EngineError
-    ("out_of_memory") if two blocks do not fit.
+    other_bytes: tokens of a sequence → bytes of `memory` that are needed for other things; must not decrease.
+    sequences: how many get full-precision slots; fewer if these would take more than a quarter of `memory`. Raises
+    EngineError ("out_of_memory") if two blocks do not fit.
     """
 
     def slots(sequences: int) -> int:
@@ -67,7 +67,7 @@ def plan_for_memory(
         return plan_for_tokens(shape, tokens, sequences)
 
     least = plan(min(max_tokens, 2 * shape.block_size))
-    left = memory - beside(least.tokens)
+    left = memory - other_bytes(least.tokens)
     if least.bytes > left:
         raise EngineError(
             f"{format_bytes(max(0, left))} for the KV store is too little for this model: the first blocks alone take "
@@ -78,7 +78,7 @@ def plan_for_memory(
     low, high = least.tokens, max(least.tokens, max_tokens)
     while low < high:
         middle = (low + high + 1) // 2
-        if plan(middle).bytes + beside(middle) <= memory:
+        if plan(middle).bytes + other_bytes(middle) <= memory:
             low = middle
         else:
             high = middle - 1
@@ -86,7 +86,7 @@ def plan_for_memory(
 
 
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
-    """Tokens, up to `max_tokens`, that an f16 cache would hold in the memory of `plan`."""
+    """Return how many tokens, up to `max_tokens`, an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
     layers = (
         replace(layer, codec_k=half, codec_v=half, mean_bits=0) if isinstance(layer, LayerShape) else layer
@@ -104,7 +104,7 @@ def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
 
 
 def parse_size(text: str, setting: str = "kv_memory") -> int:
-    """Bytes of "512M", "2G", "1.5GiB", "800000". Raises EngineError, which names the setting.
+    """Return the bytes of "512M", "2G", "1.5GiB" or "800000". Raises an EngineError that names the setting.
 
     >>> parse_size("1.5G")
     1610612736
@@ -123,7 +123,7 @@ def parse_size(text: str, setting: str = "kv_memory") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A size as text, in binary units.
+    """Return a size as text, in binary units.
 
     >>> format_bytes(1536), format_bytes(3 << 30)
     ('1.5 KiB', '3.0 GiB')

@@ -3,8 +3,8 @@
 The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
 of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
 cache salt, which separates equal prompts. A block can be found while a sequence holds it, and afterwards until the
-allocator reuses it, the block that has been free the longest first. Full-precision blocks (the first of a sequence and
-its current block) match in part as well: the tokens in common with a prompt are copied.
+allocator reuses it; the blocks that have been free the longest are reused first. Full-precision blocks (the first of
+a sequence and its current block) match in part as well: the tokens in common with a prompt are copied.
 
     kv = prefixes.match_prefix(ids, salt)   the longest stored prefix of `ids`
     prefixes.insert(kv, ids)                after every commit: makes complete blocks findable
@@ -40,7 +40,7 @@ class PrefixCache:
     """Finds the blocks of earlier and of running sequences. Unless `enabled`, it finds none."""
 
     def __init__(self, store: KVStore, identity: bytes = b"", *, enabled: bool = True):
-        """identity: describes everything but token ids that determines the stored K/V."""
+        """identity: describes everything that determines the stored K/V, except token ids."""
         self._store = store
         self._root = hashlib.blake2b(identity, digest_size=16).digest()
         self._enabled = enabled
@@ -49,20 +49,20 @@ class PrefixCache:
         self._watch: Watch | None = None
 
     def watch(self, watch: Watch) -> None:
-        """Call `watch` from now on for every complete block of a group that becomes findable, or no longer is.
+        """Call `watch` for every complete block of a group that becomes findable, or is not findable any more.
 
-        Blocks with a salt are only reported when they are removed. `watch`, under the engine's lock, must neither
-        wait nor raise.
+        Blocks with a salt are only reported when they are removed. `watch` is called under the engine's lock, and must
+        neither wait nor raise.
         """
         self._watch = watch
 
     def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
-        """`kv`, none of whose blocks is in the cache yet, with the root for `salt`."""
+        """Set the root for `salt` on `kv`, none of whose blocks is in the cache yet, and return `kv`."""
         kv.root = self._salted_root(salt)
         return kv
 
     def _salted_root(self, salt: str) -> bytes:
-        """The root for `salt`; empty without a salt, which means the cache's own root."""
+        """Return the root for `salt`; empty, which means the cache's own root, without a salt."""
         if not salt:
             return b""
         return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._root, digest_size=16).digest()
@@ -70,7 +70,7 @@ class PrefixCache:
     # -- adding and removing -----------------------------------------------------------------------------------
 
     def insert(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        """Add the complete blocks of a sequence, whose tokens are ids[:kv.length]."""
+        """Add the complete blocks of `kv`, whose tokens are ids[:kv.length], to the cache."""
         n, root = self._store.shape.block_size, kv.root or self._root
         while self._enabled and len(kv.hashes) < kv.length // n:
             number = len(kv.hashes)
@@ -100,7 +100,7 @@ class PrefixCache:
         self._store.release(kv)
 
     def discard(self, kv: SequenceKV) -> None:
-        """Release a sequence whose K/V are damaged, and remove every block from the cache that it may have shared."""
+        """Release a sequence whose K/V are damaged, and remove every block that it may have shared from the cache."""
         for before in (self._before(kv.root, ()), *kv.hashes):
             for entry in list(self._full.get(before, ())):
                 self._drop(entry)
@@ -112,7 +112,7 @@ class PrefixCache:
         self._store.release(kv)
 
     def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
-        """The hash before the next block."""
+        """Return the hash before the next block."""
         return hashes[-1] if hashes else root or self._root
 
     def _report_removed(self, group: int, key: bytes) -> None:
@@ -124,7 +124,7 @@ class PrefixCache:
             self._watch(BlockRemoved(group, _hash(entry.before, entry.ids)))
 
     def _add_quantized(self, key: bytes, blocks: Blocks) -> list[int]:
-        """Add a block; returns the groups that had none."""
+        """Add a quantized block, and return the groups that had none."""
         allocators = [group.quantized for group in self._store.groups]
         known = self._quantized.setdefault(key, [None] * len(blocks))
         added = _add(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
@@ -133,7 +133,7 @@ class PrefixCache:
         return added
 
     def add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> list[int]:
-        """Make slots that the caller holds findable, of a block with `ids`; returns the groups that had none."""
+        """Make the slots of a block with `ids`, which the caller holds, findable; return the groups that had none."""
         entries, ids = self._full.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:
@@ -175,7 +175,7 @@ class PrefixCache:
     # -- finding -----------------------------------------------------------------------------------------------
 
     def match_prefix(self, ids: Sequence[int], salt: str = "") -> SequenceKV:
-        """A sequence of the longest stored prefix of `ids`: complete blocks are shared, part of a block is copied.
+        """Return a sequence of the longest stored prefix of `ids`: complete blocks are shared, part of one is copied.
 
         salt: only K/V that were stored under the same salt are found. Costs the hashes of `ids`, and at most a copy of
         one block.
@@ -198,7 +198,7 @@ class PrefixCache:
         raise AssertionError("the empty prefix always matches")
 
     def hashes(self, ids: Sequence[int], salt: str = "") -> tuple[bytes, list[bytes]]:
-        """The hash before the first block of `ids`, and that of each complete block. Reads no state."""
+        """Return the hash before the first block of `ids`, and the hash of each complete block. Reads no state."""
         n, root = self._store.shape.block_size, self._salted_root(salt) or self._root
         hashes: list[bytes] = []
         for start in range(0, len(ids) - n + 1, n):
@@ -206,20 +206,20 @@ class PrefixCache:
         return root, hashes
 
     def quantized(self, key: bytes) -> Blocks:
-        """The quantized blocks that are stored under a hash."""
+        """Return the quantized blocks that are stored under a hash."""
         return list(self._quantized.get(key, ())) or [None] * len(self._store.groups)
 
     def full(self, before: bytes, ids: Sequence[int]) -> Blocks:
-        """The slots of the full-precision block with exactly `ids` after the hash `before`."""
+        """Return the slots of the full-precision block with exactly `ids` after the hash `before`."""
         found = (list(entry.slots) for entry in self._full.get(before, ()) if entry.ids == tuple(ids))
         return next(found, [None] * len(self._store.groups))
 
     def common(self, before: bytes, ids: Sequence[int]) -> int:
-        """How many of `ids`, which follow the hash `before`, a full-precision block has."""
+        """Return how many of `ids`, which follow the hash `before`, one full-precision block begins with."""
         return self._best_match(before, ids)[1]
 
     def _known(self, ids: Sequence[int], salt: str) -> tuple[list[bytes], list[Blocks]]:
-        """(hash, blocks) of every complete block of `ids`; without blocks if it is not stored."""
+        """Return the hashes of the complete blocks of `ids`, and their stored blocks, which are None if not stored."""
         if not self._enabled:
             return [], []
         root, hashes = self.hashes(ids, salt)
@@ -227,7 +227,7 @@ class PrefixCache:
         return hashes, [*first, *map(self.quantized, hashes[1:])]
 
     def _runs(self, known: Sequence[Blocks]) -> list[list[int]]:
-        """[i][group]: the length of the run of stored blocks that ends with block i − 1."""
+        """Return, as [i][group], the length of the run of stored blocks that ends with block i − 1."""
         runs = [[0] * len(self._store.groups)]
         for blocks in known:
             runs.append([0 if block is None else run + 1 for run, block in zip(runs[-1], blocks, strict=True)])
@@ -244,7 +244,7 @@ class PrefixCache:
         return SequenceKV(length, tables, hashes, root)
 
     def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
-        """The full-precision block after `before` with the longest common prefix with `ids`, and that length, < N."""
+        """Return the full-precision block after `before` that has the longest prefix of `ids`, and its length, < N."""
         entries = self._full.get(before, ()) if self._enabled else ()
         n, cuts = self._store.shape.block_size, all(group.can_cut for group in self._store.groups)
         whole = [entry for entry in entries if cuts or _common(entry.ids, ids[: n - 1]) == len(entry.ids)]
@@ -262,7 +262,7 @@ class PrefixCache:
         is_free = not any(allocator.references(slot) for allocator, slot in zip(full, slots, strict=True))
         for allocator, slot in zip(full, slots, strict=True):
             allocator.retain(slot)
-        if is_free and count == len(entry.ids):  # no other sequence can append to it, so no copy is needed
+        if is_free and count == len(entry.ids):  # no other sequence reads it, so no copy is needed
             self._drop(entry)
             _set_current_slots(kv, slots)
             return True
@@ -276,7 +276,7 @@ class PrefixCache:
         return copies is not None
 
     def _copies(self, slots: Sequence[int], count: int) -> list[int] | None:
-        """New slots, one per group, with the first `count` tokens of `slots`; None if no slot is free."""
+        """Return copies of `slots`, one per group, with their first `count` tokens; None if no slot is free."""
         full = [group.full for group in self._store.groups]
         copies = _allocate_each(full)
         if copies is None:
@@ -299,7 +299,7 @@ def _set_current_slots(kv: SequenceKV, slots: Sequence[int]) -> None:
 def _add(
     known: Blocks, blocks: Blocks, allocators: Sequence[BlockAllocator], forget: Callable[[int], Callable[[], None]]
 ) -> list[int]:
-    """Put `blocks` into `known` in place of None and of blocks that no sequence holds; returns where None was."""
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds, and return where None was."""
     added = []
     for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
         old = known[index]
@@ -315,7 +315,7 @@ def _add(
 
 
 def _allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
-    """A block of each allocator; None, and nothing allocated, if one has no free block."""
+    """Allocate a block of each allocator; return None, and allocate nothing, if one has no free block."""
     taken: list[int] = []
     try:
         for allocator in allocators:
@@ -332,7 +332,7 @@ def _hash(before: bytes, ids: Sequence[int]) -> bytes:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

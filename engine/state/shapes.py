@@ -1,4 +1,4 @@
-"""How layers store the state of sequences: shapes and bytes of their blocks, and of sequences. Allocates nothing."""
+"""Shapes and sizes of stored state: of the blocks of each layer, and of sequences. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ArraySpec(NamedTuple):
 
 
 class StateShape(Protocol):
-    """How one layer stores its state, in blocks of `block_size` tokens. LayerShape is that of K/V."""
+    """How one layer stores its state, in blocks of `block_size` tokens. That of K/V is LayerShape."""
 
     @property
     def group(self) -> Hashable:
@@ -36,30 +36,30 @@ class StateShape(Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many last tokens the next one sees in this state, itself included; None: all."""
+        """The number of tokens that a token sees, itself included; None: all before it."""
 
     @property
     def values(self) -> int:
-        """Numbers of a token."""
+        """The number of stored values per token."""
 
     def quantized_bytes(self, block_size: int) -> int:
-        """Bytes of a complete block as it is kept."""
+        """Return the bytes of a complete block as it is stored."""
 
     def full_bytes(self, block_size: int) -> int:
-        """Bytes of a full-precision slot."""
+        """Return the bytes of a full-precision slot."""
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
-        """The arrays of a complete block, as `LayerState.read_blocks` gives them. stored_as: see `Ops.stored_as`."""
+        """Return the arrays of a complete block in `LayerState.read_blocks`. stored_as: see `Ops.stored_as`."""
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
-        """The arrays of a full-precision block, as `LayerState.read_full` gives them."""
+        """Return the arrays of a full-precision block in `LayerState.read_full`."""
 
 
 class OwnShape(StateShape, Protocol):
-    """The shape of a state that is not K/V. (Those the store makes, whose encoding takes more.)"""
+    """The shape of a state that is not K/V. It makes the state itself; for K/V, which need codecs, the store does."""
 
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
-        """The state of `layers`, with so many quantized blocks and full-precision slots."""
+        """Return the state of `layers`. blocks: the numbers of quantized blocks and of full-precision slots."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LayerShape:
         return [ArraySpec(side, (self.kv_heads, tokens, self.head_dim), np.dtype(np.float16)) for side in "kv"]
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
-        """The format of a cache of this layer, for the ops."""
+        """Return the format of this layer's cache, for the ops."""
         return CacheFormat(
             codec_k=self.codec_k,
             codec_v=self.codec_v,
@@ -100,15 +100,15 @@ class LayerShape:
 
     @property
     def values(self) -> int:
-        """Numbers of a token: its key and its value of every KV head."""
+        """The number of values per token: a key and a value for every KV head."""
         return 2 * self.kv_heads * self.head_dim
 
     def quantized_bytes(self, block_size: int) -> int:
-        """Bytes of a quantized block: both codecs' fields and the means of keys."""
+        """Return the bytes of a quantized block: both codecs' fields and the means of keys."""
         return transfer.nbytes(self.format(block_size), transfer.FIELDS)
 
     def full_bytes(self, block_size: int) -> int:
-        """Bytes of a slot of halves."""
+        """Return the bytes of a slot, in half precision."""
         return 2 * block_size * self.values
 
 
@@ -123,12 +123,12 @@ class CacheShape:
     stored: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
 
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
-        """The format of a layer with K/V, for the ops."""
+        """Return the format of the cache of a layer with K/V, for the ops."""
         return self.kv_layers[layer].format(self.block_size, metric_k, metric_v)
 
     @property
     def widest(self) -> CacheFormat:
-        """The format of a layer with the most numbers of K/V."""
+        """The format of a layer with the most K/V values per token."""
         return self.format(max(self.kv_layers, key=lambda layer: self.kv_layers[layer].values))
 
     @cached_property
@@ -138,14 +138,14 @@ class CacheShape:
 
     @cached_property
     def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """(window, its layers) of each group, whose layers share block tables, and have heads of one shape."""
+        """(window, layers) of each group. The layers of a group share block tables and have heads of one shape."""
         members: dict[Hashable, list[int]] = {}
         for index, layer in enumerate(self.layers):
             members.setdefault(layer.group, []).append(index)
         return tuple((self.layers[layers[0]].window, tuple(layers)) for layers in members.values())
 
     def quantized_bytes(self, layers: Iterable[int]) -> int:
-        """Bytes of a quantized block of these layers."""
+        """Return the bytes of a quantized block, summed over `layers`."""
         stored, own = self.stored, self._quantized_bytes
         return sum(stored[layer][0] if layer in stored else own[layer] for layer in layers)
 
@@ -154,7 +154,7 @@ class CacheShape:
         return tuple(layer.quantized_bytes(self.block_size) for layer in self.layers)
 
     def full_bytes(self, layers: Iterable[int]) -> int:
-        """Bytes of a full-precision slot of these layers."""
+        """Return the bytes of a full-precision slot, summed over `layers`."""
         stored, n = self.stored, self.block_size
         return sum(stored[layer][1] if layer in stored else self.layers[layer].full_bytes(n) for layer in layers)
 
@@ -169,7 +169,7 @@ class CacheShape:
         return self.quantized_bytes(range(len(self.layers))) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes of a sequence of `tokens`: its quantized blocks, and the slots of its sink and current block.
+        """Return the bytes of a sequence of `tokens`: of its quantized blocks, its sink and its current block.
 
         Blocks outside a layer's window are not counted.
         """
@@ -179,15 +179,15 @@ class CacheShape:
         )
 
     def f16_bytes(self, tokens: int) -> int:
-        """Bytes of the same blocks if all of them were in half precision.
+        """Return the bytes of the same blocks if all of them were in half precision.
 
-        Whole blocks, as in `sequence_bytes`: one that is being filled has its whole memory in both. So what a codec
-        saves shows from the first quantized block on, and nothing else counts as saved or lost.
+        As in `sequence_bytes`, the block that is being filled counts as a whole, so the difference between the two is
+        what the codecs save.
         """
         return sum((quantized + full) * self.full_bytes(layers) for layers, quantized, full in self._blocks(tokens))
 
     def _blocks(self, tokens: int) -> Iterator[tuple[Sequence[int], int, int]]:
-        """Of a sequence of `tokens`: (layers of a group, its quantized blocks, those in full precision)."""
+        """Yield, for each group, (layers, quantized blocks, full-precision blocks) of a sequence of `tokens`."""
         complete, rest = divmod(tokens, self.block_size)
         for window, layers in self.groups:
             first = 0 if window is None else max(0, tokens - window + 1) // self.block_size  # first visible block
@@ -200,9 +200,9 @@ class CacheShape:
         return 8 * sum(self._quantized_bytes) / values
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Quantized blocks that a sequence of `tokens` needs, per group. Block 0 is never quantized.
+        """Return how many quantized blocks a sequence of `tokens` needs, per group. Block 0 is never quantized.
 
-        A window needs its blocks twice: a prompt's first tokens see the old ones while its last ones are encoded.
+        A window needs its blocks twice: a prompt's first tokens see old blocks while its last ones are encoded.
         """
         complete = max(0, tokens // self.block_size - 1)
         return tuple(
@@ -211,7 +211,7 @@ class CacheShape:
         )
 
     def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
-        """Bytes of a store with `quantized_blocks` per group, and `full_slots` in every group."""
+        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` in every group."""
         return sum(
             quantized * self.quantized_bytes(layers) + full_slots * self.full_bytes(layers)
             for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)

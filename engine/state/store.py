@@ -1,6 +1,6 @@
-"""The KV store: the K/V of all sequences, in blocks, and when these are encoded.
+"""The KV store: holds the K/V of all sequences in blocks, and encodes them.
 
-A sequence is cut into blocks of N tokens. Its first block (the sink) and the block that is being filled (the current
+A sequence is split into blocks of N tokens. Its first block (the sink) and the block that is being filled (the current
 block) stay in full precision, in *full-precision slots*; every complete block between them is encoded. New tokens enter
 the store through a `Span`. The span of a prompt has a buffer for the new K/V of one layer, until that layer is sealed:
 
@@ -9,8 +9,8 @@ the store through a `Span`. The span of a prompt has a buffer for the new K/V of
         store.seal(layer, span)             encodes complete blocks and copies the rest to the current block
     store.commit(span)                      the sequence is `count` tokens longer       (or store.abort(span))
 
-The rows of a step are appended to the slots of their blocks. They stay in full precision until it is known how many of
-them are kept:
+The rows of a step are appended to the slots of their blocks. They stay in full precision until the number of rows to
+keep is known:
 
     span = store.open_step(sequence, count)
     for every layer:                        append and attend
@@ -61,8 +61,8 @@ class SequenceKV:
 class Span:
     """`count` new tokens of a sequence, from position `start`.
 
-    growth: the reserved blocks, for each group; empty after commit or abort. is_step: whether its rows are those of a
-    step. round_trip: whether attention reads the span's K/V as `KVStore.round_trip` leaves them.
+    growth: the reserved blocks, for each group; empty after commit or abort. is_step: whether the rows are those of a
+    step. round_trip: whether attention reads the span's K/V encoded and decoded, as `KVStore.round_trip` leaves them.
     """
 
     sequence: SequenceKV
@@ -74,7 +74,7 @@ class Span:
 
 
 def positions(spans: Sequence[Span]) -> np.ndarray:
-    """The positions of all rows of `spans`, (T,) int64."""
+    """Return the positions of all rows of `spans`, (T,) int64."""
     counts = [span.count for span in spans]
     if sum(counts) == len(spans):  # as in most steps
         return np.array([span.start for span in spans])
@@ -83,7 +83,7 @@ def positions(spans: Sequence[Span]) -> np.ndarray:
 
 
 class _Step(NamedTuple):
-    """A span of a step, its number among those of the step, and the tokens that its sequence will have."""
+    """A span to commit, its index among the spans, and the length that its sequence will have."""
 
     number: int
     span: Span
@@ -117,11 +117,11 @@ class KVStore:
             self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks))
 
     def cache(self, layer: int) -> Cache:
-        """The cache of one layer, for the ops."""
+        """Return the cache of one layer, for the ops."""
         return self.groups[self._group_of[layer]].cache(layer)
 
     def in_numpy(self) -> list[str]:
-        """What NumPy computes for want of compiled kernels, and why: a clause for each reason, with its layers."""
+        """Return what NumPy computes where kernels are missing: a clause for each reason, with its layers."""
         layers: dict[tuple[str, str], list[int]] = {}
         for layer in self.shape.kv_layers:
             for reason in self.ops.in_numpy(self.cache(layer)).items():
@@ -133,13 +133,13 @@ class KVStore:
         ]
 
     def group_of(self, layer: int) -> int:
-        """The number of a layer's group, whose layers share block tables."""
+        """Return the number of a layer's group. The layers of a group share block tables."""
         return self._group_of[layer]
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceKV:
-        """An empty sequence."""
+        """Return an empty sequence."""
         return SequenceKV(0, [BlockTable() for _ in self.groups])
 
     def release(self, sequence: SequenceKV) -> None:
@@ -151,10 +151,10 @@ class KVStore:
     # -- growing a sequence ------------------------------------------------------------------------------------
 
     def open(self, sequence: SequenceKV, count: int, *, round_trip: bool = False, as_steps: bool = False) -> Span:
-        """A span for `count` more tokens of a prompt. Raises OutOfBlocks and changes nothing.
+        """Open a span of `count` more tokens of a prompt. If it raises OutOfBlocks, nothing has changed.
 
-        round_trip: see `Span`; the new tokens must not reach beyond the current block then. as_steps: keep the new K/V
-        in the precision of slots, as steps do.
+        round_trip: see `Span`; the new tokens must then fit into the current block. as_steps: keep the new K/V in the
+        precision of slots, as steps do.
         """
         start = sequence.length
         buffers: Buffers = {}
@@ -164,24 +164,24 @@ class KVStore:
         return Span(sequence, start, count, growth, round_trip=round_trip)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
-        """A span for `count` ≤ STEP_ROWS rows of a step. Raises OutOfBlocks and changes nothing."""
+        """Open a span of `count` ≤ STEP_ROWS rows of a step. If it raises OutOfBlocks, nothing has changed."""
         assert 1 <= count <= STEP_ROWS
         growth = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
         return Span(sequence, sequence.length, count, growth, is_step=True)
 
     def rows_of_block(self, sequence: SequenceKV) -> int:
-        """The most rows of a step whose tokens go to the current block: behind it, rows attend to its codes."""
+        """Return the most rows of a step that fit into the current block: later rows must attend to its codes."""
         block = self.shape.block_size
         return min(block - sequence.length % block, STEP_ROWS)
 
     def first_of_block(self, sequence: SequenceKV) -> int:
-        """The position of the first token in the current block; of the next token if that block is still empty."""
+        """Return the position of the current block's first token, which is the next token if the block is empty."""
         return sequence.length // self.shape.block_size * self.shape.block_size
 
     def truncate(self, sequence: SequenceKV, length: int) -> None:
-        """Forget the tokens from position `length` on, which lie in the current block.
+        """Discard the tokens from position `length` on, which must be in the current block.
 
-        A block that has left a window stays away, though a token that is not forgotten may see it.
+        Blocks that have left a window are not restored, even if the next token's window includes them again.
         """
         assert self.first_of_block(sequence) <= length <= sequence.length
         sequence.length = length
@@ -198,7 +198,7 @@ class KVStore:
         return growth
 
     def spans(self, spans: Sequence[Span], rows: slice) -> list[Spans]:
-        """The parts of `spans` that lie in `rows` of all their rows, for the ops: one value for each group."""
+        """Return the parts of `spans` that are in `rows` of all their rows, for the ops: one value for each group."""
         cuts, end = [], 0
         for span in spans:
             begin, end = end, end + span.count  # the span's rows
@@ -208,17 +208,17 @@ class KVStore:
         return [group.spans([self.view(group.layers[0], *cut) for cut in cuts]) for group in self.groups]
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
-        """`rows` of `span`, which start at `position`, as a layer and all others of its group see them."""
+        """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
         group, table, growth = self._of(layer, span)
         return group.view(layer, table, growth, span.start, rows, position)
 
     def begin_layer(self, layer: int, span: Span) -> None:
-        """Make the span of a prompt ready for a layer's rows."""
+        """Prepare the span of a prompt for a layer's rows."""
         group, table, growth = self._of(layer, span)
         group.begin_layer(layer, table, growth, span.start)
 
     def seal(self, layer: int, span: Span) -> None:
-        """Keep what a layer of a prompt has appended, which must be all of it: complete blocks are encoded.
+        """Keep the K/V of a prompt's layer, whose rows have all been appended: complete blocks are encoded.
 
         Raises EngineError ("model_damaged") if a complete block holds NaN or infinity and the device detects it.
         """
@@ -226,7 +226,7 @@ class KVStore:
         group.seal(layer, growth, span.start, span.count)
 
     def round_trip(self, layer: int, span: Span) -> None:
-        """Replace the K/V that a sealed span attends to by what they are after encoding and decoding.
+        """Encode and decode, in place, the K/V that a sealed span attends to.
 
         Raises EngineError as `seal` does.
         """
@@ -234,21 +234,21 @@ class KVStore:
         group.round_trip(layer, growth, span.start, span.count)
 
     def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
-        """The group of a layer, and what a span has there."""
+        """Return the group of a layer, and the block table and growth of a span there."""
         index = self._group_of[layer]
         return self.groups[index], span.sequence.tables[index], span.growth[index]
 
     def commit(self, span: Span, kept: int | None = None) -> None:
-        """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and forget the others.
+        """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and discard the others.
 
         Encodes the blocks that a step has filled. Raises EngineError ("model_damaged") if one of them holds NaN or
-        infinity and the device detects it; the tokens are kept all the same.
+        infinity and the device detects it; the tokens are kept nevertheless.
         """
         for error in self.commit_steps([span], [kept]).values():
             raise error
 
     def commit_steps(self, spans: Sequence[Span], kept: Sequence[int | None] | None = None) -> dict[int, EngineError]:
-        """`commit` for many spans, whose blocks are encoded together → errors of damaged blocks, by the span's number.
+        """Commit many spans, encoding their blocks together, and return errors of damaged blocks by the span's index.
 
         Codes are written before any table changes, so that all spans can be aborted after an exception.
         """
@@ -267,7 +267,7 @@ class KVStore:
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
-        """Encode the blocks that steps have filled, all at once → errors as for `commit_steps`."""
+        """Encode the blocks that steps have filled, all at once, and return errors as `commit_steps` does."""
         found = (
             group.filled_blocks([(step.span.growth[index], step.length) for step in steps])
             for index, group in enumerate(self.groups)
@@ -284,7 +284,7 @@ class KVStore:
         return {}
 
     def abort(self, span: Span) -> None:
-        """Forget an open span; its sequence is as it was. Does nothing after `commit`."""
+        """Discard an open span; its sequence is as it was before. Does nothing after `commit`."""
         growth, span.growth = span.growth, []
         for group, grown in zip(self.groups, growth, strict=False):
             group.abort(grown)
@@ -292,12 +292,12 @@ class KVStore:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def bytes_held(self, sequence: SequenceKV) -> int:
-        """Bytes of the blocks and slots that a sequence holds, shared ones included."""
+        """Return the bytes of the blocks and slots that a sequence holds, shared ones included."""
         return sum(group.bytes(table) for group, table in zip(self.groups, sequence.tables, strict=True))
 
 
 def _in_words(layers: Sequence[int], count: int) -> str:
-    """Some of a model's `count` layers, in ascending order."""
+    """Return the name of `layers`, in ascending order, of a model with `count` layers, such as "layers 0 to 3, 7"."""
     if len(layers) == count:
         return "all layers"
     runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]

@@ -1,8 +1,8 @@
-"""Block tables: from the number of a block in its sequence to its id. Integers only; the arrays are the store's.
+"""Block tables map the number of a block in its sequence to its id. Integers only; the arrays are the store's.
 
 Blocks are numbered from the start of a sequence. Block 0 becomes the *sink*, and the block being filled is the *current
-block*; both are in full-precision slots. Complete blocks between them are quantized. A sequence grows by `grow`, or
-`grow_in_place` for a step (reserve), then `commit` or `abort`.
+block*; both are in full-precision slots. Complete blocks between them are quantized. To grow a sequence, `grow` (for a
+prompt) or `grow_in_place` (for a step) reserves blocks, and `commit` or `abort` follows.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class BlockTable:
     current: int | None = None  # full-precision slot, held while the current block has tokens
 
     def block(self, number: int) -> int | None:
-        """The id of the complete block `number` ≥ 1; None if it left the window."""
+        """Return the id of the complete block `number` ≥ 1; None if it has left the window."""
         index = number - 1 - self.dropped
         return self.quantized[index] if index >= 0 else None
 
 
 @dataclass
 class Growth:
-    """What is reserved for new tokens of one block table: blocks and slots, number of a block → id.
+    """The blocks and slots that are reserved for new tokens of one block table: number of a block → id.
 
-    buffer: the K/V of a prompt's layer, from the start of the current block on; None for a step, whose rows go to the
-    slots of their blocks.
+    buffer: the K/V of a prompt's layer, from the start of the current block on; None for a step, whose rows are written
+    to the slots of their blocks.
     """
 
     slots: dict[int, int]  # full-precision slots; for a current block that has tokens, the slot that the table holds
-    quantized: dict[int, int]  # quantized blocks for those that become complete and that a later token sees
+    quantized: dict[int, int]  # quantized blocks, for the blocks that become complete and that later tokens see
     new_slots: list[int]  # the slots that were allocated for this growth
     buffer: Any = None
 
@@ -53,13 +53,13 @@ class TableGroup:
         self.full = BlockAllocator(full)
 
     def oldest_visible(self, length: int) -> int:
-        """The first position that the token after `length` tokens, or a later one, can see."""
+        """Return the first position that the token after `length` tokens, or a later one, can see."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def grow(self, table: BlockTable, start: int, count: int) -> Growth:
         """Reserve blocks for a prompt's `count` tokens from position `start`, all of which will be kept.
 
-        Raises OutOfBlocks and changes nothing.
+        If it raises OutOfBlocks, nothing has changed.
         """
         n = self.block_size
         end = start + count
@@ -67,16 +67,16 @@ class TableGroup:
         oldest = self.oldest_visible(end)
         kept = [0] if first == 0 and complete > 0 and oldest < n else []
         kept += [complete] if rest else []
-        # The current block's slot stays with its block. Tokens that complete this block leave the slot unchanged until
-        # commit, so that an abort loses nothing.
+        # The current block keeps its slot. Tokens that complete the block leave the slot unchanged until commit, so
+        # that an abort loses nothing.
         own = table.current if first in kept else None
         return self._reserve(range(max(1, first, oldest // n), complete), kept, own)
 
     def grow_in_place(self, table: BlockTable, start: int, count: int) -> Growth:
         """Reserve blocks for the `count` rows of a step from position `start`, any number of which may be kept.
 
-        These are slots for all blocks that the rows touch, and quantized blocks for those that they may fill. Raises
-        OutOfBlocks and changes nothing.
+        They are slots for all blocks that the rows touch, and quantized blocks for those that the rows may fill. If it
+        raises OutOfBlocks, nothing has changed.
         """
         n = self.block_size
         first, complete, last = start // n, (start + count) // n, (start + count - 1) // n
@@ -84,8 +84,8 @@ class TableGroup:
         return self._reserve(quantized, range(first, last + 1), table.current)
 
     def _reserve(self, quantized: Sequence[int], kept: Sequence[int], own: int | None) -> Growth:
-        """Allocate blocks for the numbers `quantized` and slots for the numbers `kept`; the first of these gets the
-        slot `own` unless that is None."""
+        """Allocate quantized blocks for the numbers `quantized` and slots for the numbers `kept`, the first of which
+        gets the slot `own` unless that is None."""
         blocks = self.quantized.allocate(len(quantized))
         try:
             new_slots = self.full.allocate(len(kept) - (own is not None))
@@ -100,14 +100,14 @@ class TableGroup:
         self._release(growth.quantized.values(), growth.new_slots)
 
     def filled(self, growth: Growth, length: int) -> list[tuple[int, int]]:
-        """The blocks that a step has filled if the sequence has `length` tokens: (quantized block, slot to encode)."""
+        """Return (quantized block, slot to encode) of each block that a step fills if its sequence gets this length."""
         visible = range(self.first_visible(length), length // self.block_size)
         return [(block, growth.slots[number]) for number, block in growth.quantized.items() if number in visible]
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        """Add `growth` to a table whose sequence has `length` tokens now, and release what these do not need."""
+        """Add `growth` to a table whose sequence now has `length` tokens, and release blocks that are not needed."""
         complete, rest = divmod(length, self.block_size)
-        if rest and not growth.quantized and not growth.new_slots:  # as most steps do, it only grows in its slot
+        if rest and not growth.quantized and not growth.new_slots:  # most steps only append to the current slot
             self.leave_window(table, length)
             return
         held = {slot for slot in (table.current, *growth.slots.values()) if slot is not None}
@@ -134,11 +134,11 @@ class TableGroup:
         table.dropped += gone
 
     def first_visible(self, length: int) -> int:
-        """The number of the first block that the token after `length` tokens, or a later one, can see."""
+        """Return the number of the first block that the token after `length` tokens, or a later one, can see."""
         return self.oldest_visible(length) // self.block_size
 
     def share(self, blocks: Sequence[int | None], length: int) -> BlockTable:
-        """A table of `length` tokens whose complete blocks are `blocks`, with one more reference to each.
+        """Return a table of `length` tokens with the complete blocks `blocks`, and add a reference to each.
 
         None stands for a block outside the window of those tokens.
         """
@@ -156,7 +156,7 @@ class TableGroup:
         return table
 
     def reserve_table(self, length: int, dropped: int, with_sink: bool) -> BlockTable:
-        """A block table with empty blocks for `length` tokens. Raises OutOfBlocks or ValueError and changes nothing."""
+        """Reserve blocks for `length` tokens and return a table of them; see `LayerState`."""
         n, oldest = self.block_size, self.oldest_visible(length)
         complete, rest = divmod(length, n)
         quantized = max(0, complete - 1) - dropped
@@ -176,7 +176,7 @@ class TableGroup:
         return table
 
     def release(self, table: BlockTable) -> None:
-        """Release everything the table holds, the last blocks first: they are of no use without those before them."""
+        """Release the table's blocks, last ones first, so that they are reused first: each needs those before it."""
         self._release(table.quantized[::-1], [slot for slot in (table.current, table.sink) if slot is not None])
 
     def _release(self, quantized: Iterable[int], full: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Blocks out of the KV store as objects, and back. The caller holds the engine's lock."""
+"""Copies blocks of the KV store to objects, and back. The caller holds the engine's lock."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from polarlm.engine.storage.payloads import Payloads
 
 
 def groups_of(blocks: Blocks) -> int:
-    """The groups of layers that have a block, as bits."""
+    """Return the groups of layers that have a block, as bits."""
     return sum(1 << index for index, block in enumerate(blocks) if block is not None)
 
 
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
-    """Quantized blocks. All are those of the same groups, and of one or more."""
+    """Return copies of quantized blocks, all of which are in the same groups, one or more."""
     header = {"kind": "block", "stored_as": store.ops.stored_as, "groups": groups_of(blocks[0])}
     parts, size = payloads.of_blocks(store.ops.stored_as, groups_of(blocks[0]))
     rows = np.zeros((len(blocks), size), np.uint8)
@@ -34,7 +34,7 @@ def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) ->
 
 
 def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[int]) -> Object:
-    """A block in full precision with `ids`."""
+    """Return a copy of the full-precision block with the tokens `ids`."""
     given: dict[tuple[int, str], np.ndarray] = {}
     for group, (slot,) in _by_group(store, [slots]):
         given |= group.read_full(slot, len(ids))
@@ -46,8 +46,10 @@ def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[i
 
 
 def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Sequence[Object]) -> None:
-    """Write objects of the same header to quantized blocks, or to slots in full precision; not to those that are None.
-    Raises ValueError where one does not fit."""
+    """Write objects with equal headers to quantized blocks, or one object to full-precision slots, except to None.
+
+    Raises ValueError if an object does not fit.
+    """
     parts = payloads.parts_of(given[0])
     for group, ids in _by_group(store, blocks):
         arrays = {(part.layer, part.name): part.of_objects(given) for part in parts if part.layer in group.layers}
@@ -59,7 +61,7 @@ def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Seq
 
 
 def _by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple[LayerState, list[int]]]:
-    """Each group that has some of these blocks, and their ids there."""
+    """Yield each group that has some of these blocks, and their ids there."""
     for index, group in enumerate(store.groups):
         if ids := [block for known in blocks if (block := known[index]) is not None]:
             yield group, ids
@@ -67,15 +69,18 @@ def _by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple[LayerS
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the store holds of a sequence of `length` tokens: the number of a block → the block. The first one and an
-    incomplete last one are in full precision; those that have left every window are missing."""
+    """A copy of what the store holds of a sequence of `length` tokens.
+
+    blocks: number of a block → its object. The first block and an incomplete last one are in full precision; blocks
+    that have left every window are missing.
+    """
 
     length: int
     blocks: Mapping[int, Object]
 
 
 def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot:
-    """A copy of everything that the store holds of a sequence, whose tokens are the first of `ids`."""
+    """Return a copy of everything that the store holds of a sequence, whose tokens are the first of `ids`."""
     payloads, n, held = Payloads(store.shape), store.shape.block_size, _blocks_of(store, sequence)
     complete, blocks = sequence.length // n, {}
     for number in {0, complete} & set(range(len(held))):
@@ -91,9 +96,9 @@ def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot
 
 
 def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
-    """A sequence with the state of a snapshot.
+    """Return a new sequence with the state of a snapshot.
 
-    Raises OutOfBlocks, or ValueError for a snapshot that does not fit this store, and changes nothing.
+    Raises OutOfBlocks, or ValueError for a snapshot that does not fit this store; then nothing has changed.
     """
     payloads, n = Payloads(store.shape), store.shape.block_size
     complete = saved.length // n
@@ -106,7 +111,7 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
             sequence.tables.append(group.reserve_table(saved.length, dropped, 0 in own))
         held = _blocks_of(store, sequence)
         if groups != {number: bits for number, blocks in enumerate(held) if (bits := groups_of(blocks))}:
-            raise ValueError("other blocks are there than the next token sees")
+            raise ValueError("the blocks are not those that the next token sees")
         for number in {0, complete} & groups.keys():
             if len(saved.blocks[number].ids) != min(n, saved.length - number * n):
                 raise ValueError(f"block {number} has other tokens")
@@ -121,7 +126,7 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
 
 
 def _blocks_of(store: KVStore, sequence: SequenceKV) -> list[Blocks]:
-    """The blocks of a sequence in their order, in each group."""
+    """Return the blocks of a sequence in order, each as its ids in all groups."""
     complete, rest = divmod(sequence.length, store.shape.block_size)
     blocks: list[Blocks] = [
         [table.block(number) if number else table.sink for table in sequence.tables] for number in range(complete)

@@ -1,4 +1,4 @@
-"""Files that are written atomically: to a temporary file that is renamed at the end."""
+"""Writes files atomically: to a temporary file, which is renamed at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
 except ImportError:  # Windows, where a file that is open for writing cannot be removed
     fcntl = None  # type: ignore[assignment]
 
-Progress = Callable[[int], None]  # called with the bytes done since its last call
+Progress = Callable[[int], None]  # called with the number of bytes done since its last call
 
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
@@ -26,7 +26,7 @@ _PIECE = 16 << 20  # bytes after which the file is flushed to the disk
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = lambda done: None) -> None:
-    """Write a file of these parts to `path`, in place of any other, readable by its owner only.
+    """Write a file of these parts to `path`, replacing any other. Only its owner can read it.
 
     Raises OSError; after any exception the file at `path` is unchanged.
     """
@@ -45,8 +45,8 @@ def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = 
 def remove_unfinished(folder: Path) -> None:
     """Remove the unfinished files of killed processes from `folder`.
 
-    Files that are still being written, or cannot be removed, stay, and so does whatever is no regular file of this user
-    with a temporary name.
+    Files that are still being written or cannot be removed stay. So does everything that is not a regular file of this
+    user with a temporary name.
     """
     with suppress(OSError):
         for file in sorted(folder.iterdir()):
@@ -64,7 +64,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _new_file(folder: Path) -> tuple[int, str]:
-    """(descriptor, name) of a new temporary file, which is locked while it is open."""
+    """Create a temporary file, which is locked while it is open, and return (descriptor, name)."""
     while True:
         number, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=folder)
         if fcntl is None:

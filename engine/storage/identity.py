@@ -12,7 +12,7 @@ import numpy as np
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import fingerprint
 
-# What determines codes, in the order of its check → what to say where it differs.
+# What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
     "model": "was saved with the model {there}, and this is {here}, or the same one with weights in another precision: "
     "load it where it was saved",
@@ -27,7 +27,7 @@ DETERMINE = tuple(_DIFFERENCES)
 
 
 def settings(model: Transformer, name: str) -> dict[str, str]:
-    """The model's name, and everything but token ids that determines codes, as text for the header of a session."""
+    """Return the model's name, and all that determines codes except token ids, as text for the header of a session."""
     shape = model.store.shape
     bits = " ".join(str(layer.mean_bits) for layer in shape.kv_layers.values())
     conditioned = hashlib.sha256(json.dumps({"mean_bits": bits}).encode())
@@ -46,7 +46,7 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
 
 
 def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
-    """The end of a sentence on the first setting in which a session differs from an engine; None if there is none."""
+    """Return the end of a sentence about the first setting in which a session differs from an engine; None if none."""
     for key, sentence in _DIFFERENCES.items():
         if there[key] != here[key]:
             named = "name" if key == "model" else key

@@ -1,12 +1,12 @@
-"""Checked objects: a header in JSON and a payload, with a SHA-256 of both. Everything that is kept is made of them:
-blocks of K/V, the ids of an answer, sessions, calibrations.
+"""Checked objects: a header in JSON and a payload, with a SHA-256 of both. Everything that is kept outside of the KV
+store consists of them: blocks of K/V, the ids of answers, sessions, calibrations.
 
-    magic, name, bytes of the header and of the payload    8, 16, 4 and 8 bytes
+    magic, name, sizes of the header and of the payload    8, 16, 4 and 8 bytes
     SHA-256 of all other bytes                             32 bytes
-    header                                                 filled up with spaces, so that the payload is aligned
+    header                                                 padded with spaces, so that the payload is aligned
     payload
 
-An object repeats its name: what is found under a name that another object was made for is damaged.
+An object contains its name. If it is found under another name, it counts as damaged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any, BinaryIO
 import numpy as np
 
 NAME_BYTES = 16
-MOST_HEADER = 2 << 20  # bytes, of objects that others may have made: those of an answer of 262,144 tokens
+MOST_HEADER = 2 << 20  # bytes, of an object that is not trusted: enough for an answer of 262,144 tokens
 
 _FIELDS = struct.Struct("<8s16sIQ")
 _MAGIC = b"polarkv2"
-NAMED = 24  # bytes that say the name
-_START = _FIELDS.size + 32  # of the header
+NAMED = 24  # bytes up to the end of the name
+_START = _FIELDS.size + 32  # bytes before the header
 _ALIGNED = 64  # bytes
 _PIECE = 16 << 20  # bytes that are read at a time
 
 
 class DamagedObject(Exception):
-    """The bytes are not the object of this name, or not all of them are there."""
+    """The bytes are not the object of this name, or are incomplete."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Object:
         return tuple(ids)
 
     def pack(self, name: bytes) -> tuple[bytes, memoryview]:
-        """The bytes before the payload, and the payload. Raises TypeError, ValueError or RecursionError for a header
-        that is not JSON."""
+        """Return the bytes before the payload, and the payload. Raises TypeError, ValueError or RecursionError for a
+        header that is not JSON."""
         header = json.dumps(self.header, separators=(",", ":")).encode()
         header += b" " * (-(_START + len(header)) % _ALIGNED)
         payload = np.ascontiguousarray(self.payload).reshape(-1).view(np.uint8).data
@@ -73,12 +73,12 @@ class Object:
 
 
 def pack_ids(name: bytes, ids: Sequence[int]) -> tuple[bytes, memoryview]:
-    """The object of an answer's token ids."""
+    """Return the packed object of an answer's token ids, as `Object.pack` does."""
     return Object({"kind": "ids", "ids": [int(i) for i in ids]}).pack(name)
 
 
 def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOST_HEADER) -> Object:
-    """The object of this name. Raises DamagedObject, also for a header of more than `most` bytes."""
+    """Unpack `content`, an object of this name. Raises DamagedObject, also if its header exceeds `most` bytes."""
     view = memoryview(content)
     size, end = _sizes(name, view)
     if len(view) != size or end - _START > most:
@@ -95,9 +95,9 @@ def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOS
 
 
 def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda done: None) -> Object:
-    """The next object of a file. Raises OSError and DamagedObject.
+    """Read the next object of a file, which must have this name. Raises OSError or DamagedObject.
 
-    progress: is called with the bytes that have been read since its last call.
+    progress: called with the number of bytes read since its last call.
     """
     left = os.fstat(file.fileno()).st_size - file.tell()
     start = file.read(_START)
@@ -115,12 +115,12 @@ def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda d
 
 
 def name_of(start: bytes) -> bytes:
-    """The name of the object that begins with these bytes; empty if they are not the beginning of an object."""
+    """Return the name of the object that begins with these bytes; empty if they do not begin an object."""
     return start[8:24] if start.startswith(_MAGIC) else b""
 
 
 def _sizes(name: bytes, start: bytes | memoryview) -> tuple[int, int]:
-    """The bytes of the object that begins with these, and those before its payload. Raises DamagedObject."""
+    """Return the size of the object that begins with `start`, and the offset of its payload. Raises DamagedObject."""
     if len(start) < _START:
         raise DamagedObject("it is too short")
     magic, found, header, payload = _FIELDS.unpack_from(start)

@@ -1,9 +1,9 @@
-"""Blocks of K/V as objects: where the arrays of all layers lie in a payload, and whether a payload is right.
+"""Blocks of K/V as objects: the positions of all layers' arrays in a payload, and checks of payloads.
 
     "block"    a quantized block. "stored_as" is the representation of its arrays, see `engine.backends.transfer`
-    "full"     a block in full precision with 1 to N tokens, of which "ids" are the ids
+    "full"     a block in full precision with 1 to N tokens, whose ids are "ids"
 
-"groups" says which groups of layers have arrays, as bits: those of others have left the window.
+"groups" says, as bits, which groups of layers have arrays: in other groups, the block has left the window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_FINITE = "not all of its numbers are finite"
 
 @dataclass(frozen=True)
 class Part:
-    """Where one array of a layer lies in a payload. shape: of one block, (K, …)."""
+    """The position of one array of a layer in a payload. shape: that of one block, (K, …)."""
 
     layer: int
     name: str
@@ -39,11 +39,11 @@ class Part:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """This array of every payload in `rows` (B, bytes): a view (B, K, …)."""
+        """Return this array of every payload in `rows` (B, bytes) uint8: a view (B, K, …)."""
         return rows[:, self.start : self.stop].view(self.dtype).reshape(len(rows), *self.shape)
 
     def of_objects(self, objects: Sequence[Object]) -> np.ndarray:
-        """This array of B objects: a copy (B, K, …)."""
+        """Return this array of B objects: a copy (B, K, …)."""
         joined = np.concatenate([one.payload[self.start : self.stop] for one in objects])
         return joined.view(self.dtype).reshape(len(objects), *self.shape)
 
@@ -62,15 +62,15 @@ class Payloads:
         return (1 << len(self.shape.groups)) - 1
 
     def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
-        """The arrays of a quantized block, and the bytes of its payload. Raises ValueError where layers lack them."""
+        """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
         return self._placed(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
 
     def of_full(self, tokens: int, groups: int) -> tuple[list[Part], int]:
-        """The arrays of a block in full precision, and the bytes of its payload."""
+        """Return the parts of a full-precision block's payload, and its size in bytes."""
         return self._placed(groups, lambda layer: layer.full_arrays(tokens), tokens)
 
     def parts_of(self, block: Object) -> list[Part]:
-        """The arrays of a block that has been checked."""
+        """Return the parts of the payload of a block that has been checked."""
         if block.is_full:
             return self.of_full(len(block.ids), block.groups)[0]
         return self.of_blocks(block.header["stored_as"], block.groups)[0]
@@ -78,7 +78,7 @@ class Payloads:
     def _placed(
         self, groups: int, specs: Callable[[LayerShape | OwnShape], list[ArraySpec]], kind: object
     ) -> tuple[list[Part], int]:
-        """The parts of a payload with the arrays `specs` of each layer, and its bytes; they are kept for this kind."""
+        """Return the parts of a payload with the arrays `specs` of each layer, and its size; cached by `kind`."""
         if (kind, groups) not in self._made:
             parts: list[Part] = []
             start = 0
@@ -91,8 +91,9 @@ class Payloads:
         return self._made[kind, groups]
 
     def _exponents(self, stored_as: str, groups: int) -> tuple[np.ndarray, np.ndarray]:
-        """The bits of exponents in the words of a quantized block's payload, uint16; and what these bits are in a word
-        of a number that is not finite: 1, which they cannot be, where there is no number."""
+        """Return two arrays with a uint16 for each word of a quantized block's payload: a mask of the bits that are an
+        exponent, and the value of these bits in a number that is not finite. For words without a number the value is 1,
+        which no masked word has."""
         key = stored_as, groups
         if key not in self._masks:
             parts, size = self.of_blocks(stored_as, groups)
@@ -108,7 +109,7 @@ class Payloads:
         return self._masks[key]
 
     def most_bytes(self) -> int:
-        """Bytes that no object has more of: a block in full precision, or quantized, or the ids of an answer."""
+        """Return the most bytes that an object can have: a quantized or full-precision block, or ids of an answer."""
         sizes = [self.of_full(self.shape.block_size, self.every_group)[1]]
         for stored_as in transfer.REPRESENTATIONS:
             with suppress(ValueError):  # the layers do not have it
@@ -130,7 +131,7 @@ class Payloads:
             raise DamagedObject(_NOT_FINITE)
 
     def check_full(self, found: Object) -> tuple[int, ...]:
-        """The token ids of a block in full precision. Raises DamagedObject unless its numbers are all finite."""
+        """Return the token ids of `found`, a full-precision block. Raises DamagedObject as `check_block` does."""
         groups, ids = self._groups_of(found, "full"), found.ids
         if not 0 < len(ids) <= self.shape.block_size:
             raise DamagedObject("it has no tokens, or too many")
@@ -141,7 +142,7 @@ class Payloads:
         return ids
 
     def _groups_of(self, found: Object, kind: str) -> int:
-        """The groups of an object of this kind. Raises DamagedObject for another one."""
+        """Return the groups of an object. Raises DamagedObject if it is not of this kind."""
         groups = found.header.get("groups")
         if found.header.get("kind") != kind or type(groups) is not int or not 0 < groups <= self.every_group:
             raise DamagedObject("it is another object")

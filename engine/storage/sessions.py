@@ -1,7 +1,8 @@
 """Sessions: files with the token ids of a sequence and its K/V.
 
 A file is a list of objects: the first one, "session", has the ids, what determines the codes, and the number of the
-first block; the blocks follow, as in `engine.storage.payloads`. Each has a name of its file and its place there.
+first block; the blocks follow, as in `engine.storage.payloads`. A block's name is derived from the file and the block's
+position, so that no block is taken for another.
 
 A session can be loaded by any engine with the same model and the same cache types, on any backend. Errors are
 EngineErrors with a sentence for the user and the code "session" (the file is wrong), "storage" (it cannot be read or
@@ -36,9 +37,9 @@ from polarlm.engine.storage.copies import Snapshot, export, restore
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.payloads import Payloads
 
-_NAME = b"polarlm session\0"  # of the first object
+_NAME = b"polarlm session\0"  # the name of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
-_VERSION = "3"  # of the file, and of the meaning of all codes
+_VERSION = "3"  # the version of the file and of the meaning of all codes
 
 SessionPath = str | PathLike[str]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -46,15 +47,15 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 @dataclass(frozen=True)
 class Session:
-    """A session without its K/V: the token ids, and what the caller noted."""
+    """A session without its K/V: the token ids, and a note of the caller."""
 
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
-    answers: Known = ()  # of its conversation
+    answers: Known = ()  # the known answers of its conversation
 
 
 def check_types(shape: CacheShape) -> None:
-    """Raises EngineError for a cache type whose codes have no meaning outside this process."""
+    """Raises EngineError for a cache type whose codes have a meaning only in this process."""
     for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
         if codec.per_layer:
             raise _error(
@@ -66,11 +67,10 @@ def check_types(shape: CacheShape) -> None:
 def write(
     path: SessionPath, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
 ) -> None:
-    """Write a session to `path`, in place of an earlier one, which is unchanged after an EngineError. Other files are
-    not replaced, but for empty ones.
+    """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
 
-    own: this engine's `identity.settings`. session: of the tokens in `saved`. salt: that of the prompts that find them;
-    "" for none.
+    After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: that of the
+    tokens in `saved`. salt: the cache salt of the sequence; "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -97,7 +97,7 @@ def write(
             _check_file(file, path)
             if file.stat().st_size and not is_session(file):
                 raise EngineError(
-                    f"{path} is there already and is no session, so it is not replaced: choose another name", "storage"
+                    f"{path} exists and is not a session, so it is not replaced: choose another name", "storage"
                 )
         name = _names(header)
         blocks = (part for number, block in sorted(saved.blocks.items()) for part in block.pack(name(number)))
@@ -106,7 +106,7 @@ def write(
 
 
 def is_session(path: SessionPath) -> bool:
-    """Whether `path` is a file that `write` has written, as its first bytes say: a damaged one may be none."""
+    """Whether `path` is a file whose first bytes are those of a session. False for some damaged sessions."""
     try:
         if not os.path.isfile(path):
             return False
@@ -125,10 +125,9 @@ def read(
     salt: str,
     progress: Progress | None,
 ) -> tuple[Session, Snapshot]:
-    """Read the session at `path` and check it completely: for this engine, no longer than its `context`, and saved with
-    this salt.
+    """Read the session at `path`, and check that it is undamaged, fits this engine and its context, and has this salt.
 
-    Reads no state of the engine, so its lock need not be held.
+    Reads no state of the engine, so its lock need not be held. Raises EngineError.
     """
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
@@ -149,7 +148,7 @@ def read(
 def _blocks(
     path: SessionPath, file: BinaryIO, header: Mapping[str, Any], payloads: Payloads, progress: Callable[[int], None]
 ) -> Iterator[tuple[int, Object]]:
-    """The blocks in the rest of a file, with their numbers. Raises EngineError unless they are right, and all."""
+    """Yield (number, block) for the rest of a file. Raises EngineError if a block is damaged or missing."""
     ids, n, name, number = header["ids"], payloads.shape.block_size, _names(header), header["first"]
     try:
         while number * n < len(ids):
@@ -170,7 +169,7 @@ def _blocks(
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
-    """A snapshot of the longest stored prefix of `ids`."""
+    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out."""
     kv = prefixes.match_prefix(ids, salt)
     try:
         return export(store, kv, ids)
@@ -181,7 +180,7 @@ def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: st
 
 
 def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
-    """The sequence of a snapshot, restored in the store. path: for the sentence of an error."""
+    """Restore a snapshot in the store and return the sequence. path: the one that errors name."""
     try:
         return restore(store, saved)
     except OutOfBlocks:
@@ -195,8 +194,8 @@ def put_back(store: KVStore, saved: Snapshot, path: SessionPath) -> SequenceKV:
 
 
 def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str], vocabulary: range) -> Session:
-    """The session that a header says. Raises EngineError for one of another version or of an engine with other
-    settings, and for a header that `write` has not written."""
+    """Return the session that a header describes. Raises EngineError for one of another version or of an engine with
+    other settings, and for a header that `write` has not written."""
     try:
         _check_settings(path, header, own)
         ids = tuple(header["ids"])
@@ -210,14 +209,14 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
 
 
 def _names(header: Mapping[str, Any]) -> Callable[[int], bytes]:
-    """The names of a session's blocks, by their numbers."""
+    """Return a function from the number of a session's block to its name."""
     of = json.dumps([header["ids"], *(header[key] for key in identity.DETERMINE)]).encode()
     key = hashlib.sha256(of).digest()
     return lambda number: hashlib.blake2b(b"%d" % number, key=key, digest_size=objects.NAME_BYTES).digest()
 
 
 def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
-    """An element of `Known`. Raises TypeError or ValueError for anything else."""
+    """Return an element of `Known`. Raises TypeError or ValueError for anything else."""
     key, ids = value
     if not isinstance(key, str) or len(bytes.fromhex(key)) != KEY_BYTES or not isinstance(ids, list):
         raise ValueError("not an answer")
@@ -238,17 +237,20 @@ def _check_settings(path: SessionPath, header: Mapping[str, Any], own: Mapping[s
 
 
 def _salt_hash(salt: str, ids: Sequence[int]) -> str:
-    """What a session keeps of its salt. The ids are its key, so that sessions of one salt do not show that they are."""
+    """Return the hash of a salt that a session contains.
+
+    It is keyed with the token ids, so that sessions with the same salt cannot be recognized as such.
+    """
     key = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=key, person=b"polarlm session").hexdigest()
 
 
 def _check_salt(path: SessionPath, there: str, salt: str, session: Session) -> None:
-    """Raises EngineError unless a session, in whose header stands `there`, was saved with this salt."""
+    """Raises EngineError unless a session was saved with this salt. there: the hash in its header; "" for no salt."""
     if not there and salt:
         raise _error(f"The session {path} was saved without a cache_salt: load it without one")
     if there and not (salt and hmac.compare_digest(there.encode(), _salt_hash(salt, session.token_ids).encode())):
-        raise _error(f"The session {path} was saved with a cache_salt, which is not this one: load it with that one")
+        raise _error(f"The session {path} was saved with a cache_salt other than this one: load it with that one")
 
 
 def _check_file(file: Path, path: SessionPath) -> None:
@@ -258,7 +260,7 @@ def _check_file(file: Path, path: SessionPath) -> None:
 
 
 def _counting(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """A function that is called with bytes done, and calls `progress` with their sum."""
+    """Return a function that is called with a number of bytes done, and calls `progress` with the sum so far."""
     done = 0
 
     def count(more: int) -> None:
@@ -272,7 +274,7 @@ def _counting(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 @contextmanager
 def _sentences(what: str, advice: str) -> Iterator[None]:
-    """Raise errors of reading and writing files as EngineErrors: `what` failed, the reason, `advice`."""
+    """Turn errors of reading and writing files into EngineErrors that say `what` failed, why, and `advice`."""
     try:
         yield
     except DamagedObject:

@@ -1,4 +1,4 @@
-"""`python -m tests.tiers.killed_writer FOLDER` kills a writer at every line of places.py, each in a folder of its own.
+"""`python -m tests.tiers.killed_writer FOLDER` kills writers at every line of tier_store.py, each in its own folder.
 
 Each writer is a fork of this process, which is small: a fork takes as long as its parent's memory is large. Prints the
 number of writers that were killed.
@@ -15,7 +15,7 @@ from types import FrameType
 import numpy as np
 
 from polarlm.engine.storage.objects import Object
-from polarlm.engine.storage.tiers import places
+from polarlm.engine.storage.tiers import tier_store
 
 SIZE = 3000  # bytes of a folder, of which the objects take more
 OBJECTS = 6
@@ -30,7 +30,7 @@ def write(folder: Path, point: int) -> None:
     left = [point]
 
     def trace(frame: FrameType, event: str, _: object) -> object:
-        if frame.f_code.co_filename != places.__file__:
+        if frame.f_code.co_filename != tier_store.__file__:
             return None
         if event == "line":
             if not left[0]:
@@ -39,7 +39,7 @@ def write(folder: Path, point: int) -> None:
         return trace
 
     sys.settrace(trace)  # type: ignore[arg-type]
-    own = places.Folder(folder, SIZE)
+    own = tier_store.Folder(folder, SIZE)
     for step, number in enumerate([*range(OBJECTS), OBJECTS - 1]):  # the last one again, with other contents
         own.write(name(number), *Object({}, np.full(600, step + point % 7, np.uint8)).pack(name(number)))
         own.used([name(number), name(number - 1)] if number else [])

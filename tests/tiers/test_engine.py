@@ -20,7 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.transfer import FIELDS
 from polarlm.engine.storage.tiers import patience, tiers
 from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.places import Folder
+from polarlm.engine.storage.tiers.tier_store import Folder
 from tests.small_disk import small_disk
 from tests.storage.arrays import assert_same, stored
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
@@ -202,7 +202,7 @@ def reader(plain_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("read")
     with load(plain_model, folder) as engine:
         assert engine._tiers is not None
-        engine._tiers._writer._places = []
+        engine._tiers._writer._tiers = []
         yield engine, folder
 
 
@@ -483,7 +483,7 @@ def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) 
 
 def memory_of(engine: Engine) -> Callable[[], int]:
     assert engine._tiers is not None
-    place = engine._tiers._lookup.places[0]._place
+    place = engine._tiers._lookup.tiers[0]._tier
     assert isinstance(place, Memory)
     return lambda: place._held
 

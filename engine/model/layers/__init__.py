@@ -24,10 +24,10 @@ class ReadSlot(Protocol):
     """Reads the tensors that fill the slots of one layer; see `model_loaders.files.tensor_table`."""
 
     def vector(self, slot: str) -> Array | None:
-        """The tensors of a slot (n_i,), concatenated; None for a slot that the model lacks."""
+        """Return the tensors of a slot (n_i,), concatenated; None for a slot that the model lacks."""
 
     def linear(self, slot: str) -> Linear:
-        """The projection of a slot, with its biases, if it has any."""
+        """Return the projection of a slot, with its biases if it has any."""
 
 
 def norm_of(weight: Array | None, eps: float) -> Norm:
@@ -35,7 +35,7 @@ def norm_of(weight: Array | None, eps: float) -> Norm:
 
 
 def add_projected(ops: Ops, x: Array, y: Array, w: Linear, post_norm: Norm, *, recorded: bool) -> None:
-    """x (T, E) += the projection w of y (T, in), after `post_norm` if that is not None."""
+    """Add the projection w of y (T, in) to x (T, E), in place; `post_norm` norms it first, unless it is None."""
     if post_norm is None:
         ops.linear(y, w, residual=x, recorded=recorded)
     else:

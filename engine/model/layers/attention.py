@@ -20,11 +20,11 @@ class AttentionWeights:
     q_norm: Array | None  # (D,), or (H·D,) of all heads together
     k_norm: Array | None  # (D,), or (K·D,)
     out: Linear  # (E, H·D)
-    post_norm: Array | None  # (E,): of the result, before it is added to the residual
+    post_norm: Array | None  # (E,): norms the result before it is added to the residual
 
     @classmethod
     def read(cls, read: ReadSlot) -> AttentionWeights:
-        """The weights in the slots of a layer."""
+        """Read the weights in the slots of a layer."""
         return cls(
             norm=read.vector("attention_norm"),
             qkv=read.linear("qkv"),
@@ -60,7 +60,7 @@ class Attention:
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
 
-        rope: cos and sin (T, D/2). recorded: in a step, which may be recorded and has no taps.
+        rope: cos and sin (T, D/2). recorded: whether this is a step, which may be recorded and has no taps.
         """
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -81,7 +81,7 @@ class Attention:
         return q
 
     def mix(self, x: Array, q: Array, spans: Spans, *, recorded: bool, tap: Tap | None = None) -> None:
-        """Add attention, for queries q (T, H, D), to x (T, E), in place."""
+        """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
         mixed = self._ops.attention(q, self._cache, spans, shape.score_scale, shape.window, self._transform, w.out)
         mixed = mixed.reshape(len(x), shape.heads * shape.head_dim)

@@ -17,11 +17,11 @@ class GatedMLPWeights:
     norm: Array | None  # (E,)
     gate_up: Linear  # (2F, E)
     down: Linear  # (E, F)
-    post_norm: Array | None  # (E,): of the result, before it is added to the residual
+    post_norm: Array | None  # (E,): norms the result before it is added to the residual
 
     @classmethod
     def read(cls, read: ReadSlot) -> GatedMLPWeights:
-        """The weights in the slots of a layer."""
+        """Read the weights in the slots of a layer."""
         return cls(
             norm=read.vector("ffn_norm"),
             gate_up=read.linear("gate_up"),
@@ -40,7 +40,7 @@ class GatedMLP:
         self._norm, self._post_norm = norm_of(weights.norm, norm_eps), norm_of(weights.post_norm, norm_eps)
 
     def add(self, x: Array, *, recorded: bool) -> None:
-        """Add the network's result to x (T, E), in place. recorded: in a step, which may be recorded."""
+        """Add the network's result to x (T, E), in place. recorded: whether this is a step, which may be recorded."""
         w, activation = self._weights, self._shape.activation
         y = self._ops.linear(x, w.gate_up, norm=self._norm, activation=activation, then=w.down, recorded=recorded)
         add_projected(self._ops, x, y, w.down, self._post_norm, recorded=recorded)

@@ -1,4 +1,4 @@
-"""Which class computes which kind of mixer and of feed-forward network, and the two of a layer."""
+"""The class that computes each kind of mixer and of feed-forward network, and the two objects of a layer."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from polarlm.model_loaders import config
 
 
 class Mixer(Protocol):
-    """The mixer of one layer. `project` is called for all rows of a span before `mix` is for any of them."""
+    """The mixer of one layer. `project` is called for all rows of a span before `mix` is called for any of them."""
 
     Weights: ClassVar[Any]
     """A class whose `read` reads the slots of a layer."""
 
     in_order: ClassVar[bool]
-    """Whether the parts of a prompt must be projected one after another; else several threads take them."""
+    """Whether the parts of a prompt must be projected one after another; otherwise several threads do it."""
 
     def __init__(self, ops: Ops, shape: Any, norm_eps: float, weights: Any, cache: Any, transform: Any):
-        """shape: the mixer in the configuration. cache: of the layer's state. transform: of attention, what
-        `Ops.prepare` made of its HeadTransform."""
+        """shape: the mixer in the configuration. cache: that of the layer's state. transform: for attention, its
+        HeadTransform, prepared by `Ops.prepare`."""
 
     @staticmethod
     def state_shape(shape: Any, block_size: int) -> OwnShape:
-        """How the state of a layer is stored. Not asked of attention, whose codecs the settings choose."""
+        """Return how the state of a layer is stored. Not called for attention, whose codecs the settings choose."""
 
     def project(self, x: Array, rope: Any, spans: Any, *, recorded: bool, tap: Tap | None = None) -> Any:
-        """What `mix` needs of the rows x (T, E), whose part of the state is appended; `mix` may get its last rows.
+        """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
 
-        rope: cos and sin (T, D/2) for attention, else None. spans: of the layer's group, see `LayerState.spans`.
-        recorded: in a step, which may be recorded and has no taps.
+        rope: cos and sin (T, D/2) for attention, else None. spans: those of the layer's group, see `LayerState.spans`.
+        recorded: whether this is a step, which may be recorded and has no taps.
         """
 
     def mix(self, x: Array, projected: Any, spans: Any, *, recorded: bool, tap: Tap | None = None) -> None:
@@ -51,17 +51,17 @@ FFNS = {config.GatedMLP: GatedMLP}
 class LayerWeights:
     """The weights of a decoder layer."""
 
-    mixer: Any  # of the kind's `Weights`
+    mixer: Any  # an instance of the mixer's `Weights`
     ffn: GatedMLPWeights
 
     @property
     def matrices(self) -> dict[str, Linear]:
-        """All that rows are multiplied by, by their names."""
+        """The projections of the layer, by their names."""
         return {name: w for part in (self.mixer, self.ffn) for name, w in vars(part).items() if isinstance(w, Linear)}
 
 
 class DecoderLayer(NamedTuple):
-    """What computes a decoder layer."""
+    """The objects that compute a decoder layer."""
 
     mixer: Mixer
     ffn: GatedMLP
@@ -70,7 +70,7 @@ class DecoderLayer(NamedTuple):
 def decoder_layer(
     ops: Ops, layer: config.Layer, norm_eps: float, weights: LayerWeights, cache: Any, transform: Any
 ) -> DecoderLayer:
-    """What computes `layer`. cache, transform: as a `Mixer` takes them."""
+    """Return the objects that compute `layer`. cache, transform: as a `Mixer` takes them."""
     mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
     return DecoderLayer(
         mixer(ops, layer.mixer, norm_eps, weights.mixer, cache, transform), ffn(ops, layer.ffn, norm_eps, weights.ffn)

@@ -1,4 +1,4 @@
-"""Blocks that were found in a place go to the KV store. The caller holds the engine's lock."""
+"""Copies blocks that were found in a tier to the KV store. The caller holds the engine's lock."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from polarlm.engine.storage.payloads import Payloads
 
 
 class FoundBlock(NamedTuple):
-    """A block of a prompt that was found in a place.
+    """A block of a prompt that was found in a tier.
 
-    before, key: the hashes before it and at its end; there is no key for one with fewer than N tokens.
+    before, key: the hashes before it and at its end; a block with fewer than N tokens has no key.
     """
 
     before: bytes
@@ -29,19 +29,19 @@ class FoundBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive blocks whose objects have the same header, so that one in full precision is alone.
+    """Consecutive blocks whose objects have equal headers, or a single full-precision block.
 
-    needed: those of their groups of layers, as bits, in which a later token sees them.
+    needed: the groups of layers, as bits, in which a later token sees them.
     """
 
     blocks: Sequence[FoundBlock]
     needed: int
 
     def adopt(self, store: KVStore, prefixes: PrefixCache, payloads: Payloads, root: bytes) -> bool:
-        """Put those blocks into the store that it lacks, where the prefix cache finds them and no sequence holds them.
+        """Copy to the store the blocks that it lacks. The prefix cache finds them there, and no sequence holds them.
 
-        root: the hash that the prompt's chain starts from. False, and nothing is put there, if there is no room. Raises
-        ValueError for blocks of another format.
+        root: the hash that the prompt's chain starts from. Returns False, and copies nothing, if there is no room.
+        Raises ValueError for blocks of another format.
         """
         is_full = self.blocks[0].block.is_full
         lacks = []
@@ -66,7 +66,7 @@ class Run:
 
 @contextmanager
 def _allocated(allocators: Sequence[BlockAllocator], groups: int, count: int) -> Iterator[list[Blocks] | None]:
-    """`count` blocks of each of these groups, held to the end of the context; None if there are not so many."""
+    """Allocate `count` blocks in each of these groups until the context ends; yield None if there are too few."""
     taken: list[list[int] | None] = []
     try:
         try:
@@ -78,5 +78,5 @@ def _allocated(allocators: Sequence[BlockAllocator], groups: int, count: int) ->
             yield [[None if own is None else own[number] for own in taken] for number in range(count)]
     finally:
         for allocator, own in zip(allocators, taken, strict=False):
-            for block in reversed(own or ()):  # the last ones are of no use without those before them
+            for block in reversed(own or ()):  # the last ones are reused first: each needs those before it
                 allocator.release(block)

@@ -1,4 +1,4 @@
-"""A place whose trouble is no error: it has nothing for a while, takes nothing, and the log says so once."""
+"""A tier that raises no errors: after one, reads find nothing or writes do nothing for a while. The first is logged."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from polarlm.engine.outputs import TierStatus
-from polarlm.engine.storage.tiers.places import TierStore
+from polarlm.engine.storage.tiers.tier_store import TierStore
 
 _LOG = logging.getLogger(__name__)
-_TROUBLED = 30.0  # seconds without reading after an error of reading, such as a server that is gone; as for writing
+_TROUBLED = 30.0  # seconds without reads after a read fails, as of a server that is gone; the same for writes
 
 T = TypeVar("T")
 
 
 class CircuitBreaker:
-    """A place that raises no OSError. Reading and writing are left alone apart: a full disk can be read."""
+    """A tier that raises no OSError. Reads and writes are suspended separately: a full disk can be read."""
 
-    def __init__(self, place: TierStore):
-        self.label = place.label
-        self._place = place
-        self._rests = {"read": 0.0, "written": 0.0}  # until when
+    def __init__(self, tier: TierStore):
+        self.label = tier.label
+        self._tier = tier
+        self._rests = {"read": 0.0, "written": 0.0}  # times at which each is resumed
         self._errors = {"read": 0, "written": 0}
         self._damaged = 0
         self.timeouts = 0
 
     @property
     def takes_writes(self) -> bool:
-        """Whether the last write was no error, or is long ago."""
+        """Whether writes are not suspended after an error."""
         return self._rests["written"] <= time.monotonic()
 
     def has(self, name: bytes) -> bool:
-        return self._try("read", lambda: self._place.has(name), False)
+        return self._try("read", lambda: self._tier.has(name), False)
 
     def read(self, name: bytes) -> bytes | bytearray | memoryview | None:
-        return self._try("read", lambda: self._place.read(name), None)
+        return self._try("read", lambda: self._tier.read(name), None)
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
-        self._try("written", lambda: self._place.write(name, header, payload), None)
+        self._try("written", lambda: self._tier.write(name, header, payload), None)
 
     def remove(self, name: bytes) -> None:
-        self._try("written", lambda: self._place.remove(name), None)
+        self._try("written", lambda: self._tier.remove(name), None)
 
     def used(self, names: Sequence[bytes]) -> None:
-        self._try("written", lambda: self._place.used(names), None)
+        self._try("written", lambda: self._tier.used(names), None)
 
     def _try(self, how: str, work: Callable[[], T], otherwise: T) -> T:
         if self._rests[how] > time.monotonic():
@@ -60,7 +60,7 @@ class CircuitBreaker:
             return otherwise
 
     def is_damaged(self, name: bytes, error: Exception) -> None:
-        """Count a damaged object, and remove it. The log has the first ten, then every tenth, hundredth and so on."""
+        """Count a damaged object and remove it. Logs the first ten, then every tenth, from 100 every hundredth, etc."""
         self._damaged += 1
         count = self._damaged
         if count % 10 ** (len(str(count)) - 1) == 0:
@@ -69,7 +69,7 @@ class CircuitBreaker:
         self.remove(name)
 
     def status(self) -> TierStatus:
-        """What it holds and what was wrong with it."""
-        held, errors = self._place.held, self._errors
+        """Return what the tier holds, and counts of its errors."""
+        held, errors = self._tier.held, self._errors
         size, objects = (None, None) if held is None else held
         return TierStatus(self.label, size, objects, self._damaged, self.timeouts, errors["read"], errors["written"])

@@ -1,5 +1,5 @@
-"""Looks the blocks of prompts up in places. Needs no lock: what it knows of the store may be out of date, and is looked
-up again when the blocks are put there."""
+"""Looks up the blocks of prompts in tiers. Needs no lock: what it reads of the store may be out of date, and is read
+again when the blocks are copied there."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 
-_RUN_BYTES = 8 << 20  # of blocks that go to the store in one unit of work, or one block if that is larger
+_RUN_BYTES = 8 << 20  # most bytes that are copied to the store in one unit of work, unless one block has more
 
 
 class Lookup:
-    """Reads objects from places, those of the fastest place first."""
+    """Reads objects from tiers, the fastest one first."""
 
     def __init__(
         self,
         store: KVStore,
         prefixes: PrefixCache,
         payloads: Payloads,
-        places: Sequence[CircuitBreaker],
+        tiers: Sequence[CircuitBreaker],
         budget: Budget,
     ):
         self.store, self.prefixes, self.payloads = store, prefixes, payloads
-        self.places, self.budget = places, budget
-        self._asked: dict[Thread, CircuitBreaker] = {}  # by the thread that asks: the place that it asked last
+        self.tiers, self.budget = tiers, budget
+        self._asked: dict[Thread, CircuitBreaker] = {}  # a thread in `asking` → the tier that it queried last
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """For the time that this thread looks something up."""
+        """The context in which a thread looks something up."""
         try:
             yield
         finally:
             self._asked.pop(current_thread(), None)
 
     def asked_by(self, thread: Thread) -> CircuitBreaker:
-        """The place that a thread waits for."""
-        return self._asked.get(thread, self.places[0])
+        """Return the tier that a thread waits for."""
+        return self._asked.get(thread, self.tiers[0])
 
     def _each(self) -> Iterator[CircuitBreaker]:
-        for place in self.places:
-            self._asked[current_thread()] = place
-            yield place
+        for tier in self.tiers:
+            self._asked[current_thread()] = tier
+            yield tier
 
     def find(self, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> TierHit | None:
-        """What places hold of the beginning of `ids` and the store lacks; None for nothing.
+        """Return the blocks of the longest prefix of `ids` that tiers hold and the store lacks; None if none.
 
-        wanted: is asked before each block; once it says no, nothing more is read.
+        wanted: called before each read; once it returns False, nothing more is read.
         """
         root, hashes = self.prefixes.hashes(ids, salt)
         return _Search(self, names, ids, root, hashes, wanted).run()
 
     def lacking(self, ids: Sequence[int], salt: str) -> int:
-        """How many of `ids` are in no block that the store has."""
+        """Return how many of `ids` are in no block that the store has."""
         root, hashes = self.prefixes.hashes(ids, salt)
         n, stored = self.store.shape.block_size, 0
         for number in range(len(hashes)):
@@ -73,36 +73,36 @@ class Lookup:
         return len(ids) - stored - (self.prefixes.common(hashes[-1], rest) if hashes and rest else 0)
 
     def known(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int], number: int) -> Blocks:
-        """What the store has of complete block `number`: a block of each group of layers, or None."""
+        """Return the store's blocks of complete block `number`: for each group of layers its id, or None."""
         if number:
             return self.prefixes.quantized(hashes[number])
         return self.prefixes.full(root, ids[: self.store.shape.block_size])
 
     def has(self, name: bytes) -> bool:
-        """Whether a place has an object of this name."""
-        return any(place.has(name) for place in self._each())
+        """Whether a tier has an object of this name."""
+        return any(tier.has(name) for tier in self._each())
 
     def read(self, name: bytes, check: Callable[[Object], object]) -> tuple[Object, str] | None:
-        """The object of this name, and the label of the first place that has a right one; None if there is none.
+        """Return the object of this name, and the label of the first tier that has it undamaged; None if no tier has.
 
-        check: raises DamagedObject for a wrong one. Damaged ones are removed.
+        check: raises DamagedObject for a wrong object. Damaged objects are removed.
         """
-        for place in self._each():
-            content = place.read(name)
+        for tier in self._each():
+            content = tier.read(name)
             if content is None:
                 continue
             try:
                 found = unpack(name, content)
                 check(found)
-                return found, place.label
+                return found, tier.label
             except DamagedObject as error:
-                place.is_damaged(name, error)
+                tier.is_damaged(name, error)
         return None
 
 
 @dataclass
 class _Tail:
-    """A block with fewer than N tokens that follows the complete ones. common: its tokens that the prompt has, too."""
+    """A block with fewer than N tokens after the complete ones. common: how many of its first tokens the prompt has."""
 
     block: Object
     ids: Sequence[int]
@@ -112,7 +112,7 @@ class _Tail:
 
 @dataclass
 class _Search:
-    """The search for the beginning of one prompt. root: the hash that its chain, `hashes`, starts from."""
+    """The search for the blocks of one prompt. root: the hash that its chain, `hashes`, starts from."""
 
     lookup: Lookup
     names: Names
@@ -138,7 +138,7 @@ class _Search:
                 continue
             read = self._block(number) if self.wanted() else None
             if read is None or read[0].groups & needed != needed or not self._claim(read[0]):
-                count, tail, length = number, None, number * self._n  # the blocks behind it are of no use
+                count, tail, length = number, None, number * self._n  # later blocks are of no use
                 break
             held.append((number, *read))
         self._add_blocks(found, held, length)
@@ -150,7 +150,7 @@ class _Search:
     # -- how long it is ----------------------------------------------------------------------------------------
 
     def _longest(self) -> tuple[int, _Tail | None, int]:
-        """How many complete blocks the store and places may hold together, what follows them, and the tokens in all.
+        """Return how many complete blocks the store and tiers may hold together, the tail after them, and all tokens.
 
         No missing block is visible to the next token. (A longer tail may move one out of every window.)
         """
@@ -164,8 +164,8 @@ class _Search:
         return 0, None, 0
 
     def _runs(self) -> list[int]:
-        """[i]: the number of blocks without a gap, up to block i − 1, that the store or a place has."""
-        # A block that has left all windows is missing without harm, so the look goes on behind it.
+        """Return, as [i], the length of the run of blocks in the store or in tiers that ends with block i − 1."""
+        # If blocks have left all windows, they may be missing, so the blocks after a missing one are looked up, too.
         skips = self._first(len(self.ids)) > 0
         runs = [0]
         for number, key in enumerate(self.hashes):
@@ -182,12 +182,12 @@ class _Search:
         return any(block is None and needed >> index & 1 for index, block in enumerate(self._known(number)))
 
     def _needed(self, number: int, length: int) -> int:
-        """The groups in which the token after `length` tokens sees block `number`, as bits."""
+        """Return the groups, as bits, in which the token after `length` tokens sees block `number`."""
         groups = enumerate(self._store.groups)
         return sum(1 << index for index, group in groups if number >= group.first_visible(length))
 
     def _first(self, length: int) -> int:
-        """The first block that the token after `length` tokens sees."""
+        """Return the number of the first block that the token after `length` tokens sees."""
         return min(group.first_visible(length) for group in self._store.groups)
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class _Search:
         return True
 
     def _block(self, number: int) -> tuple[Object, str] | None:
-        """The object of a complete block, and the label of its place."""
+        """Return the object of a complete block, and the label of its tier; None if no tier has it."""
         payloads = self.lookup.payloads
 
         def check(found: Object) -> None:
@@ -213,8 +213,10 @@ class _Search:
         return self.lookup.read(self.names.block(self.hashes[number]), check)
 
     def _tail(self, count: int) -> tuple[_Tail | None, int]:
-        """The block of a place behind `count` complete ones, if the store has none that begins as the prompt goes on;
-        and how many of the prompt's tokens one of both has."""
+        """Return the incomplete block after `count` complete ones, and how many of its first tokens are the prompt's.
+
+        The block is None if no tier has one, or if the store has one, whose tokens are then counted.
+        """
         rest = self.ids[count * self._n : (count + 1) * self._n]
         if not count or not rest:
             return None, 0
@@ -234,7 +236,7 @@ class _Search:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _add_blocks(self, found: TierHit, held: Sequence[tuple[int, Object, str]], length: int) -> None:
-        """Make parts of the complete blocks that were read: blocks of one format in a row are one part."""
+        """Add the complete blocks that were read to `found`. Consecutive blocks of one format are one part."""
         n = self._n
         for number, _, label in held:
             found.spans.append((number * n if number > self._first(length) else 0, (number + 1) * n, label))

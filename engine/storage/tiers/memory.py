@@ -1,4 +1,4 @@
-"""A place in memory."""
+"""A tier in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 
-from polarlm.engine.storage.tiers.places import Held
+from polarlm.engine.storage.tiers.tier_store import Held
 from polarlm.model_loaders.forks import renew_in_children
 
 
@@ -17,7 +17,7 @@ class Memory:
 
     def __init__(self, size: int):
         self._size, self._held = size, 0  # bytes
-        self._objects: OrderedDict[bytes, bytes] = OrderedDict()  # used last at the end
+        self._objects: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
         self._lock = Lock()
         renew_in_children(self)
 

@@ -1,7 +1,7 @@
-"""Names of objects: digests of everything that determines them, the model's weights to their last byte included.
+"""Names of objects: digests of everything that determines them, every byte of the model's weights included.
 
-The weights are hashed once per file. A small file in the cache folder remembers the digest of a file that has not
-changed since, as its size and times say.
+Each weights file is hashed once: a small file in the cache folder has its digest, which is valid as long as the size
+and the times of the weights file are the same.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from tempfile import NamedTemporaryFile
 from polarlm.engine.storage.objects import NAME_BYTES
 
 _PIECE = 1 << 22  # bytes of a weights file that are read at a time
-_VERSION = b"2"  # of the meaning of all objects
+_VERSION = b"2"  # the version of the meaning of all objects
 
 
 class Names:
-    """The names of a model's objects. root: of its prefix cache; weights: a digest of its weights files."""
+    """The names of a model's objects. root: that of its prefix cache. weights: a digest of its weights files."""
 
     def __init__(self, root: bytes, weights: bytes):
         self._key = hashlib.blake2b(_VERSION + root + weights, digest_size=32).digest()
 
     def block(self, key: bytes) -> bytes:
-        """Of the complete block with this hash in the prefix cache."""
+        """Return the name of the complete block with this hash in the prefix cache."""
         return self._name(key, b"block")
 
     def tail(self, before: bytes) -> bytes:
-        """Of the newest block with fewer than N tokens after the block with this hash."""
+        """Return the name of the newest block with fewer than N tokens after the block with this hash."""
         return self._name(before, b"tail")
 
     def answer(self, key: bytes) -> bytes:
-        """Of the token ids of an answer, from the digest of its conversation."""
+        """Return the name of the ids of an answer, given the digest of its conversation."""
         return self._name(key, b"answer")
 
     def _name(self, key: bytes, kind: bytes) -> bytes:
@@ -43,15 +43,15 @@ class Names:
 
 
 def known_digest(files: Sequence[Path], folder: Path | None) -> bytes | None:
-    """The digest of weights files that have been hashed before and are unchanged; None for others."""
+    """Return the digest of weights files that were all hashed before and are unchanged; None for others."""
     known = [_remembered(file, folder) for file in files]
     return None if None in known else _together([digest for digest in known if digest is not None])
 
 
 def digest(files: Sequence[Path], folder: Path | None) -> bytes:
-    """The digest of weights files, each of which is remembered in `folder` if possible.
+    """Return the digest of weights files, and remember the digest of each in `folder` if possible.
 
-    Raises OSError, also for a file that changes meanwhile.
+    Raises OSError, also for a file that changes while it is read.
     """
     return _together([_remembered(file, folder) or _hashed(file, folder) for file in files])
 
@@ -61,7 +61,7 @@ def _together(digests: Sequence[bytes]) -> bytes:
 
 
 def _state(file: Path) -> list[int]:
-    """What changes with a file's content."""
+    """Return attributes of a file that change with its content."""
     found = file.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 

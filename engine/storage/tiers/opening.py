@@ -1,4 +1,4 @@
-"""The places that an engine's settings ask for."""
+"""Opens the tiers that an engine's settings name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from polarlm.engine.state.plan import parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.places import Folder, TierStore
 from polarlm.engine.storage.tiers.remote import Remote
+from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 
 KEY_VARIABLE = "POLARLM_CACHE_KEY"
-_PLACES = "cache_ram", "cache_disk", "cache_remote"
+_TIERS = "cache_ram", "cache_disk", "cache_remote"
 _BLOCKS = "blocks"  # the folder in the user's cache folder
 
 
@@ -29,7 +29,7 @@ def check_settings(config: EngineConfig) -> None:
             f"cache_disk_folder={config.cache_disk_folder}: say how large it may get with cache_disk, as in 20G",
             settings=("cache_disk_folder", "cache_disk"),
         )
-    asked = [name for name in _PLACES if getattr(config, name) is not None]
+    asked = [name for name in _TIERS if getattr(config, name) is not None]
     if asked and config.kept_sequences == 0:
         raise EngineError(
             f"{asked[0]} keeps what the prefix cache finds, and kept_sequences=0 turns that off: leave one of them out",
@@ -37,9 +37,9 @@ def check_settings(config: EngineConfig) -> None:
         )
 
 
-def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[TierStore]:
-    """The places for blocks of this shape, the fastest first. Raises EngineError."""
-    places: list[TierStore] = []
+def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[TierStore]:
+    """Open the tiers for blocks of this shape, the fastest first. Raises EngineError."""
+    tiers: list[TierStore] = []
     if config.cache_ram is not None:
         if device == "cpu":
             raise EngineError(
@@ -47,24 +47,24 @@ def open_places(config: EngineConfig, shape: CacheShape, device: str) -> list[Ti
                 "give it more with kv_memory, or keep conversations on the disk with cache_disk",
                 settings=("cache_ram", "kv_memory", "cache_disk"),
             )
-        places.append(Memory(parse_size(config.cache_ram, "cache_ram")))
+        tiers.append(Memory(parse_size(config.cache_ram, "cache_ram")))
     if config.cache_disk is not None:
-        places.append(_folder(config, parse_size(config.cache_disk, "cache_disk")))
+        tiers.append(_folder(config, parse_size(config.cache_disk, "cache_disk")))
     if config.cache_remote is not None:
-        places.append(_remote(config.cache_remote, Payloads(shape).most_bytes()))
-    if places:
+        tiers.append(_remote(config.cache_remote, Payloads(shape).most_bytes()))
+    if tiers:
         for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
             if codec.per_layer:
                 raise EngineError(
                     f"Cache type {codec.name} learns the meaning of its codes in each process, so its blocks cannot be "
-                    f"kept by {' or '.join(_PLACES)}: choose another cache type",
-                    settings=("cache_type_k", "cache_type_v", *_PLACES),
+                    f"kept by {' or '.join(_TIERS)}: choose another cache type",
+                    settings=("cache_type_k", "cache_type_v", *_TIERS),
                 )
-    return places
+    return tiers
 
 
 def _remote(where: str, most: int) -> TierStore:
-    """The place at a URL, or in a folder that other machines see as well. most: bytes of the largest object."""
+    """Return the tier at a URL, or in a folder that machines share. most: bytes of the largest object."""
     reason = ""
     if re.match("https?:", where):
         try:
@@ -84,7 +84,7 @@ def _remote(where: str, most: int) -> TierStore:
 
 
 def remembering() -> Path | None:
-    """The folder in which digests of weights are remembered; None if there is none."""
+    """Return the folder in which digests of weights are remembered; None if there is none."""
     try:
         return cache_folder()
     except LoadError:

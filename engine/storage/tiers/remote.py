@@ -1,4 +1,4 @@
-"""Objects in an HTTP store: another server of ours, or anything that answers GET, HEAD and PUT of /blocks/NAME."""
+"""Objects in an HTTP store: another `polarlm serve`, or any server that answers GET, HEAD and PUT of /blocks/NAME."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import threading
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-_SECONDS = 2.0  # for a connection, and for each piece of an answer
-_ATTEMPTS = 3  # at an object: a connection that breaks is taken up again where it broke
-_IDLE = 4  # connections that stay open
+_SECONDS = 2.0  # the timeout of a connection, and of each piece of a response
+_ATTEMPTS = 3  # to read an object: after a connection breaks, reading resumes where it broke
+_IDLE = 4  # most connections that are kept open
 _PIECE = 1 << 20  # bytes
 _LEAVES_ALONE = 404, 410
 
@@ -19,7 +19,7 @@ _LEAVES_ALONE = 404, 410
 class Remote:
     """Objects below `url`, each of at most `most` bytes. key: the API key of the server; None for none.
 
-    Raises ValueError for a URL that is none of HTTP.
+    Raises ValueError for a URL that is not one of HTTP.
     """
 
     label = "remote"
@@ -28,7 +28,7 @@ class Remote:
     def __init__(self, url: str, most: int, key: str | None = None):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError("it is no URL such as http://host:8080")
+            raise ValueError("it is not a URL such as http://host:8080")
         if parts.username is not None:
             raise ValueError("it must not contain a user or a password")
         self._host, self._port = parts.hostname, parts.port
@@ -61,7 +61,7 @@ class Remote:
             content += piece
             if len(content) >= whole:
                 return content
-        raise ConnectionError("the answer breaks off again and again")
+        raise ConnectionError("the response was cut short in every attempt")
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
         self._ask("PUT", name, body=b"".join((header, payload)))
@@ -71,12 +71,12 @@ class Remote:
         self._wrong.add(name)
 
     def used(self, names: Sequence[bytes]) -> None:
-        """Nothing: the store sees what it is asked for."""
+        """Does nothing: the server sees which objects are requested."""
 
     def _ask(
         self, method: str, name: bytes, *, body: bytes | None = None, start: int = 0
     ) -> tuple[int, int, bytearray]:
-        """(status, bytes of the whole object, those that have come, from `start` on). Raises OSError."""
+        """Send a request → (status, size of the whole object, its bytes from `start` on). Raises OSError."""
         headers = dict(self._headers)
         if start:
             headers["Range"] = f"bytes={start}-"
@@ -93,7 +93,7 @@ class Remote:
             except (http.client.HTTPException, ConnectionError):
                 if is_fresh:
                     raise
-                connection.close()  # it was idle for too long
+                connection.close()  # the server has closed it, since it was idle for too long
                 connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
                 response = connection.getresponse()
             answer = self._answer(method, response, start)
@@ -120,7 +120,7 @@ class Remote:
         wanted = {"GET": (200, 206, *_LEAVES_ALONE), "HEAD": (200, *_LEAVES_ALONE), "PUT": (200, 201, 204)}[method]
         if status not in wanted:
             response.read(_PIECE)
-            raise OSError(f"{method} is answered with {status} {response.reason}")
+            raise OSError(f"the server answered {method} with {status} {response.reason}")
         if method != "GET" or status in _LEAVES_ALONE:
             response.read(_PIECE)
             return status, 0, piece
@@ -129,12 +129,12 @@ class Remote:
         if status == 206:
             found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.getheader("Content-Range", ""))
             if found is None or int(found[1]) != start:
-                raise OSError("another part of the block comes than was asked for")
+                raise OSError("the server sent another part of the block than was requested")
             whole = int(found[2])
         if not 0 <= whole <= self._most:
-            raise OSError("the block has no length, or is larger than one can be")
+            raise OSError("the block has no length, or is larger than a block can be")
         while more := response.read(_PIECE):
             piece += more
             if len(piece) > self._most:
-                raise OSError("more comes than was announced")
+                raise OSError("the server sent more than a block can be")
         return status, whole, piece

@@ -1,4 +1,4 @@
-"""What was found in places of a prompt, on its way to the store."""
+"""The blocks of a prompt that were found in tiers, until they are in the store."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.adopting import Run
 
 _LOG = logging.getLogger(__name__)
-_WAITING_BYTES = 1 << 30  # of blocks that have been read for requests in the queue, of all of them together
+_WAITING_BYTES = 1 << 30  # most bytes of blocks that have been read for all requests in the queue together
 
 
 class Budget:
-    """Bytes that requests in the queue may hold, of blocks that were read for them."""
+    """A limit on the bytes of blocks that have been read for requests in the queue."""
 
     def __init__(self, size: int = _WAITING_BYTES):
         self._left = size
@@ -38,10 +38,10 @@ class Budget:
 
 @dataclass(eq=False)
 class TierHit:
-    """The part of a prompt's prefix that places hold and the store lacks.
+    """The blocks of a prompt's prefix that tiers hold and the store lacks.
 
-    root: the hash that the prompt's chain starts from. parts: in the order of the prompt. spans: the first position,
-    the end and the place's label of each block; tokens before the window of the last one count to the first block.
+    root: the hash that the prompt's chain starts from. parts: in the order of the prompt. spans: (first position, end,
+    label of the tier) of each block; tokens that have left all windows are counted with the first visible block.
     """
 
     store: KVStore
@@ -54,7 +54,7 @@ class TierHit:
     give_back: Callable[[], None] = lambda: None
 
     def put_back(self) -> bool:
-        """Put the next part into the store; False if none is left. The caller holds the engine's lock."""
+        """Copy the next part to the store. Returns whether any are left. The caller holds the engine's lock."""
         if not self.parts:
             return False
         self._keep()
@@ -70,7 +70,7 @@ class TierHit:
         return bool(self.parts)
 
     def _keep(self) -> None:
-        """Let those blocks of the prompt that the store has stay longer than others."""
+        """Let the store reuse those of the prompt's blocks that it has later than all other free blocks."""
         for key in reversed(self.hashes):
             for group, block in zip(self.store.groups, self.prefixes.quantized(key), strict=True):
                 if block is not None:
@@ -78,7 +78,7 @@ class TierHit:
                     group.quantized.release(block)
 
     def tokens(self, length: int) -> dict[str, int]:
-        """How many of the first `length` tokens came from which place."""
+        """Return how many of the first `length` tokens came from each tier, by its label."""
         found: dict[str, int] = {}
         for start, stop, label in self.spans:
             if start < length:
@@ -87,7 +87,7 @@ class TierHit:
 
 
 def cached_from(found: TierHit | None, cached: int) -> dict[str, int]:
-    """Where `cached` tokens of a prompt came from, see `engine.outputs.Usage`."""
+    """Return where `cached` tokens of a prompt came from, see `engine.outputs.Usage`."""
     tiers = {} if found is None else found.tokens(cached)
     places = {"store": cached - sum(tiers.values()), **tiers}
     return {place: tokens for place, tokens in places.items() if tokens}

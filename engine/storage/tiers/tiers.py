@@ -1,9 +1,9 @@
-"""Tiers: what the KV store forgets stays in places, from which a prompt that begins alike takes it back.
+"""Tiers keep blocks after the KV store has reused their memory, for prompts that begin with the same tokens.
 
-Blocks of a released sequence are written in the background (`writing.py`). When a prompt comes, its blocks are looked
-up and read outside of the engine's lock, while the thread that submits it waits (`lookup.py`); they go to the store
-when its turn has come (`found.py`). A place that does not answer in time is not asked again before it has answered:
-requests are computed without it.
+Blocks of a released sequence are written in the background (`writing.py`). The blocks of a new prompt are looked up and
+read outside of the engine's lock, while the thread that submits it waits (`lookup.py`), and copied to the store when
+its turn has come (`tier_hit.py`). A tier that does not answer in time is not queried again before it has answered;
+until then, prompts are computed without it.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
 from polarlm.engine.storage.tiers.opening import remembering
 from polarlm.engine.storage.tiers.patience import Patience
-from polarlm.engine.storage.tiers.places import TierStore
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
+from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.engine.storage.tiers.writing import Lock, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
 _FOR_NAMES = 0.5  # seconds that a request waits for the weights' digest
-_LAST_PATIENCE = 5.0  # seconds without progress after which a closing engine gives a place up
+_LAST_PATIENCE = 5.0  # seconds without progress after which a closing engine gives up
 
 T = TypeVar("T")
 
 
 class Tiers:
-    """The places of an engine, and the threads that wait for them."""
+    """The tiers of an engine, and the threads that wait for them."""
 
     def __init__(
         self,
         store: KVStore,
         prefixes: PrefixCache,
-        places: Sequence[TierStore],
+        tiers: Sequence[TierStore],
         weights: Sequence[Path],
         lock: Lock,
     ):
         """weights: the files of the model's weights. lock: the engine's."""
         self._payloads = Payloads(store.shape)
-        guarded = [CircuitBreaker(place) for place in places]
+        guarded = [CircuitBreaker(tier) for tier in tiers]
         self._lookup = Lookup(store, prefixes, self._payloads, guarded, Budget())
         self._writer = Writer(store, prefixes, self._payloads, guarded, self._named_soon, lock)
         self._patience = Patience()
@@ -56,7 +56,7 @@ class Tiers:
         self._root = prefixes.hashes(())[0]
         self._names: Names | None = None
         self._named = threading.Event()
-        self._late: threading.Thread | None = None  # which still waits for a place
+        self._late: threading.Thread | None = None  # the one that still waits for a tier
         renew_in_children(self)
         self._cache = remembering()
         known = known_digest(weights, self._cache)
@@ -66,7 +66,7 @@ class Tiers:
             threading.Thread(target=self._hash, args=(weights,), name="weights", daemon=True).start()
 
     def renew(self) -> None:
-        """Wait for the weights' digest no longer, in a forked child: the thread that computes it is the parent's."""
+        """In a forked child, stop waiting for the weights' digest: the thread that computes it is the parent's."""
         self._named = threading.Event()
         self._named.set()
 
@@ -82,28 +82,28 @@ class Tiers:
         self._named.set()
 
     def _named_soon(self, seconds: float | None = None) -> Names | None:
-        """The names, once the weights have been hashed; None if that fails, or takes longer."""
+        """Return the names when the weights have been hashed; None if that fails, or takes longer than `seconds`."""
         self._named.wait(seconds)
         return self._names
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Of every place, the fastest first. Waits for none."""
-        return tuple(place.status() for place in self._lookup.places)
+        """Return the status of every tier, the fastest first. Waits for none."""
+        return tuple(tier.status() for tier in self._lookup.tiers)
 
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int], salt: str) -> TierHit | None:
-        """Blocks of the longest prefix of `ids` that the tiers have and the store lacks; None on a miss or timeout."""
+        """Return the longest prefix of `ids` that tiers have and the store lacks; None on a miss or a timeout."""
         if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_FOR_NAMES)) is None:
             return None
         seconds = self._patience.seconds(self._lookup.lacking(ids, salt))
         return self._in_time(seconds, lambda wanted: self._lookup.find(names, ids, salt, wanted))
 
     def recall(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
-        """The ids of those answers, by the digests of their conversations, that places know."""
+        """Return the ids of the answers that tiers have, by the digests of their conversations."""
         if not keys or (names := self._named_soon(_FOR_NAMES)) is None:
             return {}
-        at_stake = len(keys) * self._payloads.shape.block_size  # tokens, about: without its ids an answer is computed
+        at_stake = len(keys) * self._payloads.shape.block_size  # about so many tokens are computed if ids are missing
 
         def read(wanted: Callable[[], bool]) -> dict[bytes, Sequence[int]]:
             known: dict[bytes, Sequence[int]] = {}
@@ -116,7 +116,7 @@ class Tiers:
         return self._in_time(self._patience.seconds(at_stake), read) or {}
 
     def _in_time(self, seconds: float, work: Callable[[Callable[[], bool]], T]) -> T | None:
-        """The result of `work`, which runs in a thread; None if it is late, or an earlier one still runs."""
+        """Return the result of `work`, which runs in a thread; None if it is late, or an earlier one still runs."""
         if self._late is not None and self._late.is_alive():
             return None
         results: list[T] = []
@@ -132,10 +132,10 @@ class Tiers:
         if thread.is_alive():
             left.set()
             self._late = thread
-            place = self._lookup.asked_by(thread)
-            place.timeouts += 1
+            tier = self._lookup.asked_by(thread)
+            tier.timeouts += 1
             sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
-            _LOG.warning(sentence, place.label, seconds)
+            _LOG.warning(sentence, tier.label, seconds)
         return results[0] if results and not thread.is_alive() else None
 
     # -- keeping -----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Tiers:
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Keep the blocks of a sequence that was released to the prefix cache. The caller holds the engine's lock.
 
-        root: of its salt; empty for none. hashes: of its complete blocks.
+        root: that of its salt; empty for none. hashes: those of its complete blocks.
         """
         self._writer.released(root or self._root, hashes, ids)
 
@@ -152,11 +152,11 @@ class Tiers:
         self._writer.keep_answer(key, ids)
 
     def close(self) -> None:
-        """Write what has not been written, as long as the places take it. Nothing may be found or released later.
+        """Write what has not been written, as long as there is progress. Afterwards nothing may be found or released.
 
         The engine's lock must be free.
         """
         self._named_soon(_LAST_PATIENCE)
         if not self._writer.close(_LAST_PATIENCE):
-            _LOG.warning("not all blocks were kept: a place does not take them")
+            _LOG.warning("not all blocks were kept: a tier does not accept them")
         del self._lookup.store, self._lookup.prefixes  # so that they can be freed

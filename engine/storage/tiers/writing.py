@@ -1,4 +1,4 @@
-"""Writes the blocks of released sequences to places, in the background."""
+"""Writes the blocks of released sequences to tiers, in the background."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from polarlm.engine.storage.tiers.names import Names
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
-_AT_ONCE = 4  # blocks that are copied while the engine's lock is held
-_REST = 19  # while requests are computed: pause after a copy, in multiples of its time, so that it takes a twentieth
+_AT_ONCE = 4  # blocks that are copied each time that the engine's lock is held
+_REST = 19  # pause after a copy while requests are computed, in multiples of its time: copies take a twentieth of it
 _LONGEST_REST = 0.5  # seconds
-_CHAINS = 256  # that wait; further ones push out the oldest
+_CHAINS = 256  # most chains in the queue; further ones replace the oldest
 
 
 class Lock(Protocol):
@@ -45,7 +45,7 @@ class _GivenUp(Exception):
 
 @dataclass(frozen=True)
 class _Chain:
-    """A released sequence: the hash before it, those of its complete blocks, the ids of its first and last block."""
+    """A released sequence: the hashes before it and of its complete blocks; ids of its first and its current block."""
 
     root: bytes
     hashes: Sequence[bytes]
@@ -61,20 +61,20 @@ class Writer:
         store: KVStore,
         prefixes: PrefixCache,
         payloads: Payloads,
-        places: Sequence[CircuitBreaker],
+        tiers: Sequence[CircuitBreaker],
         names: Callable[[], Names | None],
         lock: Lock,
     ):
-        """names: waits until names are known; None if they will not be. lock: the engine's."""
-        self._store, self._prefixes, self._payloads, self._places = store, prefixes, payloads, places
+        """names: waits until names are known and returns them, or None if they will not be. lock: the engine's."""
+        self._store, self._prefixes, self._payloads, self._tiers = store, prefixes, payloads, tiers
         self._names, self._lock = names, lock
-        self._is_troubled = False  # an unexpected error has been logged
+        self._is_troubled = False  # whether an unexpected error has been logged
         self._closing = self._given_up = False
         self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Forget the thread and what it has to do, in a forked child: the parent does it."""
+        """In a forked child, forget the thread and its queue: the parent writes these."""
         self._work: deque[_Chain | tuple[bytes, Sequence[int]]] = deque(maxlen=_CHAINS)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -82,13 +82,13 @@ class Writer:
         self._done = 0  # objects that have been written or skipped
 
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
-        """Write the blocks of a sequence with these ids, which the prefix cache can find, soon."""
+        """Queue the blocks of a sequence with these ids, which the prefix cache can find, for writing."""
         n = self._store.shape.block_size
         if hashes:  # a shorter one is computed as fast as it is read
             self._put(_Chain(root, tuple(hashes), tuple(ids[:n]), tuple(ids[len(hashes) * n :])))
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
-        """Write the ids of an answer soon."""
+        """Queue the ids of an answer for writing."""
         self._put((key, tuple(ids)))
 
     def _put(self, work: _Chain | tuple[bytes, Sequence[int]]) -> None:
@@ -102,8 +102,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, patience: float) -> bool:
-        """Wait until everything has been written, as long as there is progress every `patience` seconds → whether it
-        has been."""
+        """Wait until all is written, as long as there is progress every `patience` seconds. Returns whether all is."""
         done = -1
         with self._changed:
             while self._work or self._is_writing:
@@ -114,7 +113,7 @@ class Writer:
         return True
 
     def close(self, patience: float) -> bool:
-        """Flush without rests, and end the thread → whether everything has been written."""
+        """Flush without pauses, and end the thread. Returns whether everything has been written."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -148,7 +147,7 @@ class Writer:
                     self._write(name, *pack_ids(name, ids), replaces=True)
             except _GivenUp:
                 return
-            except Exception as error:  # this thread goes on: without it nothing would be kept
+            except Exception as error:  # the thread continues: without it nothing would be kept
                 if not self._is_troubled:
                     self._is_troubled = True
                     _LOG.warning("blocks cannot be kept: %r", error)
@@ -169,13 +168,13 @@ class Writer:
         if chain.last:
             self._write_full(tail, chain.hashes[-1], chain.last, replaces=True)
         known = [first, *(name for _, name in quantized), *([tail] if chain.last else [])]
-        for place in self._places:
-            place.used(known)
+        for tier in self._tiers:
+            tier.used(known)
 
     def _is_missing(self, name: bytes) -> bool:
-        """Whether a place that works lacks an object."""
+        """Whether a tier that takes writes lacks an object."""
         self._done += 1
-        return any(not place.has(name) and place.takes_writes for place in self._places)
+        return any(not tier.has(name) and tier.takes_writes for tier in self._tiers)
 
     def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]]) -> None:
         copied: list[tuple[bytes, Object]] = []
@@ -197,7 +196,7 @@ class Writer:
 
     @contextmanager
     def _brief(self) -> Iterator[None]:
-        """Hold the engine's lock, and rest afterwards while requests are computed."""
+        """Hold the engine's lock, and pause afterwards while requests are computed."""
         with self._lock.hold():
             if self._given_up:
                 raise _GivenUp
@@ -209,8 +208,8 @@ class Writer:
                 self._changed.wait_for(lambda: self._closing, min(_LONGEST_REST, _REST * seconds))
 
     def _write(self, name: bytes, header: bytes, payload: memoryview, *, replaces: bool = False) -> None:
-        """Write an object to places that lack it, or to all if it replaces others of its name."""
-        for place in self._places:
-            if replaces or not place.has(name):
-                place.write(name, header, payload)
+        """Write an object to the tiers that lack it, or to all if it replaces others of its name."""
+        for tier in self._tiers:
+            if replaces or not tier.has(name):
+                tier.write(name, header, payload)
         self._done += 1

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from polarlm.engine.storage.objects import DamagedObject, unpack
-from polarlm.engine.storage.tiers.places import TierStore
 from polarlm.engine.storage.tiers.tier_hit import Budget
+from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.running.job import Job

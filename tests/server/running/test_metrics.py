@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine.outputs import BOUNDS, Chunk, Times, Usage
 from polarlm.engine.storage.tiers import circuit_breaker, patience
-from polarlm.engine.storage.tiers.places import Folder
+from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.running.counters import Totals
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import PLAIN, forget, load_tiny

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polarlm.engine.storage.objects import DamagedObject, unpack
-from polarlm.engine.storage.tiers import places
+from polarlm.engine.storage.tiers import tier_store
 from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.places import Folder, TierStore
+from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name
@@ -112,7 +112,7 @@ def test_without_locks_unfinished_files_may_be_those_of_others(tmp_path: Path, m
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(places.fcntl, "flock", no_locks)
+    monkeypatch.setattr(tier_store.fcntl, "flock", no_locks)
     for age in ("0", "1"):
         (tmp_path / f".unfinished-{age * 16}").write_bytes(b"x" * 450)
     os.utime(tmp_path / f".unfinished-{'0' * 16}", (1, 1))
@@ -198,8 +198,8 @@ def bytes_in(folder: Path) -> int:
 _MANY_WRITERS = """
 import os, sys, threading
 from pathlib import Path
-from polarlm.engine.storage.tiers.places import Folder
-from tests.tiers.test_places import bytes_in, put
+from polarlm.engine.storage.tiers.tier_store import Folder
+from tests.tiers.test_tier_store import bytes_in, put
 path, size, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 held, replace = [], os.replace
 def measured(*names):
@@ -270,7 +270,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from polarlm.engine.storage.objects import Object
-from polarlm.engine.storage.tiers.places import Folder
+from polarlm.engine.storage.tiers.tier_store import Folder
 folder = Folder(Path(sys.argv[1]), 3 << 20)
 print("ready", flush=True)
 for number in range(int(sys.argv[2]), 10**6):

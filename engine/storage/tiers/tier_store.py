@@ -1,7 +1,7 @@
-"""Where objects are kept: places, of which a folder that several processes may share is one.
+"""The protocol of a tier, which keeps objects by name, and a tier in a folder that several processes may share.
 
-A place knows names and bytes, and nothing about their meaning. What was used last stays longest. Reading one that
-another process removes, or writing one that it writes as well, does no harm: a file appears as a whole, or not at all.
+A tier knows names and bytes, and nothing about their meaning. It keeps the most recently used objects. Processes may
+read, write and remove the same object at the same time: its file appears as a whole, or not at all.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ except ImportError:  # Windows, where processes that share a folder may exceed i
 _NAME = re.compile("[0-9a-f]{32}")
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[0-9a-f]{16}")
-_ABANDONED = 3600.0  # seconds after which an unfinished file is one of a killed process, where there are no locks
-_COUNTS = ".held"  # the file that says how much a folder holds
+_ABANDONED = 3600.0  # seconds after which, without locks, an unfinished file is taken for one of a killed process
+_COUNTS = ".held"  # the file of the counts, which say how much a folder holds
 _HELD = struct.Struct("<QQ")  # its contents: bytes and objects
 _BINARY = getattr(os, "O_BINARY", 0)
-_ALIGNED = 64  # bytes, of the memory that an object is read to
-_SHRUNK = 0.9  # of its size is left of a full folder, so that the next files need no look at all of them
+_ALIGNED = 64  # bytes: alignment of the memory that an object is read into
+_SHRUNK = 0.9  # the share of its limit that a full folder is reduced to, so that the next writes need no scan
 
 
 class Held(NamedTuple):
-    """What a place holds."""
+    """What a tier holds."""
 
     bytes: int
     objects: int
@@ -53,27 +53,26 @@ class TierStore(Protocol):
 
     @property
     def held(self) -> Held | None:
-        """What it held after the last write of this process; None for a place without a limit. Never waits."""
+        """What the tier held after this process's last write; None for a tier without a limit. Never waits."""
 
     def has(self, name: bytes) -> bool:
         """Whether there is an object of this name."""
 
     def read(self, name: bytes) -> bytes | bytearray | memoryview | None:
-        """The object of this name; None if there is none."""
+        """Return the object of this name; None if there is none."""
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
-        """Keep an object, in place of any other of this name."""
+        """Keep an object, which replaces any other of this name."""
 
     def remove(self, name: bytes) -> None:
-        """Forget the object of this name, if there is one."""
+        """Remove the object of this name, if there is one."""
 
     def used(self, names: Sequence[bytes]) -> None:
-        """Note that these objects were used, of which the first shall stay longest."""
+        """Record that these objects were used. The first ones are to stay longest."""
 
 
 class _Pieces:
-    """Memory for what is read, cut from pieces that are large enough for large pages: new small pages take longer than
-    reading."""
+    """Memory for reads, cut from pieces large enough for huge pages: new small pages take longer than reading."""
 
     _SIZE = 8 << 20
 
@@ -87,7 +86,7 @@ class _Pieces:
         self._lock = Lock()
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes, writable and not initialised. A piece is freed when all that was cut from it is."""
+        """Return `size` writable bytes, not initialised. A piece is freed when all that was cut from it is free."""
         with self._lock:
             if len(self._left) < size:
                 self._left = np.empty(max(size, self._SIZE), np.uint8).data
@@ -96,12 +95,12 @@ class _Pieces:
 
 
 class Folder:
-    """Objects as files of a folder, readable by their owner only, in `size` bytes; None: without a limit.
+    """Objects as files of a folder, readable by their owner only, of at most `size` bytes together; None: no limit.
 
-    Several processes may share a folder, and its size is that of all their files together, at every moment: whoever
-    writes locks the file of the counts, makes room, counts the new object, and then writes it. Files that were used
-    last, which their time of modification says, stay. A process that is killed leaves counts that are too high; they
-    are right again after the next look at all files, when the folder seems full or another place is opened.
+    Several processes may share a folder. The limit holds for all their files together, at every moment: a writer locks
+    the file of the counts, makes room, counts the new object, and then writes it. The least recently used files are
+    removed first; a file's time of modification is that of its last use. A killed process leaves counts that are too
+    high. The next scan of all files corrects them, when the folder seems full or a process makes its first write.
     """
 
     def __init__(self, folder: Path, size: int | None, label: str = "disk"):
@@ -112,11 +111,11 @@ class Folder:
         while True:
             probe = self._unfinished(b"")
             with suppress(FileNotFoundError):  # another process has made room
-                self._owner = os.stat(probe).st_uid  # of what this process writes there
+                self._owner = os.stat(probe).st_uid  # the owner of the files that this process writes there
                 os.unlink(probe)
                 break
         self._memory = _Pieces()
-        self._has_looked = False  # at all files
+        self._has_looked = False  # whether all files have been scanned
         self.held: Held | None = None
         if size is not None:
             self.held = Held(0, 0)
@@ -139,7 +138,7 @@ class Folder:
                 content, start = self._memory.take(os.fstat(file.fileno()).st_size), 0
                 while start < len(content) and (count := file.readinto(content[start:])):
                     start += count
-                return content  # cut short, it does not have its checksum
+                return content  # if it is cut short, its checksum is wrong
         except FileNotFoundError:
             return None
 
@@ -164,8 +163,8 @@ class Folder:
             self._count(file, -(replaced or 0), replaced is None)
 
     def _unfinished(self, *parts: bytes | memoryview) -> str:
-        """A new temporary file that contains `parts`."""
-        # No flush to the disk: what a power failure cuts short does not have its checksum.
+        """Write `parts` to a new temporary file and return its path."""
+        # There is no flush to the disk: if a power failure cuts a file short, its checksum is wrong.
         name = os.path.join(self._folder, _UNFINISHED + secrets.token_hex(8))
         number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
         try:
@@ -200,10 +199,10 @@ class Folder:
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[BinaryIO, bool]]:
-        """The file of the counts, for one writer of a limited place at a time, and whether it could be locked.
+        """Yield the file of the counts, for one writer to a limited folder at a time, and whether it could be locked.
 
-        The lock of a killed process is free. Places without a limit, which count nothing, share the lock: what they
-        are writing is not taken for an abandoned file.
+        A killed process loses its lock. Tiers without a limit, which count nothing, share the lock, so that the files
+        that they are writing are not taken for abandoned ones.
         """
         while True:
             with self._opened_counts() as file:
@@ -212,7 +211,7 @@ class Folder:
                     if os.fstat(file.fileno()).st_nlink:
                         yield file, is_locked
                         return
-                    # The folder was deleted while this one waited, and may be another one now.
+                    # The folder was deleted while this thread waited, and may have been created again.
                 finally:
                     _unlock(file)
 
@@ -220,13 +219,13 @@ class Folder:
         flags = os.O_RDWR | os.O_CREAT | _BINARY
         try:
             number = os.open(self._file_of_counts, flags, 0o600)
-        except FileNotFoundError:  # somebody has deleted the folder, to forget what was in it
+        except FileNotFoundError:  # a user has deleted the folder
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             number = os.open(self._file_of_counts, flags, 0o600)
         return open(number, "r+b", buffering=0)
 
     def _count(self, file: BinaryIO, more_bytes: int, more_objects: int) -> None:
-        """Add to the counts, where there is a limit."""
+        """Add to the counts, if there is a limit."""
         if self._size is not None:
             held = _read_counts(file) or Held(0, 0)
             self._set_counts(file, max(0, held.bytes + more_bytes), max(0, held.objects + more_objects))
@@ -237,7 +236,7 @@ class Folder:
         self.held = Held(held, objects)
 
     def _make_room(self, file: BinaryIO, wanted: int, is_locked: bool) -> bool:
-        """Remove the files that were used longest ago if fewer than `wanted` bytes are left → whether they are left."""
+        """Remove least recently used files if fewer than `wanted` bytes are left, and return whether they are now."""
         if self._size is None:
             return True
         most = self._size - _HELD.size - wanted
@@ -257,7 +256,7 @@ class Folder:
         return held <= most
 
     def _look(self, is_locked: bool) -> tuple[list[tuple[int, int, str]], int]:
-        """Time of last use, bytes and path of all objects; bytes of all files. Removes what killed processes left."""
+        """Return (time of last use, bytes, path) of all objects, and all files' bytes. Removes abandoned files."""
         files, held, now = [], 0, time.time()
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -277,7 +276,7 @@ class Folder:
 
 
 def _size_of(path: str) -> int | None:
-    """The bytes of a file; None if there is none."""
+    """Return the size of a file in bytes; None if there is none."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:
@@ -285,14 +284,14 @@ def _size_of(path: str) -> int | None:
 
 
 def _read_counts(file: BinaryIO) -> Held | None:
-    """The counts in their file; None if there are none yet."""
+    """Return the counts in their file; None if there are none yet."""
     file.seek(0)
     content = file.read(_HELD.size)
     return Held(*_HELD.unpack(content)) if len(content) == _HELD.size else None
 
 
 def _lock(file: BinaryIO, *, shared: bool) -> bool:
-    """Wait for the lock of a file; False where there are no locks."""
+    """Lock a file, waiting for its lock. Returns False where there are no locks."""
     if fcntl is None:
         return False
     try:
@@ -303,7 +302,7 @@ def _lock(file: BinaryIO, *, shared: bool) -> bool:
 
 
 def _unlock(file: BinaryIO) -> None:
-    """Closing the file does not do it while a forked child has it, too."""
+    """Unlock a file. Closing it does not suffice while a forked child has it open, too."""
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
