@@ -136,7 +136,7 @@ class AsyncEngine:
         return await asyncio.to_thread(self.engine.score, ids, every_token_coded, logits=logits)
 
     async def close(self) -> None:
-        """End requests under way with an EngineError ("closed") and free the engine. Closing twice is fine."""
+        """Fail unfinished requests with an EngineError ("closed") and free the engine. Closing twice is fine."""
         with self._lock:
             self._closed, thread, self._thread = True, self._thread, None
         if thread is not None:

@@ -201,7 +201,7 @@ class SamplingParams:
         None,
         "--dry-multiplier",
         metavar="X",
-        help="DRY: subtract X · base^n from a token that would make a repetition n tokens longer than allowed; "
+        help="DRY: subtract X · base^n from a token that would continue a repetition n tokens longer than allowed; "
         "0 is off [the model's, else 0]",
     )
     dry_base: float = setting(1.75, "--dry-base", metavar="B", help="the base of DRY")

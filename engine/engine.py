@@ -320,7 +320,7 @@ class Engine:
             return self._runner.cache_stats()
 
     def close(self) -> None:
-        """Free weights and KV store; requests under way and later calls raise EngineError. Closing twice is fine."""
+        """Free weights and KV store; unfinished requests and later calls raise EngineError. Closing twice is fine."""
         self.grammars.close()
         with self._lock.hold():
             if self._closed or self._lock.lost:

@@ -104,7 +104,7 @@ SAMPLING: Limits = {
 }
 
 CONSTRAINTS = ("schema", "grammar", "regex")
-"""Fields of SamplingParams at most one of which is given."""
+"""Fields of SamplingParams; at most one of them is given."""
 
 
 OPTIONS: Limits = {

@@ -42,7 +42,7 @@ class Usage:
 
     @property
     def generation_rate(self) -> float:
-        """Tokens of steps per second; the first token comes from the prefill."""
+        """Tokens per second of steps; the first token is the prefill's."""
         return max(0, self.completion_tokens - 1) / max(self.generation_seconds, 1e-9)
 
 

@@ -43,7 +43,7 @@ class Console:
         self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored) if self.interactive else None
 
     def read(self) -> str:
-        """The next message; piped input gives a line, or several where each but the last ends in a backslash.
+        """The next message; of piped input, the next line, with the one after it if it ends in a backslash, and so on.
 
         Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C at the empty prompt, and EngineError for
         piped input that is not UTF-8.

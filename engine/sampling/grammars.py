@@ -238,7 +238,7 @@ def _hash(given: Key) -> bytes:
 
 
 def _given(params: SamplingParams) -> Key | None:
-    """The field of `params` that asks for a constraint, and its text.
+    """The field of `params` that sets a constraint, and its text; None if none does.
 
     Raises EngineError if a schema is not JSON, or the text is too long.
     """

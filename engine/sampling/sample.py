@@ -106,7 +106,7 @@ class SamplerInput:
 
 
 Sampled = int | TokenLogprob | EngineError
-"""A token id, with log-probabilities if its draw asks for them; or the error if none can be chosen."""
+"""A token id, with log-probabilities if those are requested; or the error if no token can be chosen."""
 
 
 class Fetch(NamedTuple):
@@ -120,7 +120,7 @@ class Fetch(NamedTuple):
 def sample_all(
     logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], best: Sequence[int] | None = None
 ) -> list[Sampled]:
-    """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises.
+    """What `sample` returns for each row of logits (B, V), with log-probabilities if requested, or the error it raises.
 
     best: for each row, as for `sample`.
     """
@@ -157,7 +157,7 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
     logits = _adjust(given, params, sampler_input.recent)
     if sampler_input.dry is not None:
         logits = _subtract(logits, sampler_input.dry)
-    tokens = None  # the allowed ones: sampling from these alone is ten times as fast as setting the others to -inf
+    tokens = None  # the allowed ones: finding the best of these is ten times as fast as of all with the others at -inf
     if sampler_input.allowed is not None:
         tokens = np.flatnonzero(allowed_bits(sampler_input.allowed, sampler_input.vocabulary))
         logits = logits[tokens]

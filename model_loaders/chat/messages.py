@@ -21,7 +21,7 @@ class Message:
 
     @property
     def is_whole_turn(self) -> bool:
-        """Whether the ids stand for more than the content."""
+        """Whether the ids include more than the content."""
         return self.token_ids is not None and (self.reasoned or bool(self.shown.get("tool_calls")))
 
 

@@ -57,7 +57,7 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
 
 
 def sizes_from_beginning(content: bytes, where: str) -> ModelConfig | None:
-    """The configuration in the first bytes of a file, of which only the sizes are valid; None if they are not there.
+    """The configuration in the first bytes of a file, whose sizes alone are valid; None if the bytes lack them.
 
     where: the file's name, for errors. Raises LoadError for an unsupported architecture or feature.
     """

@@ -69,7 +69,7 @@ class _Vocabulary:
 
 
 class _Merges(Sequence[Any]):
-    """Merges as pairs of strings, made when the library asks for them."""
+    """Merges as pairs of strings, which are made when the library reads them."""
 
     def __init__(self, merges: Sequence[str]) -> None:
         self._merges = merges

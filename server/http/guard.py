@@ -26,9 +26,9 @@ _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 class Guard:
     """ASGI middleware that checks Host, API key, Content-Type, and how the body is framed.
 
-    A web page of another origin cannot use the API. Its browser asks for permission before it sends JSON, which only
-    --cors-origin gives. If an attacker's name resolves to this machine (DNS rebinding), Host has that name. With an API
-    key, Host may have any name: such a page does not know the key.
+    A web page of another origin cannot use the API. Its browser asks before it sends JSON, and only --cors-origin
+    permits that. If an attacker's name resolves to this machine (DNS rebinding), Host has that name. With an API key,
+    Host may have any name: such a page does not know the key.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, errors: ErrorShapes | None = None) -> None:

@@ -59,7 +59,7 @@ class Driver:
         self._closing = False
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # of its own: delays no prompt
-        # A request whose constraint is being compiled waits in a thread, so each answer under way may need one.
+        # A request whose constraint is being compiled waits in a thread, so each request may need one.
         self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
 

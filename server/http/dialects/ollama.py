@@ -228,7 +228,7 @@ def _message(at: str, value: Any, calls: list[tuple[str, str]]) -> dict[str, Any
 
 
 def _call(at: str, index: int, value: Any) -> dict[str, Any]:
-    """A call. Ollama's clients send none with an id; the call's number then makes one."""
+    """A call. Ollama's clients send calls without ids, whose ids are then made of their numbers."""
     call = members(at, value)
     function = members(f"{at}.function", call.get("function"))
     name = text(f"{at}.function.name", function.get("name"))

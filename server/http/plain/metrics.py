@@ -26,7 +26,7 @@ class _Numbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         done, now = self._done, self._now
-        requests = CounterMetricFamily("polarlm_requests", "Requests that have ended, by how", labels=["outcome"])
+        requests = CounterMetricFamily("polarlm_requests", "Requests that have ended, by outcome", labels=["outcome"])
         for outcome, count in sorted(done.requests.items()):
             requests.add_metric([outcome], count)
         yield requests
@@ -119,9 +119,7 @@ class _Constraints(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counts = self._counts
-        ended = CounterMetricFamily(
-            "polarlm_constraints", "New constraints, by what became of them", labels=["outcome"]
-        )
+        ended = CounterMetricFamily("polarlm_constraints", "New constraints, by outcome", labels=["outcome"])
         for outcome in ("compiled", "refused", "abandoned", "too_many"):
             ended.add_metric([outcome], counts.outcomes[outcome])
         yield ended
