@@ -102,8 +102,8 @@ def test_texts_of_a_grammar(grammar: str, yes: list[str], no: list[str]) -> None
         (r'root ::= "\x4"', "there is no such escape"),
         (r'root ::= "\uD800"', "there is no character with this number"),
         ('root ::= "a"{1', "this should be"),
-        ('root ::= "a"{3,2}', "from 0 to 2000 times"),
-        ('root ::= "a"{2001}', "from 0 to 2000 times"),
+        ('root ::= "a"{3,2}', "repeats 0 to 2000 times"),
+        ('root ::= "a"{2001}', "repeats 0 to 2000 times"),
         ("root ::= " + "(" * 60_000, f"nested deeper than {MOST_DEPTH}"),
     ],
 )
