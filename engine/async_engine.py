@@ -1,4 +1,4 @@
-"""`AsyncEngine`: an engine for asyncio. Its requests are in the same queue as those of threads."""
+"""`AsyncEngine`, the engine for asyncio. Its requests share one queue with those of threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineThread:
     """A thread that runs an engine's units of work, and sleeps while there is none."""
 
     def __init__(self, engine: Engine, failed: Callable[[Exception], None]) -> None:
-        """failed: called in the thread with an error of the engine as a whole; one of a step ends only its requests."""
+        """failed: called in the thread with errors of the engine itself; an error in a step ends only its requests."""
         self._engine, self._failed = engine, failed
         self._wake = threading.Event()
         self._stopping = False
@@ -60,7 +60,7 @@ class EngineThread:
 
 
 class AsyncEngine:
-    """What `Engine` does, for coroutines of any event loop; a thread of its own computes.
+    """`Engine` for coroutines of any event loop; a thread of its own runs the computation.
 
     Cancelling the task that waits for an answer cancels its request. `engine` may be used by threads at the same time.
     """
@@ -69,7 +69,7 @@ class AsyncEngine:
         """An asynchronous engine over `engine`, which `close` closes as well."""
         self.engine = engine
         self._waiting: set[Mailbox] = set()
-        self._lock = threading.Lock()  # of the set: mailboxes may belong to several event loops
+        self._lock = threading.Lock()  # guards `_waiting` and `_thread`: there may be several event loops
         self._thread: EngineThread | None = None
         self._closed = False
 
@@ -82,7 +82,7 @@ class AsyncEngine:
         verbose: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> AsyncEngine:
-        """`Engine.load` in a thread, in which `verbose` is called. Raises EngineError as it does."""
+        """Call `Engine.load` in a thread, which also calls `verbose`. Raises the same EngineErrors."""
         load = partial(Engine.load, path, config=config, verbose=verbose, **settings)
         return cls(await asyncio.to_thread(load))
 
@@ -136,7 +136,7 @@ class AsyncEngine:
         return await asyncio.to_thread(self.engine.score, ids, every_token_coded, logits=logits)
 
     async def close(self) -> None:
-        """End requests under way with an EngineError ("closed") and free the engine. Closing twice is fine."""
+        """Fail unfinished requests with an EngineError ("closed") and free the engine. Closing twice is fine."""
         with self._lock:
             self._closed, thread, self._thread = True, self._thread, None
         if thread is not None:
@@ -156,7 +156,7 @@ class AsyncEngine:
             return [chunk async for chunk in chunks]
 
     def _submit(self, mailbox: Mailbox, *request: Any, **more: Any) -> None:
-        """Queue a request, in a thread: its prompt is tokenized here, and the engine takes it between two units."""
+        """Tokenize and queue a request. Runs in a thread; the engine accepts the request between two units of work."""
         ticket = self.engine.submit(*request, into=mailbox, gone=lambda: mailbox.closed, **more)
         with self._lock:
             if not self._closed:  # otherwise the engine ends the request as it closes
@@ -169,7 +169,7 @@ class AsyncEngine:
         with self._lock:
             self._waiting.discard(mailbox)
             if self._thread is not None:
-                self._thread.wake()  # for the engine to drop the request
+                self._thread.wake()  # so that the engine drops the request
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:

@@ -40,7 +40,7 @@ class EngineConfig:
         "-hf",
         "--hf-repo",
         metavar="USER/REPO[:QUANT]",
-        help="model of the Hugging Face hub, downloaded once; of GGUF files the one named, or else the best that fits",
+        help="model of the Hugging Face hub, downloaded once; of its GGUF files the named one, or the best that fits",
     )
     model_draft: str | None = setting(
         None,
@@ -117,8 +117,8 @@ class EngineConfig:
         "none",
         "--spec-type",
         choices=limits.DRAFTS,
-        help="draft tokens and verify several in one step: ngram-simple drafts what followed the last place where the "
-        "newest tokens stood before; draft-simple asks the draft model, and needs no other flag",
+        help="draft tokens and verify several in one step: ngram-simple drafts what followed the last occurrence of "
+        "the newest tokens; draft-simple asks the draft model, and needs no other flag",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     draft_min: int = setting(0, "--draft-min", metavar="N", help="fewest tokens of a draft; shorter ones are dropped")
@@ -133,7 +133,7 @@ class EngineConfig:
         None,
         "--cache-disk",
         metavar="SIZE",
-        help="keep conversations on the disk, in files of this size together, such as 20G, so that none is computed "
+        help="keep conversations on the disk, in files of this total size, such as 20G, so that none is computed "
         "again after a restart; the files reveal what was said to anyone who can read them",
     )
     cache_disk_folder: str | None = setting(
@@ -201,7 +201,7 @@ class SamplingParams:
         None,
         "--dry-multiplier",
         metavar="X",
-        help="DRY: subtract X times the base to the power of how much longer than allowed a repetition would get; "
+        help="DRY: subtract X · base^n from a token that would continue a repetition n tokens longer than allowed; "
         "0 is off [the model's, else 0]",
     )
     dry_base: float = setting(1.75, "--dry-base", metavar="B", help="the base of DRY")
@@ -220,7 +220,7 @@ class SamplingParams:
         "--dry-sequence-breaker",
         metavar="TEXT",
         text=True,
-        help="text at which DRY starts to look for repetitions anew; may be repeated "
+        help="text across which DRY sees no repetitions; may be repeated "
         "[the model's, else line end, colon, quotation mark, asterisk]",
     )
     logit_bias: dict[int, float] = setting(
@@ -251,12 +251,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at EOS tokens")
     min_tokens: int = setting(0, help="fewest tokens to generate before EOS or one of stop_token_ids may be drawn")
     schema: dict[str, Any] | str | None = setting(
-        None, help="the answer is JSON of this JSON schema, a dict or its text; {} allows any JSON; extra json"
+        None, help="the answer is JSON of this schema, a dict or its text; {} allows any JSON; needs the extra json"
     )
     grammar: str | None = setting(
-        None, help="the answer is of this grammar, in llguidance's form of Lark or in llama.cpp's GBNF; extra json"
+        None, help="the answer matches this grammar: llguidance's Lark, or llama.cpp's GBNF; needs the extra json"
     )
-    regex: str | None = setting(None, help="the answer matches this regular expression as a whole; extra json")
+    regex: str | None = setting(None, help="the whole answer matches this regular expression; needs the extra json")
 
     shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
     spec_type: str | None = setting(None, help=f"{', '.join(limits.DRAFTS)}: in place of the engine's")
@@ -283,12 +283,12 @@ class PromptOptions:
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
     cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
-    continue_final_message: bool = False  # the last message, the assistant's, is the beginning of the answer
-    tools: tuple[Mapping[str, Any], ...] = ()  # the functions that messages are about, in OpenAI's form
+    continue_final_message: bool = False  # the model continues the last message, which is the assistant's
+    tools: tuple[Mapping[str, Any], ...] = ()  # the functions that the model may call, in OpenAI's form
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # more variables of the chat template
-    # Return the prompt's embedding: of the final hidden states, which the model's head sees, the "mean" over all tokens
-    # or that of the "last" one, scaled to length 1. A token's state depends on the tokens before it and itself. The
-    # whole prompt is computed, and nothing of it can be found later.
+    # Return the prompt's embedding: the "mean" of all tokens' final hidden states, which the model's head reads, or the
+    # state of the "last" token, scaled to length 1. A token's state depends on the token and those before it. The whole
+    # prompt is computed, and the prefix cache keeps none of it.
     pooling: str | None = None
 
     def __post_init__(self) -> None:

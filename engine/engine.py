@@ -47,7 +47,7 @@ class Engine:
         keeps = parts.config.kept_sequences > 0
         determines = {key: value for key, value in self._identity.items() if key != "name"}
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
-        self.watch_blocks = self._prefixes.watch  # for servers: before the first request
+        self.watch_blocks = self._prefixes.watch  # servers call it before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -89,10 +89,10 @@ class Engine:
     ) -> Chunks:
         """Yield the continuation of `prompt` in chunks; the last chunk has a finish_reason and the usage.
 
-        prompt: text for raw completion, messages for the chat template, or token ids, which are taken as they are.
+        prompt: text for raw completion, messages for the chat template, or token ids, which are used unchanged.
         options: how the prompt is tokenized, and which cached tokens it may reuse. progress: also yield chunks without
-        text that report how much of the prompt is computed. constraint: restricts the tokens of this request in another
-        way than `params` can; never share one between requests. Closing the iterator cancels the request. Raises
+        text that report how much of the prompt is computed. constraint: restricts the tokens of this request in a way
+        that `params` cannot; never share one between requests. Closing the iterator cancels the request. Raises
         EngineError for a prompt that cannot be served ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
@@ -106,8 +106,8 @@ class Engine:
     def chat(self, messages: Sequence[Mapping[str, Any]], params: Params = None, options: Options = None) -> Completion:
         """The answer to a conversation: messages with "role" and "content".
 
-        An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them.
-        Recent answers are found without.
+        An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them;
+        recent answers do not need them.
         """
         return fold(self.stream(messages, params, options))
 
@@ -120,11 +120,11 @@ class Engine:
         return found
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
-        """Teacher-forced log-probabilities of `ids` (T ≥ 2), with the cache read as steps read it.
+        """Teacher-forced log-probabilities of `ids` (T ≥ 2). Attention reads the cache as it does in steps.
 
-        Waits for the requests that came before. With `every_token_coded`, attention reads all tokens after the first
-        block as codes, those of the current block as well: the figure to compare with engines that keep no recent
-        tokens in full precision. With `logits`, the score has those of every position: 4·T·V bytes, and a prompt's.
+        Earlier requests finish first. With `every_token_coded`, attention reads all tokens after the first block as
+        codes, including those of the current block: the figure to compare with engines that keep no recent tokens in
+        full precision. With `logits`, the score has every position's logits, which take 4·T·V bytes.
         """
         ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
@@ -138,16 +138,16 @@ class Engine:
                 self._runner.run_unit()
 
     def tokenize(self, text: str, *, control: bool = False) -> list[int]:
-        """Ids of `text`, without BOS; with `control`, names of control tokens in it become those tokens."""
+        """The ids of `text`, without BOS; with `control`, names of control tokens in it become those tokens."""
         return self.model.tokenizer.tokenize(text, control=control)
 
     def prompt_ids(self, prompt: Prompt, options: Options = None) -> list[int]:
-        """The token ids of a prompt, of any length, as `stream` takes it. Raises EngineError."""
+        """The token ids of a prompt as `stream` tokenizes it, without a limit of length. Raises EngineError."""
         options = options or PromptOptions()
         return prompt_ids(self._answers.conversation(prompt, options.cache_salt).prompt, self.model, options)
 
     def detokenize(self, ids: Sequence[int], *, control: bool = False) -> str:
-        """Text of `ids`, which start a sequence; with `control`, names of control tokens, too. Raises EngineError."""
+        """The text of `ids`, which start a sequence; `control` includes control tokens' names. Raises EngineError."""
         try:
             return text_of(self.model.tokenizer, ids, control=control)
         except ValueError as error:
@@ -189,8 +189,8 @@ class Engine:
     def load_session(self, path: SessionPath, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
         """Load a saved session into the prefix cache, so that prompts that begin with its ids reuse its K/V.
 
-        cache_salt: that of the prompts that may reuse it, as when it was saved. progress: called with the bytes read
-        and the bytes in all. Raises EngineError: "storage" if the file cannot be read, "session" for anything else.
+        cache_salt: the salt that it was saved with, which prompts need to reuse it. progress: called with the bytes
+        read and the bytes in all. Raises EngineError: "storage" if the file cannot be read, else "session".
         """
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
@@ -220,7 +220,7 @@ class Engine:
     ) -> Ticket:
         """Queue a request. Threads that call `work` append its chunks to `into`, or an exception if it fails.
 
-        gone: says whether nobody waits for it any more. Raises EngineError as `stream` does, and "busy".
+        gone: returns True once nobody waits for the request. Raises EngineError as `stream` does, and "busy".
         """
         new = self._request(prompt, params, options, gone, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
@@ -257,7 +257,7 @@ class Engine:
         return request
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
-        """Submit `request`, then yield its chunks. While there is none, this thread runs the engine's next units."""
+        """Submit `request`, then yield its chunks. Until the next one exists, this thread runs units of work."""
         try:
             with self._exclusive():
                 self._runner.submit(request)
@@ -280,7 +280,7 @@ class Engine:
         """Mark a request as cancelled unless it has finished, and remove it now if the lock is free.
 
         Never waits for the lock: a generator in a reference cycle is closed by the thread that collects garbage, which
-        may be the one that holds the lock. The next holder removes the request then.
+        may be the one that holds the lock. In that case the next holder removes the request.
         """
         sequence.finish_reason = sequence.finish_reason or "cancelled"
         self._lock.if_free(self._sweep)
@@ -298,7 +298,7 @@ class Engine:
         self._runner.sweep()
 
     def _sweep(self) -> None:
-        """Remove cancelled requests, in an engine that can still be used."""
+        """Remove cancelled requests if the engine can still be used."""
         if not self._closed and not self._lock.lost:
             self._runner.sweep()
 
@@ -320,7 +320,7 @@ class Engine:
             return self._runner.cache_stats()
 
     def close(self) -> None:
-        """Free weights and KV store; requests under way and later calls raise EngineError. Closing twice is fine."""
+        """Free weights and KV store; unfinished requests and later calls raise EngineError. Closing twice is fine."""
         self.grammars.close()
         with self._lock.hold():
             if self._closed or self._lock.lost:

@@ -14,8 +14,8 @@ class EngineError(Exception):
     "forked" (the engine cannot be used in a child process), "busy" (too many constraints wait to be compiled),
     "model_unavailable" (its files are missing or cannot be used), "model_damaged", "session" (a session file is wrong),
     "storage" (a file cannot be read or written).
-    `numbers` are for programs: with "context_length_exceeded", "n_ctx" is the context and "n_prompt_tokens" the
-    prompt's tokens, or a lower bound; where weights do not fit into memory, "lacking" is the bytes that they lack.
+    `numbers` are for programs: with "context_length_exceeded", "n_ctx" is the context and "n_prompt_tokens" the number
+    of prompt tokens, or a lower bound; where weights do not fit into memory, "lacking" is the number of missing bytes.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class KernelError(EngineError):
 class ConstraintError(EngineError):
     """A schema, a grammar or a regular expression cannot constrain an answer."""
 
-    field: str | None = None  # of the request, where a server knows it
+    field: str | None = None  # the field of the request that asked for it, where a server knows it
 
 
 def shown(value: Any) -> str:
@@ -49,7 +49,7 @@ def shown(value: Any) -> str:
     """
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # more digits, or deeper, than Python writes
+    except (ValueError, RecursionError):  # an int of too many digits, or nested too deeply
         text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1].rstrip() + "…"
 

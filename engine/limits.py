@@ -11,11 +11,11 @@ from polarlm.engine.errors import EngineError, shown
 PENALTY_WINDOW = 64  # most last tokens, prompt included, that the penalties look at
 MOST_LOGPROBS = 20  # most tokens that log-probabilities can be requested for at each position
 DRAFTS = ("none", "ngram-simple", "draft-simple")  # kinds of drafts
-# Rows of a request in a step with drafts: each number is a recorded step of its own, with kernels of its own. Few are
-# enough, since the fastest number is between others that are almost as fast.
+# Rows of a request in a step with drafts. Each number needs a recorded step and kernels of its own. A few suffice: the
+# neighbours of the fastest number are almost as fast.
 DRAFT_ROWS = (2, 4, 8, 16)
-MOST_DRAFTED = 15  # tokens of a draft: one fewer than a step has rows of a sequence
-_ROLES = ("system", "user", "assistant", "tool")  # that templates know
+MOST_DRAFTED = 15  # tokens of a draft: one fewer than the most rows of a sequence in a step
+_ROLES = ("system", "user", "assistant", "tool")  # roles that templates know
 _MAX_BIAS = 1e6  # far below the overflow of float32 logits
 
 
@@ -104,7 +104,7 @@ SAMPLING: Limits = {
 }
 
 CONSTRAINTS = ("schema", "grammar", "regex")
-"""Fields of SamplingParams at most one of which is given."""
+"""Fields of SamplingParams; at most one of them is given."""
 
 
 OPTIONS: Limits = {

@@ -11,22 +11,22 @@ from typing import Protocol
 
 import numpy as np
 
-# Seconds: from a token of a GPU to an answer of a thousand tokens on a laptop.
+# Bounds of histograms in seconds: from a token on a GPU to an answer of a thousand tokens on a laptop.
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens and seconds of a request. Seconds are those of computing, without the time in the queue."""
+    """Tokens and seconds of a request. Seconds are computing time; time in the queue does not count."""
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were found in the KV store
     completion_tokens: int
     prefill_seconds: float  # up to the logits of the first token
-    generation_seconds: float  # of the later steps that gave a token
-    drafted_tokens: int = 0  # that steps verified
-    accepted_tokens: int = 0  # of these, the ones that are part of the answer
-    # Where the cached tokens came from: "store", the KV store; or a tier that they were put back from, "ram" or "disk".
+    generation_seconds: float  # of the later steps that produced a token
+    drafted_tokens: int = 0  # drafted tokens that steps verified
+    accepted_tokens: int = 0  # drafted tokens that became part of the answer
+    # Source → cached tokens: "store", the KV store, or the tier that they were restored from: "ram", "disk", "remote".
     # Their sum is `cached_tokens`.
     cached_from: Mapping[str, int] = field(default_factory=dict)
 
@@ -42,7 +42,7 @@ class Usage:
 
     @property
     def generation_rate(self) -> float:
-        """Tokens of steps per second; the first token comes from the prefill."""
+        """Tokens per second of steps; the first token is the prefill's."""
         return max(0, self.completion_tokens - 1) / max(self.generation_seconds, 1e-9)
 
 
@@ -70,12 +70,12 @@ class Chunk:
     stopped_by: str | None = None  # on the last chunk: the stop string before which the answer ends
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of a chunk with `prefilled`: those of them that were found in the KV store
+    cached_tokens: int = 0  # with `prefilled`: how many of those tokens were found in the KV store
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set
-    # In one chunk before the first token, one per token of the prompt after the first, if requested:
+    # In one chunk before the first token, if requested: one per token of the prompt after the first.
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_ids: tuple[int, ...] = ()  # with `prompt_logprobs`: all tokens of the prompt
-    embedding: np.ndarray | None = None  # in one chunk of a request for it: (E,) float32, of length 1
+    embedding: np.ndarray | None = None  # in one chunk, if requested: (E,) float32, of length 1
 
 
 class Outbox(Protocol):
@@ -119,7 +119,7 @@ def fold(chunks: Iterable[Chunk]) -> Completion:
 
 
 def embedding(chunks: Iterable[Chunk]) -> Embedding | None:
-    """The embedding that one of `chunks` has; None if the request was cancelled before."""
+    """The embedding in one of `chunks`; None if the request was cancelled first."""
     pieces = list(chunks)
     usage = pieces[-1].usage
     assert usage is not None
@@ -145,13 +145,13 @@ class Threads:
 
 @dataclass(frozen=True)
 class TierStatus:
-    """What a tier's place holds, and what has been wrong with it since the engine was loaded."""
+    """What a tier holds, and its failures since the engine was loaded."""
 
     place: str  # "ram", "disk" or "remote"
-    bytes: int | None  # of its objects, after this process's last write; None where it has no limit
+    bytes: int | None  # of its objects, after this process's last write; None for a tier without a limit
     objects: int | None
-    damaged: int  # objects that were found and not used
-    timeouts: int  # requests that were computed without it since it took too long
+    damaged: int  # objects that were found damaged and not used
+    timeouts: int  # requests that were computed without the tier because it took too long
     read_errors: int
     write_errors: int
 
@@ -162,7 +162,7 @@ class Status:
 
     running: int  # requests that take part in steps
     waiting: int  # requests in the queue or in prefill
-    prefilling: int  # of those: requests in prefill
+    prefilling: int  # those of the waiting requests that are in prefill
     blocks: int
     blocks_used: int  # held by requests
     blocks_kept: int  # held by no request; the prefix cache can find them until they are allocated again
@@ -179,24 +179,24 @@ class CacheStats:
     tokens: int
     bytes: int  # of its blocks and full-precision slots
     bits_per_value: float  # of a complete encoded block
-    f16_bytes: int  # of the same blocks, if all were in half precision
+    f16_bytes: int  # of the same blocks in half precision
     context: int  # tokens that fit
 
 
 @dataclass
 class Times:
-    """How often something took how long."""
+    """A histogram of durations."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # up to each bound, and beyond the last
-    seconds: float = 0.0  # their sum
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # up to each bound, and above the last
+    seconds: float = 0.0  # the sum of all durations
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Add `count` times of so many seconds."""
+        """Add `count` durations of `seconds` each."""
         self.counts[bisect_left(BOUNDS, seconds)] += count
         self.seconds += count * seconds
 
     def buckets(self) -> list[tuple[str, int]]:
-        """(bound, times up to it) of a Prometheus histogram."""
+        """The buckets of a Prometheus histogram: (upper bound, how many durations are at most that)."""
         return list(zip([*map(str, BOUNDS), "+Inf"], accumulate(self.counts), strict=True))
 
 
@@ -205,10 +205,10 @@ class CompilationCounts:
     """How many constraints were compiled since the engine was loaded, and how long requests waited for each."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of those that ended: "compiled", "refused", "abandoned" (no request wanted it any more), "too_many" (waited)."""
-    waiting: int = 0  # that wait or are being compiled
-    took: Times = field(default_factory=Times)  # of those compiled or refused, waiting included
+    """By outcome: "compiled", "refused", "abandoned" (no request wanted it any more), "too_many" (full queue)."""
+    waiting: int = 0  # constraints that wait or are being compiled
+    took: Times = field(default_factory=Times)  # of constraints compiled or refused, with their time in the queue
 
     def copy(self, waiting: int) -> CompilationCounts:
-        """A copy with the number of those that wait."""
+        """A copy with `waiting` constraints that wait."""
         return CompilationCounts(self.outcomes.copy(), waiting, Times(list(self.took.counts), self.took.seconds))

@@ -1,4 +1,4 @@
-"""From a path to a model: configuration, weights, tokenizer and chat template, whatever the file format."""
+"""Loads a model from a path: configuration, weights, tokenizer and chat template, whatever the file format."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def load(
     if path is None:
         model = replace(model, generation=DEMO_GENERATION)
     if name is not None and where.is_dir():
-        model = replace(model, name=name.short)  # the folder is called after a commit
+        model = replace(model, name=name.short)  # the folder is named after a commit
     if verbose is not None:
         verbose(f"{model.name}: {model.config.family}, {len(model.config.layers)} layers, {model.dtype} weights")
     return model
@@ -180,7 +180,7 @@ def _existing(path: str | Path) -> Path:
 
 
 def _hub_name(path: str | Path | None) -> HubName | None:
-    """The model on the hub that is meant; None for a path."""
+    """The model on the hub that `path` names; None for a path."""
     is_name = isinstance(path, str) and path.startswith(HUB_PREFIX) and not os.path.exists(path)
     return parse(str(path)) if is_name else None
 

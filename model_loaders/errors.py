@@ -2,4 +2,4 @@
 
 
 class LoadError(ValueError):
-    """A model that cannot be loaded. The message names the file, what is wrong with it, and what to do."""
+    """A model cannot be loaded. The message names the file, what is wrong with it, and what to do."""

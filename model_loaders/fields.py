@@ -14,7 +14,7 @@ _SMALLEST_POSITIVE = 1e-12
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
-    """The JSON object in `path`; an empty one where the file is absent and not required."""
+    """The JSON object in `path`; an empty one if the file is absent and not required."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -33,8 +33,8 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
 class Fields:
     """The keys of one configuration; null counts as absent.
 
-    `where` names the file in errors, and `names` gives the file's own spelling of keys that were translated. A
-    default of None makes a key required. Every method raises LoadError for a value of another type or out of range.
+    `where` names the file in errors, and `names` maps translated keys to the file's own spelling. A default of None
+    makes a key required. Every method raises LoadError for a value of another type or out of range.
     """
 
     def __init__(self, values: Mapping[str, object], where: str | Path, names: Mapping[str, str] | None = None) -> None:
@@ -104,7 +104,7 @@ class Fields:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty where the key is absent."""
+        """A list of strings; empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -113,7 +113,7 @@ class Fields:
         return value
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers, which the key must have."""
+        """Positive numbers; the key is required."""
         value = self._values.get(key)
         if value is None:
             raise self._missing(key)
@@ -125,7 +125,7 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def integers(self, key: str) -> list[int]:
-        """A list of whole numbers; empty where the key is absent."""
+        """A list of whole numbers; empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -134,7 +134,7 @@ class Fields:
         return value
 
     def section(self, key: str) -> Fields | None:
-        """The object under `key`; None where it is absent or empty."""
+        """The object under `key`; None if it is absent or empty."""
         value = self._values.get(key)
         if value is None or value == {}:
             return None
@@ -143,7 +143,7 @@ class Fields:
         return Fields(value, f"{self.where}, {key}", self._names)
 
     def completed(self, defaults: Mapping[str, object]) -> Fields:
-        """With `defaults` for keys that are absent."""
+        """These fields with `defaults` for keys that are absent."""
         given = {key: value for key, value in self._values.items() if value is not None}
         return Fields({**defaults, **given}, self.where, self._names)
 
@@ -152,5 +152,5 @@ class Fields:
         return list(self._values)
 
     def sections(self) -> list[str]:
-        """The keys that hold objects themselves."""
+        """The keys whose values are objects."""
         return [key for key, value in self._values.items() if isinstance(value, dict)]

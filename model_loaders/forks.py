@@ -1,4 +1,4 @@
-"""Replaces threads, locks and pipes in a forked child, which cannot share them with its parent.
+"""Replaces threads, locks and pipes in a forked child, which cannot use its parent's.
 
 A forked child has a copy of all memory, but only the thread that forked.
 """
@@ -14,7 +14,7 @@ class Renewable(Protocol):
     """An object with threads, locks or pipes."""
 
     def renew(self) -> None:
-        """Replace them, in a child that has just been forked and has one thread."""
+        """Replace them in a child that has just been forked and has one thread."""
 
 
 _holders: WeakSet[Renewable] = WeakSet()

@@ -1,6 +1,6 @@
-"""Work in a process of its own, with limits of time and memory: what a model or a client brings can be hostile.
+"""Runs work on data that can be hostile, from a model or a client, in a process with limits of time and memory.
 
-The process runs a file by itself, which reads lines of JSON and answers each but the first with one. It limits its own
+The process runs one file, which reads lines of JSON and answers each except the first with one line. It limits its own
 memory, and its processor time for each line.
 """
 
@@ -29,12 +29,12 @@ _START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(wo
 # since the worker may have to wait on a busy machine.
 _START_SECONDS = 60.0
 _ANSWER_SECONDS = 10.0
-_EXIT_SECONDS = 5.0  # until a worker that has closed its pipe is gone
-_LOOK_SECONDS = 0.05  # until it is looked again whether the answer is still wanted
+_EXIT_SECONDS = 5.0  # to wait for the end of a worker that has closed its pipe
+_LOOK_SECONDS = 0.05  # between two checks whether the answer is still wanted
 
 
 class ProcessFailed(Exception):
-    """There is no answer; the message says why, without naming what was asked for."""
+    """A worker gave no answer. The message says why, without naming the request."""
 
 
 class LimitedProcess:
@@ -48,9 +48,9 @@ class LimitedProcess:
         renew_in_children(self)
 
     def ask(self, request: object, gone: Callable[[], bool] = lambda: False) -> Any:
-        """The answer to a request, which must be JSON. Raises ProcessFailed where a limit ends the process.
+        """The answer to a request, which must be JSON. Raises ProcessFailed if a limit ends the process.
 
-        gone: says whether nobody wants the answer any more; then the process is ended as well.
+        gone: returns True once nobody wants the answer; the process is then ended as well.
         """
         with self._lock:
             if self._worker is not None and self._worker.poll() is not None:  # it was killed while idle
@@ -61,7 +61,7 @@ class LimitedProcess:
             return self._ask([request], _ANSWER_SECONDS, gone)
 
     def close(self) -> None:
-        """End the worker, once it has answered the request under way; a later request starts another."""
+        """End the worker after its current request; a later request starts another worker."""
         with self._lock:
             if self._worker is not None:
                 self._stop()
@@ -76,7 +76,7 @@ class LimitedProcess:
         worker.returncode = 0  # it is not this process's child
         nothing = os.open(os.devnull, os.O_RDWR)
         for pipe in (worker.stdin, worker.stdout):
-            # Not closed: that would send what another thread of the parent was about to write a second time.
+            # Closing them would write, a second time, what another thread of the parent had buffered.
             if pipe is not None and not pipe.closed:
                 os.dup2(nothing, pipe.fileno(), inheritable=False)
         os.close(nothing)
@@ -146,10 +146,10 @@ def _reason(worker: subprocess.Popen[bytes]) -> str:
 
 
 def why_ended(code: int) -> str:
-    """The reason why a process with limits ended with an exit code other than 0; those below are signals."""
-    if code in (OUT_OF_MEMORY, -getattr(signal, "SIGABRT", 0)):  # as Rust ends where it gets no memory
+    """The reason why a process with limits ended with an exit code other than 0; negative codes are signals."""
+    if code in (OUT_OF_MEMORY, -getattr(signal, "SIGABRT", 0)):  # Rust aborts if it gets no memory
         return "it needs too much memory"
-    if code in (-getattr(signal, "SIGSEGV", 0), -getattr(signal, "SIGBUS", 0)):  # the end of the stack
+    if code in (-getattr(signal, "SIGSEGV", 0), -getattr(signal, "SIGBUS", 0)):  # a stack overflow
         return "it is nested too deeply"
     if code == TOO_LONG:
         return "it needs too much time"
@@ -158,7 +158,7 @@ def why_ended(code: int) -> str:
 
 
 def _kill(worker: subprocess.Popen[bytes]) -> None:
-    """End a worker, and the processes that it has started: it is the first one of its group."""
+    """End a worker and the processes that it has started: it leads its process group."""
     if worker.returncode is not None:
         return
     if sys.platform == "win32":

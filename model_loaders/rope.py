@@ -27,8 +27,8 @@ def rope_config(
     """RoPE from `rope_parameters` (with theta), or from the older `rope_scaling` and `rope_theta`.
 
     section: read instead of these two. theta: the family's default. longrope, partial: whether the family supports
-    longrope, and RoPE on a part of the channels (`rotary_dim`). Raises LoadError for a kind or a key that it does not
-    support.
+    longrope, and RoPE on a part of the channels (`rotary_dim`). Raises LoadError for a kind or a key that the family
+    does not support.
     """
     if section is None:
         section = fields.section("rope_parameters") or fields.section("rope_scaling")
@@ -56,7 +56,7 @@ def rope_config(
     original = section.integer(
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_context)
     )
-    if kind == "longrope" and original == 1:  # its logarithm divides
+    if kind == "longrope" and original == 1:  # the attention factor divides by its logarithm
         raise fields.refuse("original_max_position_embeddings", "but longrope needs an original context of 2 tokens")
     if kind == "llama3":
         return _llama3(section, theta, original)
@@ -64,7 +64,7 @@ def rope_config(
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int | None:
-    """How many channels of a head RoPE rotates, from the first; None for all. Raises LoadError if odd."""
+    """The number of channels of a head, from the first, that RoPE rotates; None for all. Raises LoadError if odd."""
     if fields.has("rotary_dim"):
         channels = fields.integer("rotary_dim", maximum=head_dim)
         if channels % 2:
@@ -86,7 +86,7 @@ def _whole_head_only(fields: Fields) -> None:
 
 
 def _longrope(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
-    """Longrope for `max_context`; `RopeConfig.for_context` chooses the divisors of a shorter one."""
+    """Longrope for `max_context`; `RopeConfig.for_context` chooses the divisors of a shorter context."""
     return RopeConfig(
         theta=theta,
         kind="longrope",
@@ -158,7 +158,7 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray
 
 
 def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    """As llama3, but the blend is linear in the number of the pair, between those of beta_fast and beta_slow."""
+    """As llama3, but the blend is linear in the pair's number, between the pairs of beta_fast and beta_slow."""
     head_dim = 2 * len(frequencies)
 
     def pair_of(periods: float) -> float:

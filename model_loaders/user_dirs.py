@@ -1,4 +1,4 @@
-"""The user's cache folder, and which files are the user's."""
+"""The user's cache folder, and whether a file is the user's."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def _default() -> Path:
 
 
 def belongs_to_user(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's, so that this program may remove it; always so on Windows, whose folders
-    are the users' own."""
+    """Whether a file or folder is this user's, so that this program may remove it. Always True on Windows, where the
+    folders are the users' own."""
     return not hasattr(os, "getuid") or status.st_uid == os.getuid()

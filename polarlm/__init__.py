@@ -5,9 +5,9 @@
 ...     for chunk in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
 ...         print(chunk.text, end="", flush=True)
 
-Everything of the project is imported below this name: `polarlm.engine`, `polarlm.server`, `polarlm.model_loaders`. In a
-checkout these are folders beside this one. The names of `polarlm.engine` are imported when they are first used, so that
-a module that needs none of them starts without it.
+All of the project is imported under this name: `polarlm.engine`, `polarlm.server`, `polarlm.model_loaders`. In a
+checkout these folders are siblings of this one. The names of `polarlm.engine` are imported when they are first used, so
+that a module that needs none of them starts without it.
 """
 
 from importlib import import_module

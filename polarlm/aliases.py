@@ -1,7 +1,7 @@
 """A checkout's packages under their short names: `engine.state` is the module `polarlm.engine.state`, not a second one.
 
-A module of such a name that is not this project's stays what it is: only what Python would import from the checkout is
-an alias. An installed package has `polarlm` alone.
+Only modules that Python would import from the checkout become aliases; another project's module of the same name is
+left alone. An installed package has no short names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = ("bench", "engine", "model_loaders", "server")
 
 # Neither class has a base of `importlib.abc`, which takes longer to import than everything else here.
 class _Alias:
-    """Loads a module by returning the one of its full name."""
+    """Loads a module by importing it under its full name."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         self._spec = spec
@@ -29,7 +29,7 @@ class _Alias:
         return import_module(self._spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # importlib has replaced it by the alias's
+        module.__spec__ = self._spec  # importlib has replaced it with the alias's
         _add_aliases(self._spec.name)
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -65,7 +65,7 @@ class _Aliases:
 
 
 def install() -> None:
-    """Make short names aliases, those that are being imported as well."""
+    """Make short names aliases, including those that are imported already."""
     ours = [
         name
         for name in NAMES
@@ -80,10 +80,10 @@ def install() -> None:
 
 
 def _add_aliases(package: str) -> None:
-    """Enter the modules inside a package, as far as they are imported.
+    """Alias the modules of a package that are imported already.
 
-    Otherwise importlib would, when one is imported by its short name, make it an attribute of its package once more, in
-    place of a function of that name that the package has.
+    Otherwise importlib, when it imports one of them by its short name, would set the module as an attribute of its
+    package again, and overwrite a function of the same name.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}."):

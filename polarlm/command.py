@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("polarlm.engine.chat.__main__", "chat with a model in the terminal"),
     "serve": ("polarlm.server.__main__", "serve a model: a chat page, and OpenAI's, Anthropic's and Ollama's APIs"),
-    "pull": ("polarlm.pull", "download a model of the Hugging Face hub"),
-    "fit": ("polarlm.fit", "say what of a model fits on this machine, before anything is loaded"),
+    "pull": ("polarlm.pull", "download a model from the Hugging Face hub"),
+    "fit": ("polarlm.fit", "show which weights, cache types and contexts fit on this machine, before loading them"),
     "quality": ("polarlm.bench.quality.cost", "measure what cache types cost on your model and text: one page"),
     "speed": ("polarlm.bench.speed.__main__", "measure tokens a second and memory on this machine"),
     "completion": ("polarlm.completion", "print a script that completes flags in bash, zsh or fish"),
@@ -22,10 +22,10 @@ _BAD_REQUEST, _INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that `argv` begins with, and returns its exit code; 2 if there is no such command, 141 when the
+    """Runs the command that `argv` begins with, and returns its exit code: 2 if there is no such command, 141 when the
     reader of the output has closed it.
 
-    argv: without the program; None is the process's own.
+    argv: without the program's name; None means the process's own.
     """
     try:
         code = _run([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
@@ -79,5 +79,5 @@ def _unknown(word: str) -> str:
     if close := get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1):
         return f"there is no {'flag' if word.startswith('-') else 'command'} {word!r} (did you mean {close[0]}?)"
     if word.startswith("-"):
-        return f"{word}: flags stand behind a command, as in polarlm chat {word}"
+        return f"{word}: flags follow a command, as in polarlm chat {word}"
     return f"there is no command {word!r}"

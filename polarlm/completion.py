@@ -1,6 +1,6 @@
 """`polarlm completion SHELL`: a script that completes commands, flags and their values in a shell.
 
-It is made from the dataclasses of the flags, and holds all names itself: no program runs when a key is pressed.
+The script is made from the dataclasses of the flags and contains all names: no program runs when a key is pressed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BAD_REQUEST = 2
 
 @dataclass(frozen=True)
 class Options:
-    """The shell that is to complete."""
+    """The shell to write the script for."""
 
     shell: str = setting(MISSING, "SHELL", choices=_SHELLS, help="bash, zsh or fish")
 
@@ -69,7 +69,7 @@ def script(shell: str) -> str:
             if value in _PLACES:
                 action.complete = _PLACES[value]  # type: ignore[attr-defined]
             action.choices = _NAMES.get(action.dest, action.choices)
-            if shell == "fish":  # it is told names of one letter, and names behind two dashes
+            if shell == "fish":  # which knows names of one letter, and names after two dashes
                 action.option_strings = [n for n in action.option_strings if n.startswith("--") or len(n) == 2]
         commands.add_parser(name, help=meaning, description=meaning, parents=[made], add_help=False)
     return shtab.complete(whole, shell)
@@ -85,4 +85,4 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "types": (*PRESETS, *_CODECS),
     "weight_type": (AS_STORED, *weight_formats.writable()),
 }
-"""Field → values of a flag whose `choices` do not list them, since others can be written as well."""
+"""Field → values to complete, of flags that take others as well and so have no `choices`."""

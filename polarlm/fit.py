@@ -1,4 +1,4 @@
-"""`polarlm fit`: what of a model fits on this machine, per type of weights and cache, before anything is loaded."""
+"""`polarlm fit`: which types of weights and cache fit on this machine, and with which context, before loading them."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class FitConfig:
         "-c",
         "--ctx-size",
         metavar="N[,N]",
-        help="tokens of sequences to count; else some steps up to the model's context",
+        help="lengths of sequences to count, in tokens; without it, some steps up to the model's context",
     )
     weight_type: str = setting(
-        AS_STORED, "--weight-type", metavar="TYPE", help="count sequences beside weights converted to this type"
+        AS_STORED, "--weight-type", metavar="TYPE", help="count sequences with weights converted to this type"
     )
     device: str = setting(
         "auto",
@@ -79,7 +79,7 @@ def _report(argv: Sequence[str]) -> str:
         argv,
         GROUPS,
         prog="polarlm fit",
-        description="What of a model fits on this machine, computed from its configuration before anything is loaded.",
+        description="Show what fits on this machine, computed from a model's configuration before anything is loaded.",
         checks={"contexts": that(_is_list, "takes whole numbers above 0, separated by commas")},
     )
     settings = {"weight_type": options.weight_type, "device": options.device}
@@ -119,7 +119,7 @@ def _report(argv: Sequence[str]) -> str:
 def _fit_hub(
     path: str, config: EngineConfig, numbers: Sequence[int] | None
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
-    """The configuration, the format of the files and what fits of a model on the hub, of which nothing is fetched."""
+    """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
     name = hub.parse(path)
     model, files = hub.sizes(name)
     asked = numbers or steps_to(model.max_context)
@@ -149,7 +149,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
-    """Two tables: cache types beside the weights that were asked for, and all weights."""
+    """Two tables: cache types with the requested weights, and all types of weights."""
     chosen = device.weights[0]
     what = "The weights" if chosen.weight_type == AS_STORED else f"The weights as {chosen.weight_type}"
     if chosen.kept:
@@ -191,7 +191,7 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
 
 
 def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
-    """A table of all weights: their memory, and the longest contexts beside them where these differ."""
+    """A table of all types of weights: their memory, and the longest contexts with them where these differ."""
     same = len({one.cache(name).tokens for one in device.weights for name in types}) == 1
     shown = () if same else types
     rows = [
@@ -204,13 +204,13 @@ def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
     ]
     if same:
         tokens = device.weights[0].cache(types[0]).tokens
-        return [f"Beside any of these weights, {tokens:,} tokens fit:", *_columns([["weights", "memory"], *rows])]
-    title = "The longest context beside the weights, with each cache type:"
+        return [f"With any of these weights, {tokens:,} tokens fit:", *_columns([["weights", "memory"], *rows])]
+    title = "The longest context for each type of weights and of cache:"
     return [title, *_columns([["weights", "memory", *shown], *rows])]
 
 
 def _label(weights: WeightFit) -> str:
-    """The type of weights, and what of "as-stored" is kept otherwise."""
+    """The type of weights; for "as-stored", also which of them are converted after all."""
     changed = [str(one) for one in weights.kept if one.how != "as stored"]
     return f"{AS_STORED}: {', '.join(changed)}" if changed and weights.weight_type == AS_STORED else weights.weight_type
 

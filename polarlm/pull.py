@@ -1,4 +1,4 @@
-"""`polarlm pull MODEL`: fetches a model of the Hugging Face hub, so that it is there when it is wanted.
+"""`polarlm pull MODEL`: downloads a model from the Hugging Face hub ahead of its first use.
 
 Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetched; 130 after
 Ctrl-C.
@@ -23,7 +23,7 @@ from polarlm.model_loaders import hub
 
 @dataclass(frozen=True)
 class PullConfig:
-    """The model, and what it has to fit in."""
+    """The model, and the memory that it has to fit in."""
 
     name: str = setting(
         MISSING,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _pull(argv: Sequence[str]) -> None:
     (asked,) = parse(
-        argv, GROUPS, prog="polarlm pull", description="Download a model of the Hugging Face hub.", checks={}
+        argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub.", checks={}
     )
     name = hub.parse(asked.name)
     config = settle(None, EngineConfig(device=asked.device, ctx_size=asked.ctx_size), {})
@@ -67,6 +67,6 @@ def _pull(argv: Sequence[str]) -> None:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the model's files; a folder may have GGUF files beside them."""
+    """Bytes of the model's files; a folder of safetensors may also contain GGUF files, which do not count."""
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix != ".gguf"]
     return sum(file.stat().st_size for file in files)

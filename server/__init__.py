@@ -1,3 +1,3 @@
-"""The server: a socket that speaks JSON lines and an HTTP API in OpenAI's shapes, over one engine."""
+"""The server: HTTP APIs, a chat page, and JSON lines over a socket, for one engine."""
 
 import polarlm  # noqa: F401 - `server` alone is an alias

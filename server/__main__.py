@@ -1,7 +1,7 @@
-"""`python -m polarlm.server`: load a model and serve it, until a signal says otherwise.
+"""`python -m polarlm.server`: loads a model and serves it until a signal arrives.
 
-Exit codes: 0 after SIGTERM or SIGINT; 1 for an unexpected error, a port in use or packages that are missing; 2 for a
-sentence about a flag or the model. A second signal ends the process at once, with 128 and the signal's number.
+Exit codes: 0 after SIGTERM or SIGINT; 1 for an unexpected error, a port in use or missing packages; 2 for an error in a
+flag or the model. A second signal ends the process at once, with 128 plus the signal's number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Missing(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until a signal comes, and returns the exit code."""
+    """Serves until a signal arrives, and returns the exit code."""
     use_utf8()
     try:
         _run(sys.argv[1:] if argv is None else argv)
@@ -108,7 +108,7 @@ def _web() -> MakeWeb:
 
 
 def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
-    """What publishes an engine's blocks; None without --kv-events. Raises _Missing and ListenError."""
+    """A context with the publisher of KV events, or with None without --kv-events. Raises _Missing and ListenError."""
     if config.kv_events is None:
         return nullcontext()
     try:
@@ -148,7 +148,7 @@ async def _serve(
 
 @contextmanager
 def _signals() -> Iterator[asyncio.Event]:
-    """An event that the first SIGTERM or SIGINT sets; the second ends the process."""
+    """Yields an event that the first SIGTERM or SIGINT sets; a second signal ends the process."""
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
     count = 0
 

@@ -41,15 +41,15 @@ class ServerConfig:
         (),
         "--allowed-host",
         metavar="NAME",
-        help="a name that clients call this server by, in Host headers; may be given more than once. With an API key, "
-        "any name is taken",
+        help="a name that clients use for this server in Host headers; may be repeated. With an API key, any name is "
+        "accepted",
     )
     cors_origin: tuple[str, ...] = setting(
         (),
         "--cors-origin",
         metavar="ORIGIN",
-        help="let web pages from here use the HTTP API, as in https://chat.example.com; * for pages from anywhere. May "
-        "be given more than once",
+        help="let web pages of this origin use the HTTP API, such as https://chat.example.com; * for any origin. May "
+        "be repeated",
     )
     max_body: int = setting(
         1 << 20, "--max-body", metavar="BYTES", help="size of a request's body, or of a line on the socket"
@@ -64,10 +64,10 @@ class ServerConfig:
         help="requests that may wait for others to end; further ones are told to come back later",
     )
     max_tokens: int | None = setting(
-        None, "--max-tokens", metavar="N", help="tokens of an answer at most; without it, what the context holds"
+        None, "--max-tokens", metavar="N", help="most tokens of an answer; without it, as many as the context holds"
     )
     request_seconds: int = setting(
-        600, "--request-seconds", metavar="N", help="time from a request's arrival to the end of its answer at most"
+        600, "--request-seconds", metavar="N", help="most seconds from a request's arrival to the end of its answer"
     )
     sessions: str | None = setting(
         None, "--sessions", metavar="FOLDER", help="let clients save and load sessions, by name, in this folder"
@@ -93,13 +93,16 @@ class ServerConfig:
         None,
         "--kv-events",
         metavar="ADDRESS",
-        help="tell routers which blocks are in the cache, by ZeroMQ and in vLLM's format, as in tcp://127.0.0.1:5557. "
-        "Messages have the tokens of prompts, and any program that reaches the address reads them; extra kv-events",
+        help="publish which blocks are in the cache, for routers, over ZeroMQ in vLLM's format; such as "
+        "tcp://127.0.0.1:5557. Messages contain the tokens of prompts, and any program that reaches the address can "
+        "read them. Needs the extra kv-events",
     )
     kv_events_replay: str | None = setting(
-        None, "--kv-events-replay", metavar="ADDRESS", help="where routers get such messages that they have missed"
+        None, "--kv-events-replay", metavar="ADDRESS", help="where routers get messages of --kv-events that they missed"
     )
-    kv_events_topic: str = setting("", "--kv-events-topic", metavar="TOPIC", help="first part of such messages")
+    kv_events_topic: str = setting(
+        "", "--kv-events-topic", metavar="TOPIC", help="topic of the messages of --kv-events"
+    )
     log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
 
 
@@ -109,7 +112,10 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Server": ServerConfig}
 def read_command_line(
     argv: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
-    """Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
+    """The settings on the command line `argv`, which lacks the program's name.
+
+    Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0).
+    """
     engine, server = parse(
         argv,
         GROUPS,
@@ -117,8 +123,7 @@ def read_command_line(
         description="Serve a local language model: OpenAI's HTTP API, and JSON lines over a socket.",
         checks=_CHECKS,
     )
-    # Checked before a model is fetched and read.
-    settle(None, engine, {})
+    settle(None, engine, {})  # here already, before a model is downloaded and read
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
     if server.kv_events is None and (server.kv_events_replay is not None or server.kv_events_topic):
@@ -134,12 +139,12 @@ def read_command_line(
 
 
 def _is_key(text: str) -> bool:
-    """Whether an HTTP header can carry `text`, and it has no white space."""
+    """Whether `text` has no white space and fits in an HTTP header."""
     return text != "" and all("!" <= character <= "~" for character in text)
 
 
 def _is_name(text: str) -> bool:
-    """Whether `text` is a host name or address as in a Host header, without a port."""
+    """Whether `text` is a host name or an address as in a Host header, without a port."""
     return re.fullmatch(r"[A-Za-z0-9._-]+", text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
 
 

@@ -55,7 +55,7 @@ def test_every_command_refuses_an_unknown_flag(name: str, capsys: pytest.Capture
         ("--verson", "there is no flag '--verson' (did you mean --version?)"),
         ("zzz", "there is no command 'zzz'"),
         ("", "there is no command ''"),
-        ("-m", "-m: flags stand behind a command, as in polarlm chat -m"),
+        ("-m", "-m: flags follow a command, as in polarlm chat -m"),
     ],
 )
 def test_an_unknown_word_is_answered_with_a_sentence(

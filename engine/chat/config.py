@@ -93,7 +93,10 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Sampling": SamplingParams,
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
-    """Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
+    """The settings on the command line `argv`, which lacks the program's name.
+
+    Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0).
+    """
     engine, sampling, chat = parse(
         argv,
         GROUPS,
@@ -104,8 +107,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
         ),
         checks=_CHECKS,
     )
-    # Checked before a model is fetched and read.
-    settle(None, engine, {})
+    settle(None, engine, {})  # here already, before a model is downloaded and read
     if chat.prompt is not None and chat.file is not None:
         raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
     if chat.json_schema is not None:
@@ -140,7 +142,7 @@ def ignored_flags(chat: ChatConfig) -> list[str]:
 
 
 def _sampling(name: str, value: Any) -> str | None:
-    """The complaint about a sampling parameter beyond its limits; argparse puts the flag's name before it."""
+    """The complaint about a sampling parameter beyond its limits; argparse puts the flag's name in front."""
     wrong = complaint(SAMPLING, name, value)
     return wrong and f"this {wrong}"
 

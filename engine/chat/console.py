@@ -24,7 +24,7 @@ except ModuleNotFoundError:  # Windows, whose console does not write ^C
     termios = None  # type: ignore[assignment]
 
 _DIM, _RED, _GREEN, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
-# A model's text must not move the cursor or retitle the window: control characters but \t and \n show as symbols.
+# A model's text must not move the cursor or retitle the window: control characters except \t and \n show as symbols.
 _VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 
 
@@ -43,7 +43,7 @@ class Console:
         self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored) if self.interactive else None
 
     def read(self) -> str:
-        """The next message; piped input gives a line, or several where each but the last ends in a backslash.
+        """The next message; of piped input, the next line, with the one after it if it ends in a backslash, and so on.
 
         Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C at the empty prompt, and EngineError for
         piped input that is not UTF-8.
@@ -61,7 +61,7 @@ class Console:
         return "\n".join(lines)
 
     def read_all(self) -> str:
-        """The rest of piped input, without its last line end. Raises EngineError where it is not UTF-8."""
+        """The rest of piped input, without its last line end. Raises EngineError if it is not UTF-8."""
         return self._piped(self._in.read).removesuffix("\n")
 
     def keep_message(self) -> None:
@@ -183,7 +183,10 @@ def _without_ctrl_c_echo() -> Iterator[None]:
 
 
 def _own_terminal() -> int | None:
-    """Standard input if it is a terminal that this process may configure; that would stop a background process."""
+    """The descriptor of standard input if it is a terminal and this process is in its foreground, else None.
+
+    A background process that configures its terminal is stopped.
+    """
     if termios is None or sys.stdin is None or not sys.stdin.isatty():
         return None
     try:

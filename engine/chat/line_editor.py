@@ -14,7 +14,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 
 PROMPT = "> "
-_SHORT = 1000  # characters: a refused message of no more stays in the history
+_SHORT = 1000  # characters: a refused message of at most this length stays in the history
 
 
 class LineEditor:
@@ -40,7 +40,7 @@ class LineEditor:
 
 
 class History(FileHistory):
-    """Messages of earlier chats and of this one; the last one is added once it is known not to be refused."""
+    """Messages of earlier chats and of this one. The last message is added once it is known not to be refused."""
 
     _last: str | None = None
 
@@ -70,7 +70,7 @@ def state_folder() -> Path | None:
 
 
 def _history_file() -> str:
-    """A file that its owner alone can read; the null device where there is no folder to write to."""
+    """A file that only its owner can read; the null device where there is no folder to write to."""
     folder = state_folder()
     if folder is None:
         return os.devnull
@@ -95,7 +95,7 @@ def _keys() -> KeyBindings:
             buffer.delete_before_cursor()
             buffer.insert_text("\n")
         else:
-            # Bytes that are not UTF-8 come as lone surrogates, which neither the history nor a tokenizer takes.
+            # Bytes that are not UTF-8 arrive as lone surrogates, which neither the history nor a tokenizer accepts.
             buffer.text = buffer.text.encode("utf-8", "replace").decode()
             buffer.validate_and_handle()
 

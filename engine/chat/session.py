@@ -21,7 +21,7 @@ from polarlm.engine.sampling.repeats import Repeats
 from polarlm.engine.storage.sessions import Progress
 
 _MIB = 1 << 20
-_LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer stops that ends in so many tokens of so many rounds or more
+_LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
 _BRIEF = 200  # characters of the last messages that `/load` shows
 
 
@@ -37,7 +37,7 @@ class Turn:
     token_ids: tuple[int, ...]
     finish_reason: str
     usage: Usage | None
-    seconds: float = 0.0  # from its first token to its last
+    seconds: float = 0.0  # from the first token to the last
 
 
 class ChatSession:
@@ -128,19 +128,19 @@ class ChatSession:
                 self._console.end_progress()
 
     def complete(self, prompt: str) -> Turn:
-        """Goes on from plain text, outside the conversation. Raises EngineError."""
+        """Continues plain text, outside the conversation. Raises EngineError."""
         return self._stream(prompt)
 
     def _answer(self, messages: list[Mapping[str, Any]]) -> Turn:
         turn = self._stream(messages)
         if turn.token_ids or turn.finish_reason != "cancelled":
-            # The ids go along, so that the next prompt starts with exactly the tokens that are in the cache.
+            # The ids are kept, so that the next prompt starts with exactly the tokens that are in the cache.
             answer = {"role": "assistant", "content": turn.text, "token_ids": turn.token_ids}
             self.messages = [*messages, answer]
         return turn
 
     def _stream(self, prompt: str | list[Mapping[str, Any]]) -> Turn:
-        """Writes the answer as it comes; Ctrl-C ends it after the token, or the piece of the prompt, in progress.
+        """Writes the answer as it is generated; Ctrl-C ends it after the token, or the prompt's chunk, in progress.
 
         With the loop check, an answer that repeats itself over and over ends as well.
         """
@@ -149,7 +149,7 @@ class ChatSession:
         repeats = Repeats()
         reason, usage = None, None
         times: list[float] = []
-        as_written = PromptOptions(parse_special=True)  # a raw prompt has its own template
+        as_written = PromptOptions(parse_special=True)  # a raw prompt may contain a template's control tokens
         answer = self.engine.stream(prompt, self.params, as_written, progress=True)
         try:
             with ctrl_c_asked() as asked, closing(answer) as chunks:
@@ -179,19 +179,19 @@ class ChatSession:
 
 
 def _session_file(path: str) -> Path:
-    """The file at `path`; the default one if it is empty. Raises EngineError where there is no home folder for it."""
+    """The file at `path`; the default one if that is empty. Raises EngineError if there is no home folder for it."""
     if path:
         return Path(os.path.expanduser(path))
     folder = state_folder()
     if folder is None:
         raise EngineError("There is no home folder for a file without a name: give a path", "storage")
-    with suppress(OSError):  # opening the file fails with a better sentence
+    with suppress(OSError):  # opening the file fails too, with a better sentence
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / "chat.session"
 
 
 def _messages(note: Any) -> list[Mapping[str, Any]] | None:
-    """The messages in a note of `ChatSession.save`, which end with an answer; None for any other note."""
+    """The messages in a note that `ChatSession.save` wrote, which end with an answer; None for any other note."""
     messages = note.get("messages") if isinstance(note, dict) else None
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
         return None

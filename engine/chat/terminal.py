@@ -102,14 +102,14 @@ def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
 
 
 class _Conversation:
-    """Runs messages and commands until the input ends; returns the exit code."""
+    """Runs messages and commands until the input ends."""
 
     def __init__(self, session: ChatSession, console: Console, chat: ChatConfig) -> None:
         self._session, self._console, self._chat = session, console, chat
         self._one_turn = chat.single_turn or not chat.conversation
         self._code = 0
         self._over = False
-        self._ctrl_c = False  # whether Ctrl-C came last
+        self._ctrl_c = False  # whether the last input was Ctrl-C
 
     def run(self, prompt: str | None) -> int:
         """Answers `prompt` first, if given, and then the input; returns the exit code."""
@@ -180,7 +180,7 @@ class _Conversation:
 
     @property
     def _watched(self) -> bool:
-        """Whether a user is at a terminal who can react to an error."""
+        """Whether a user at a terminal can react to an error."""
         return self._console.interactive and not self._one_turn
 
     def _failed(self, error: EngineError) -> None:

@@ -1,4 +1,4 @@
-"""What commands have in common: errors are sentences, notes do not disturb a progress bar, and a reader may go."""
+"""What commands have in common: errors as sentences, notes above a progress bar, output whose reader may close it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
-BROKEN_PIPE = 141  # what a shell says of a program that a closed pipe ended
+BROKEN_PIPE = 141  # 128 + SIGPIPE: a shell's exit code of a program that a closed pipe ended
 
 
 def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
-    """The exit code of `work` on a command line: 2 with a sentence for bad input, 130 after Ctrl-C, 141 when the reader
-    of the output has closed it.
+    """Run `work` on a command line and return the exit code: 0; 2, with a sentence, for bad input; 130 after Ctrl-C;
+    141 when the reader of the output has closed it.
 
-    argv: without the program; None is the process's own.
+    argv: without the program's name; None means the process's own.
     """
     try:
         work(sys.argv[1:] if argv is None else argv)

@@ -2,7 +2,7 @@
 
 `config.setting` stores the metadata: `flags`, `help`, and optionally `metavar`, `choices`, `bare` (the value of a flag
 that is given without one) and `text` (the value is text for the model and must be UTF-8). A field without flags is not
-on the command line. One whose only name has no dash, such as `MODEL`, is a word that the command line must have,
+on the command line. A field whose only name has no dash, such as `MODEL`, is a positional argument, which is required
 unless it has `bare`.
 """
 
@@ -26,7 +26,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 
 Check = Callable[[Any], "str | None"]
-"""From a value to what is wrong with it, as a sentence for the user; None if it is valid."""
+"""Returns what is wrong with a value, as a sentence for the user; None if it is valid."""
 
 _HUB_NAME = re.compile(r"(hf:)?\w[\w.-]*/\w[\w.-]*(?<!\.gguf)([@:]\S+)?")
 
@@ -37,7 +37,7 @@ def that(holds: Callable[[Any], bool], sentence: str) -> Check:
 
 
 def use_utf8() -> None:
-    """Input must be UTF-8; output never fails for a character that its encoding lacks."""
+    """Require UTF-8 of standard input, and let output replace characters that its encoding lacks."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     for stream in (sys.stdout, sys.stderr):
@@ -78,7 +78,7 @@ class _Help(argparse.HelpFormatter):
 def parser(
     groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
 ) -> argparse.ArgumentParser:
-    """The parser of the flags and words of `groups` (title: class); fields that are not given are not in its result.
+    """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields.
 
     checks: field name → check. Its errors are FlagErrors.
     """
@@ -113,7 +113,7 @@ def parse(
     try:
         namespace, unknown = made.parse_known_args(joined)
     except FlagError:
-        # A misspelt flag leaves a word too much or too little; it is the mistake to be told.
+        # A misspelt flag leaves a word too many or too few; the flag is the mistake to report.
         known = made._option_string_actions
         unknown = [word for word in joined if word.startswith("--") and word.partition("=")[0] not in known]
         if not unknown:
@@ -167,7 +167,7 @@ def _is_switch(field: Field[Any]) -> bool:
 
 
 def _is_word(field: Field[Any]) -> bool:
-    """Whether the command line has this field's value by itself, without a flag."""
+    """Whether a field is a positional argument."""
     return not field.metadata["flags"][0].startswith("-")
 
 
@@ -186,7 +186,7 @@ def _explain(field: Field[Any]) -> str:
 
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
-    """A hint at the flag that is most similar to an unknown word, or that a model's path needs; else empty."""
+    """A hint at the flag that an unknown word resembles, or that a model's path needs; empty if there is none."""
     flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
     known = [flag for flag in flags if flag.startswith("-")]
     if not word.startswith("-"):
@@ -307,7 +307,7 @@ def _read_float(text: str) -> float:
 
 
 def _read_text(text: str) -> str:
-    """A UTF-8 argument as text, even if the locale's encoding lacks it and its bytes came as lone surrogates."""
+    """A UTF-8 argument as text, even if the locale's encoding lacks it and Python made its bytes lone surrogates."""
     try:
         text.encode()
         return text

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
-    """A progress bar, which disappears at the end; None if it is not shown, or not on a terminal.
+    """Yields a progress bar, which disappears at the end; None if it is not to be shown, or there is no terminal.
 
     settings: of tqdm, whose import takes 2 MB.
     """
@@ -27,7 +27,7 @@ def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
 
 
 def amounts(bar: tqdm[Any] | None) -> Callable[[int, int], None]:
-    """A function that is called with what is done and the total, and shows both on the bar, if there is one."""
+    """A function of what is done and the total, which shows both on the bar, if there is one."""
 
     def show(done: int, total: int) -> None:
         if bar is not None:

@@ -1,8 +1,8 @@
-"""When each constraint is compiled: in the order of arrival, a short turn each; those that need longer wait apart.
+"""The order in which constraints are compiled: by arrival, a short turn each; slow ones move to a second queue.
 
-Most constraints compile in a few milliseconds, and a hostile one takes as long as it is let. So whoever asks waits for
-short turns alone, one for each constraint before. Turns of both kinds are taken at the same time, each in a thread that
-ends when nobody waits.
+Most constraints compile in a few milliseconds; a hostile one takes as long as it is allowed. So a new constraint waits
+only for short turns, one for each constraint that arrived earlier. Each queue has a thread, which ends when the queue
+is empty.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import CompilationCounts
 from polarlm.model_loaders.forks import renew_in_children
 
-TURNS = (0.06, 1.5)  # seconds of processor time: of the first turn, and of the second one for what needs longer
+TURNS = (0.06, 1.5)  # seconds of processor time: of the first turn, and of the second one if that is too short
 MOST_WAITING = 32  # constraints that wait for their first turn
 MOST_LONG = 8  # constraints that wait for their second turn
-_LOOK_SECONDS = 0.05  # until a request looks again whether it is still wanted
+_LOOK_SECONDS = 0.05  # between two checks of a request whether it is still wanted
 
 T = TypeVar("T")
 Key = tuple[str, str]  # a field of SamplingParams, and its text
 
 
 class NeedsLonger(Exception):
-    """A turn was too short."""
+    """The constraint did not compile within its turn."""
 
 
 @dataclass(eq=False)
 class _Compilation(Generic[T]):
-    """One constraint, and what became of it once `done` is set. Requests for the same one share it."""
+    """A constraint and, once `done` is set, its result. Requests for the same constraint share it."""
 
     key: Key
-    asked: float  # time.monotonic()
-    wanted_by: int = 0  # requests
+    asked: float  # time.monotonic() of the first request
+    wanted_by: int = 0  # number of requests
     found: T | EngineError | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class Compilations(Generic[T]):
-    """Calls `compile` for whatever requests ask for. Threads may share it."""
+    """Compiles the constraints that requests ask for. Threads may share it."""
 
     def __init__(self, compile: Callable[[Key, float, Callable[[], bool]], T]) -> None:
-        """compile: what is compiled from a key within the seconds of a turn, or sooner if nobody wants it any more.
+        """compile: called with a key, the seconds of its turn, and a function that says whether it may stop early.
 
-        It raises NeedsLonger, unless the turn is the last one, or EngineError.
+        It returns the constraint. It raises NeedsLonger if the turn was too short and not the last one, or EngineError.
         """
         self._compile = compile
         self._counts = CompilationCounts()
@@ -57,11 +57,11 @@ class Compilations(Generic[T]):
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Forget, in a forked child, what threads of the parent compile."""
+        """Empty the queues: a forked child does not have its parent's threads."""
         self._lock = threading.Lock()
         self._under_way: dict[Key, _Compilation[T]] = {}
         self._lines: list[deque[_Compilation[T]]] = [deque() for _ in TURNS]
-        self._busy = [False for _ in TURNS]  # whether a thread takes the turns of this line
+        self._busy = [False for _ in TURNS]  # whether a thread takes the turns of this queue
 
     def counts(self) -> CompilationCounts:
         """A copy of the counts."""
@@ -69,14 +69,14 @@ class Compilations(Generic[T]):
             return self._counts.copy(waiting=len(self._under_way))
 
     def close(self) -> None:
-        """End the wait of all requests, and let later ones fail, with an EngineError ("closed")."""
+        """Fail waiting and later requests with an EngineError ("closed")."""
         with self._lock:
             self._closed = True
             for compilation in list(self._under_way.values()):
                 self._end(compilation, _closed())
 
     def result(self, key: Key, gone: Callable[[], bool]) -> T:
-        """What is compiled from `key`. Raises EngineError, also once `gone` says that nobody wants it any more."""
+        """The constraint of `key`. Raises EngineError if it does not compile, or once `gone` returns True."""
         if gone():
             raise _cancelled()
         with self._lock:
@@ -97,7 +97,7 @@ class Compilations(Generic[T]):
         assert found is not None
         return found
 
-    # -- with the lock -----------------------------------------------------------------------------------------
+    # -- while the lock is held --------------------------------------------------------------------------------
 
     def _asked(self, key: Key) -> _Compilation[T]:
         if self._closed:
@@ -130,7 +130,7 @@ class Compilations(Generic[T]):
         compilation.found = found
         compilation.done.set()
 
-    # -- in a thread of each line ------------------------------------------------------------------------------
+    # -- in the thread of each queue ---------------------------------------------------------------------------
 
     def _take_turns(self, turn: int) -> None:
         while (compilation := self._next(turn)) is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError
 
-WORD = 32  # tokens of a word of a mask
+WORD = 32  # tokens per word of a mask
 
 
 class Constraint(Protocol):
@@ -24,8 +24,8 @@ class Constraint(Protocol):
     def allowed(self) -> np.ndarray | None:
         """The mask (ceil(V / 32),) of the tokens that may come next, in 32-bit words; None if all may.
 
-        The mask decides about end tokens, too. The engine copies it before the next call of `accept`. Further words and
-        bits beyond V are ignored. A token that is the only one is taken without a step.
+        The mask decides about end tokens, too. The engine copies it before the next call of `accept`, and ignores bits
+        and words beyond V. A token that is the only one allowed is appended without a step.
         """
 
     def accept(self, token: int) -> None:
@@ -36,7 +36,7 @@ class Constraint(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete: then the request ends with "stop" after the last accepted token."""
+        """Whether the answer is complete; the request then ends with "stop" after the last accepted token."""
 
 
 def mask_words(vocabulary: int) -> int:

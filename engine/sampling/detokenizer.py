@@ -1,4 +1,4 @@
-"""Ids to text incrementally: whole characters only, and nothing from a stop string on."""
+"""Incremental conversion of ids to text: whole characters only, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StopFilter:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string was found."""
         return self.stopped_by is not None
 
     def push(self, text: str) -> str:
@@ -64,7 +64,7 @@ class StopFilter:
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            # The stop string that is complete first, so that the result does not depend on how the text is cut.
+            # The stop string that is complete first, so that the result does not depend on how the text is split.
             _, at, self.stopped_by = min(found)
             self._held = ""
             return text[:at]
@@ -87,7 +87,7 @@ class StopFilter:
 def text_of(tokenizer: Tokenizer, ids: Iterable[int], *, control: bool = False) -> str:
     """The text of a sequence's ids. Raises ValueError for an unknown id.
 
-    control: with the names of control tokens, so that the text becomes the same ids where these names become tokens.
+    control: include the names of control tokens, so that `tokenize` with `control` turns the text into the same ids.
     """
     names = {i: name for name, i in tokenizer.control_tokens().items()} if control else {}
     text = ""

@@ -1,4 +1,4 @@
-"""The DRY penalty, as in llama.cpp: on tokens that would continue a repetition.
+"""The DRY penalty on tokens that would continue a repetition, as in llama.cpp.
 
 If the last tokens occurred earlier, the token that followed them there is penalised, more strongly the longer the
 repetition is. A repetition does not extend beyond a sequence breaker, such as a line end. So words and phrases may be
@@ -22,8 +22,8 @@ _MOST = 1e37  # the largest penalty: logits stay finite in float32
 class Dry:
     """The penalties of one sequence, step by step.
 
-    Reading a prompt costs a loop over it, each step a few vectorised passes over the tokens in range: at 8,192 tokens
-    of English 20 to 30 ms and 0.05 ms, at 65,536 tokens 0.3 s and 0.12 ms (2026-11-20, one of two busy cores).
+    A prompt costs a loop over its tokens, a step a few vectorised passes over the tokens in range: for English, 20 to
+    30 ms and 0.05 ms at 8,192 tokens, 0.3 s and 0.12 ms at 65,536 tokens (2026-11-20, one of two busy cores).
     """
 
     def __init__(self, sampling: Sampling, text_of: Callable[[int], bytes], prompt: int = 0) -> None:
@@ -37,8 +37,8 @@ class Dry:
         self._text_of = cache(text_of)
         self._breaks: dict[int, bool] = {}  # token → whether it contains a breaker
         self._longest = max(map(len, self._breakers), default=1)
-        self._end = b""  # of the text, a byte shorter than the longest breaker
-        self._since = 0  # tokens after the one that the last breaker ends in
+        self._end = b""  # the end of the text, a byte shorter than the longest breaker
+        self._since = 0  # tokens since the one in which the last breaker ends
 
     def read(self, ids: Sequence[int]) -> None:
         """Read the new tokens of `ids`, which must begin with the ids of the previous call."""
@@ -48,7 +48,7 @@ class Dry:
             self._look_for_breaker(token)
 
     def penalties(self, ids: Sequence[int]) -> Penalties | None:
-        """The penalties on the token after `ids`, None if there are none.
+        """The penalties on the token after `ids`; None if there are none.
 
         `ids` must begin with the ids of the previous call.
         """

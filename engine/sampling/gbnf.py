@@ -1,9 +1,9 @@
-"""llama.cpp's grammars (GBNF) as Lark grammars for llguidance.
+"""Translates llama.cpp's grammars (GBNF) into Lark grammars for llguidance.
 
-GBNF: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. A rule from which no rule that refers to
-itself can be reached is a regular expression, and becomes a terminal; the others become rules. Answers are always of
-the grammar, but not every text of it can be an answer where rules refer to themselves: llguidance reads as much text as
-it can as one terminal, so that `[a-z]+` in such a rule takes all letters that follow.
+GBNF: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. A rule that reaches no recursive rule is a
+regular expression and becomes a terminal; the others become rules. Answers always match the grammar, but a recursive
+grammar may have texts that cannot be generated: llguidance's lexer takes the longest match of a terminal, so that
+`[a-z]+` in a recursive rule takes all letters that follow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_DEPTH = 64  # of parentheses
+MOST_DEPTH = 64  # of nested parentheses
 MOST_REPEATS = 2000  # as in llama.cpp
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX = set("0123456789ABCDEFabcdef")
@@ -26,7 +26,7 @@ _REPEATS = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
 
 
 class GbnfError(ValueError):
-    """What is wrong with a grammar, and where."""
+    """A grammar is not valid GBNF. The message says what is wrong, and where."""
 
 
 def is_gbnf(grammar: str) -> bool:
@@ -35,20 +35,20 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def to_lark(grammar: str) -> str:
-    """The Lark grammar that stands for `grammar` in GBNF. Raises GbnfError."""
+    """`grammar`, which is in GBNF, as a Lark grammar. Raises GbnfError."""
     return _Reader(grammar).lark()
 
 
 class _Name(str):
-    """The name of a rule, among parts of Lark's text."""
+    """The name of a rule; other parts of a rule's right side are Lark's text."""
 
 
 @dataclass
 class _Rule:
-    """A rule's right side: Lark's text, cut where names of rules are."""
+    """The right side of a rule: Lark's text, split at names of rules."""
 
     parts: list[str] = field(default_factory=list)
-    needs: list[set[str]] = field(default_factory=list)  # of each alternative: rules that it cannot do without
+    needs: list[set[str]] = field(default_factory=list)  # of each alternative: the rules that it requires
     is_terminal: bool = False
 
     @property
@@ -78,13 +78,13 @@ class _Reader:
         return "\n".join(lines) + "\n"
 
     def _find_terminals(self) -> None:
-        """Rules from which no rule can be reached that leads back to itself. Each rule is looked at once."""
+        """Mark the rules that reach no recursive rule as terminals. Each rule is visited once."""
         users: dict[str, list[str]] = {name: [] for name in self._rules}
-        left: dict[str, int] = {}  # rules that a rule refers to and that are not known to be terminals
+        left: dict[str, int] = {}  # rule → how many rules it refers to that are not known to be terminals
         for name, rule in self._rules.items():
             for other in rule.names:
                 if other not in users:
-                    raise GbnfError(f"the rule {name} refers to {other}, which there is not")
+                    raise GbnfError(f"the rule {name} refers to {other}, which is not defined")
                 users[other].append(name)
             left[name] = len(rule.names)
         found = [name for name, count in left.items() if not count]
@@ -97,12 +97,12 @@ class _Reader:
                     found.append(user)
 
     def _check_ends(self) -> None:
-        """Raises GbnfError if root always needs itself, as in `root ::= "a" root`: then no text ends."""
+        """Raises GbnfError if no text of root is finite, as in `root ::= "a" root`."""
         users: dict[str, list[list[Any]]] = {name: [] for name in self._rules}
         found = []
         for name, rule in self._rules.items():
             for needs in rule.needs:
-                left: list[Any] = [name, len(needs)]  # of this alternative: rules that are not known to end
+                left: list[Any] = [name, len(needs)]  # how many required rules are not known to end
                 for other in needs:
                     users[other].append(left)
                 found += [] if needs else [name]
@@ -175,12 +175,12 @@ class _Reader:
         elif self._take("."):
             self._write(r"/[\x{0}-\x{10FFFF}]/")
         elif self._text[self._at] in "<!":
-            raise self._error("tokens in angle brackets are not taken: write their text, or a grammar in Lark")
+            raise self._error("tokens in angle brackets are not supported: write their text, or a grammar in Lark")
         else:
             self._rule.parts.append(_Name(self._name()))
 
     def _class(self) -> str:
-        """The rest of a class of characters, as a regular expression."""
+        """The rest of a character class, as a regular expression."""
         written, first = ("[^" if self._take("^") else "["), True
         for low in iter(lambda: self._character("]"), ""):
             high = low
@@ -188,10 +188,10 @@ class _Reader:
                 self._at += 1
                 high = self._character("]")
             if high < low:
-                raise self._error("the range before this ends before it begins")
+                raise self._error("the range before this is reversed")
             written, first = f"{written}\\x{{{ord(low):X}}}-\\x{{{ord(high):X}}}", False
         if first:
-            raise self._error("the class of characters before this has none")
+            raise self._error("the character class before this is empty")
         return f"{written}]"
 
     def _character(self, end: str) -> str:
@@ -209,7 +209,7 @@ class _Reader:
         if kind in _DIGITS and len(digits) == _DIGITS[kind] and set(digits) <= _HEX:
             code = int(digits, 16)
             if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-                raise self._error("there is no character of this number")
+                raise self._error("there is no character with this number")
             self._at += 1 + len(digits)
             return chr(code)
         if kind not in _ESCAPES:
@@ -218,7 +218,7 @@ class _Reader:
         return _ESCAPES[kind]
 
     def _repeat(self) -> bool:
-        """Read what says how often the last item comes, and return whether it comes at all."""
+        """Read the quantifier of the last item, if it has one, and return whether the item is required."""
         for sign in "*+?":
             if self._take(sign):
                 self._write(sign)
@@ -227,11 +227,11 @@ class _Reader:
             return True
         found = _REPEATS.match(self._text, self._at)
         if found is None:
-            raise self._error("this should be {2}, {2,} or {2,3}, with numbers of yours")
+            raise self._error("this should be of the form {2}, {2,} or {2,3}")
         least, comma, most = found.groups()
         most = most if comma else least
         if int(least) > MOST_REPEATS or (most is not None and not int(least) <= int(most) <= MOST_REPEATS):
-            raise self._error(f"an item comes from 0 to {MOST_REPEATS} times, the smaller number first")
+            raise self._error(f"an item repeats 0 to {MOST_REPEATS} times, the smaller number first")
         self._at = found.end()
         self._write(f"{{{least},{most or ''}}}")
         return int(least) > 0
@@ -249,7 +249,7 @@ class _Reader:
         self._rule.parts.append(lark)
 
     def _take(self, text: str) -> bool:
-        """Whether `text` comes next; then it is read."""
+        """Whether `text` is next; if so, it is skipped."""
         found = self._text.startswith(text, self._at)
         self._at += len(text) * found
         return found

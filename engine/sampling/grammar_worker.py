@@ -1,13 +1,13 @@
-"""Compiles grammars for its parent process, which learns that they can be: JSON lines in, JSON lines out.
+"""Tells its parent process whether a grammar can be compiled: JSON lines in, JSON lines out.
 
-llguidance limits the work of its compiler, but not all of it: a chain of 2,500 `$ref` kills the process at the end of
-its stack, and `{"multipleOf": 999983}` takes seconds and half a gigabyte. So grammars are compiled here first, with
-the parent's vocabulary, a smaller stack, and limits of time and memory. This file is run by itself and imports nothing
-of the package.
+llguidance limits most of its compiler's work, but not all: a chain of 2,500 `$ref` overflows the stack and kills the
+process, and `{"multipleOf": 999983}` takes seconds and half a gigabyte. So grammars are compiled here first, with the
+parent's vocabulary, a smaller stack, and limits of time and memory. This file runs by itself and imports nothing of
+the package.
 
-The first line has the vocabulary; each further one is {"grammar": as llguidance compiles it, "seconds": of processor
-time} and is answered by the reason why it cannot be used, or by "". A process of its own, which has the vocabulary from
-this one, compiles each: where a limit ends it, the answer is its exit code. On Windows the limit ends this process.
+The first line has the vocabulary. Each further line is a request, {"grammar": as llguidance compiles it, "seconds": of
+processor time}; the answer is the reason why the grammar cannot be used, or "". A forked child, which inherits the
+vocabulary, compiles it; if a limit ends the child, the answer is its exit code. On Windows the limit ends this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import llguidance
 MEMORY_BYTES = 1 << 30  # address space of this process
 STACK_BYTES = 1 << 20  # the parent's threads have more
 OUT_OF_MEMORY = 3  # exit code
-FUEL = 500_000  # of the compiler of regular expressions, some 50,000 a millisecond by its documentation
+FUEL = 500_000  # of the compiler of regular expressions; its documentation says some 50,000 per millisecond
 
 
 def matcher(tokenizer: Any, grammar: str) -> Any:
@@ -32,12 +32,12 @@ def matcher(tokenizer: Any, grammar: str) -> Any:
     limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
     found = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not found.is_error():
-        found.compute_bitmask()  # some reasons show only here
+        found.compute_bitmask()  # some errors appear only here
     return found
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance reads it. In which tokens a text is cut is of no concern here."""
+    """A vocabulary in llguidance's interface. How a text is split into tokens does not matter here."""
 
     bos_token_id = None
 
@@ -100,7 +100,7 @@ def _answer_apart(tokenizer: Any, grammar: str, seconds: float) -> None:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe."""
+    """Answers requests until the parent closes the pipe."""
     _limit_memory()
     given = json.loads(sys.stdin.buffer.readline() or "null")
     if given is None:

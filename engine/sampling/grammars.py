@@ -35,7 +35,7 @@ MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _KEPT = 32  # compiled grammars
 _KEPT_REFUSED = 512  # reasons
 _MOST_REASON = 300  # characters
-# What llguidance says of its own settings and parts, and what there is to say of them here.
+# Patterns of llguidance's messages, which speak of its settings and internals → what users are told.
 _WORDS = {
     r"^Unimplemented keys: \[(.*)\]": r"these keywords are not supported: \1",
     "^oneOf constraints are not supported.*": "oneOf is supported only where its alternatives cannot overlap",
@@ -45,13 +45,13 @@ _WORDS = {
     "^lexer precomputation failed.*": "it is too complex",
     "; try avoiding .*": "",
 }
-_SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON, as it is printed; some models would write nothing else
-_KEPT_SECONDS = 2.0  # that all of these took to compile, for the memory that they take
+_SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON; without this limit, some models write space without end
+_KEPT_SECONDS = 2.0  # that the kept grammars took to compile: a measure of their memory
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
 class Vocabulary(Protocol):
-    """What is asked of a tokenizer: see `model_loaders.tokenizers`."""
+    """What constraints need of a tokenizer: see `model_loaders.tokenizers`."""
 
     vocab_size: int
     eos_ids: frozenset[int]
@@ -62,37 +62,37 @@ class Vocabulary(Protocol):
 
 
 class Grammars:
-    """Compiles the constraints of one model's requests, and keeps the last ones compiled. Threads may share it."""
+    """Compiles the constraints of one model's requests, and keeps recent ones. Threads may share it."""
 
     def __init__(self, tokenizer: Vocabulary, size: int) -> None:
-        """size: of the vocabulary, with the rows of the embedding that are padding."""
+        """size: the size of the vocabulary, including rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by a hash of the key, likewise: the reason
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # hash of the key → reason, least recently used first
         self._compilations: Compilations[_Compiled] = Compilations(self._compile)
         self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
         """Replace the lock in a forked child: a thread of the parent may hold it."""
-        self._lock = threading.Lock()  # of what is compiled and refused
+        self._lock = threading.Lock()  # guards `_compiled` and `_refused`
 
     def close(self) -> None:
-        """End the workers, and requests that wait for a constraint, these with an EngineError."""
+        """End the workers, and fail requests that wait for a constraint with an EngineError."""
         self._compilations.close()
         for worker in vars(self).get("_workers", {}).values():
             worker.close()
 
     def counts(self) -> CompilationCounts:
-        """How many constraints were compiled."""
+        """Counts of compiled, refused and waiting constraints."""
         return self._compilations.counts()
 
     def constraint(
         self, params: SamplingParams, own: Constraint | None = None, gone: Callable[[], bool] | None = None
     ) -> Constraint | None:
-        """The constraint of one request: a new one, or its own; None if it asks for none. Raises EngineError.
+        """A new constraint as `params` ask for, else `own`, which may be None. Raises EngineError.
 
-        gone: says whether nobody waits for the request any more; then nothing is compiled for it.
+        gone: returns True once nobody waits for the request; then nothing is compiled for it.
         """
         given = _given(params)
         if given is None:
@@ -103,7 +103,7 @@ class Grammars:
         return _Matched(known.matcher.deep_copy())
 
     def _known(self, given: Key) -> _Compiled | None:
-        """What was compiled from a key lately. Raises EngineError if it was refused lately."""
+        """The kept constraint of a key, if there is one. Raises EngineError if the key was refused recently."""
         with self._lock:
             if (found := self._compiled.get(given)) is not None:
                 self._compiled.move_to_end(given)
@@ -127,11 +127,11 @@ class Grammars:
         return _unusable(given[0], reason)
 
     def _compile(self, given: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
-        """The constraint that the text of a field of SamplingParams asks for, which a worker has compiled before.
+        """Compile a constraint, after a worker process has compiled it within the limits.
 
-        Raises NeedsLonger where the seconds end in a turn before the last one, or EngineError.
+        Raises NeedsLonger if `seconds` are too few and a longer turn can follow, or EngineError.
         """
-        if (known := self._known(given)) is not None:  # compiled since the request has looked
+        if (known := self._known(given)) is not None:  # compiled since the request looked
             return known
         from polarlm.engine.sampling.grammar_worker import matcher
 
@@ -140,7 +140,7 @@ class Grammars:
             answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds}, gone)
         except ValueError as error:
             raise self._refuse(given, str(error)) from None
-        except ProcessFailed as error:  # the same may succeed another time
+        except ProcessFailed as error:  # not remembered: the same grammar may succeed another time
             raise _unusable(given[0], str(error)) from None
         if answer == TOO_LONG and seconds != TURNS[-1]:
             raise NeedsLonger
@@ -162,7 +162,7 @@ class Grammars:
 
     @cached_property
     def _workers(self) -> dict[float, LimitedProcess]:
-        """One for the turns of each length."""
+        """A worker process for each length of turns."""
         tokens = [token.decode("latin-1") for token in self._adapter.tokens]
         special, ends = self._adapter.special_token_ids, self._adapter.ends
         first = {"tokens": tokens, "special": special, "ends": ends}
@@ -184,7 +184,7 @@ class _Compiled:
 
 
 class _Adapter:
-    """A tokenizer as llguidance reads it: the bytes of each id, and the ids of text."""
+    """A tokenizer in llguidance's interface: the bytes of each id, and the ids of a text."""
 
     bos_token_id = None
 
@@ -194,7 +194,7 @@ class _Adapter:
         self.tokens = [names.get(token) or tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
         self.tokens += [b""] * (size - len(self.tokens))
         self.ends = sorted(tokenizer.eos_ids)
-        if not self.ends:  # llguidance wants one: where the model has none, it is one that cannot be drawn
+        if not self.ends:  # llguidance requires an end token: a model without one gets an id that is never drawn
             self.ends = [size]
             self.tokens.append(b"<end>")
         self.special_token_ids = sorted({*names, *self.ends})
@@ -204,13 +204,13 @@ class _Adapter:
     def __call__(self, text: bytes) -> list[int]:
         ids = self._tokenizer.tokenize(text.decode(), continued=True)
         is_exact = b"".join(map(self._tokenizer.token_bytes, ids)) == text
-        # Some vocabularies normalize text, and drop spaces.
+        # Some vocabularies normalize text or drop spaces.
         return ids if is_exact or self.library is None else list(self.library.greedy_tokenize(text.decode()))
 
 
 @dataclass
 class _Matched:
-    """A `Constraint` that asks llguidance's matcher."""
+    """A `Constraint` over llguidance's matcher."""
 
     matcher: Any
 
@@ -238,7 +238,7 @@ def _hash(given: Key) -> bytes:
 
 
 def _given(params: SamplingParams) -> Key | None:
-    """The field of `params` that asks for a constraint, and its text.
+    """The field of `params` that sets a constraint, and its text; None if none does.
 
     Raises EngineError if a schema is not JSON, or the text is too long.
     """
@@ -290,7 +290,7 @@ def _unusable(field: str, reason: str) -> EngineError:
 
 
 def _in_words(reason: str) -> str:
-    """llguidance's reason in a line of ours; for regular expressions, its line that says what is wrong."""
+    """llguidance's reason as one line in our words; for a regular expression, the line that names the error."""
     lines = reason.strip().splitlines() or ["no reason is given"]
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     for theirs, ours in _WORDS.items():

@@ -74,7 +74,7 @@ class Repeats:
 def _runs_of(ids: list[int]) -> list[int]:
     """The runs at the distances 1, 2, … len(ids) - 1: the Z-algorithm, on the ids from the last to the first."""
     ids = ids[::-1]
-    n, begin, end = len(ids), 0, 0  # ids[begin:end], a repetition of the first ids, with the largest end so far
+    n, begin, end = len(ids), 0, 0  # ids[begin:end] repeats the first ids, and has the largest end so far
     runs = [0] * n
     for at in range(1, n):
         run = min(end - at, runs[at - begin]) if at < end else 0

@@ -18,7 +18,7 @@ from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders.config import GenerationDefaults
 
-NEWEST = -1  # in `SamplerInput.recent`: the token that the step before the draw is computed from
+NEWEST = -1  # in `SamplerInput.recent`: the input token of the row that the draw is from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
 _DEFAULTS = {
@@ -106,12 +106,12 @@ class SamplerInput:
 
 
 Sampled = int | TokenLogprob | EngineError
-"""A token id, with log-probabilities if its draw asks for them; or the error if none can be chosen."""
+"""A token id, with log-probabilities if those are requested; or the error if no token can be chosen."""
 
 
 class Fetch(NamedTuple):
-    """Tokens on their way to the host. ids: those on the device, as the next step takes them; None if they are not
-    there."""
+    """Tokens that are being copied to the host. ids: the tokens on the device, which the next step can take as its
+    inputs; None if the device has none."""
 
     ids: Any
     wait: Callable[[], list[Sampled]]
@@ -120,7 +120,7 @@ class Fetch(NamedTuple):
 def sample_all(
     logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], best: Sequence[int] | None = None
 ) -> list[Sampled]:
-    """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises.
+    """What `sample` returns for each row of logits (B, V), with log-probabilities if requested, or the error it raises.
 
     best: for each row, as for `sample`.
     """
@@ -141,22 +141,23 @@ def sample_all(
 
 
 def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = None) -> int:
-    """Draw a token id from logits (V,). best: the id of the largest logit, where it is known: negative if some logits
-    are not finite. Else −infinity is the logit of a token that is never drawn.
+    """Draw a token id from logits (V,). A token whose logit is −infinity is never drawn.
+
+    best: the id of the largest logit, if it is known, or a negative number if some logits are not finite.
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
     params, given = sampler_input.sampling, logits[: sampler_input.vocabulary]
     if best is None:
         best = int(given.argmax())
-        if not math.isfinite(given[best]):  # the argmax of an array with NaN is that of a NaN
+        if not math.isfinite(given[best]):  # argmax returns the index of a NaN, if there is one
             best = -1
     if best < 0:
         raise EngineError(NOT_FINITE, "model_damaged")
     logits = _adjust(given, params, sampler_input.recent)
     if sampler_input.dry is not None:
         logits = _subtract(logits, sampler_input.dry)
-    tokens = None  # that are allowed: finding the best among them alone is ten times as fast as with the others at -inf
+    tokens = None  # the allowed ones: finding the best of these is ten times as fast as of all with the others at -inf
     if sampler_input.allowed is not None:
         tokens = np.flatnonzero(allowed_bits(sampler_input.allowed, sampler_input.vocabulary))
         logits = logits[tokens]
@@ -174,7 +175,7 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
     if params.top_p < 1:
         count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
     count = min(count, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
-    with np.errstate(over="ignore"):  # close to 0 all but the best tokens become −inf
+    with np.errstate(over="ignore"):  # a temperature close to 0 makes all but the best tokens −inf
         scaled = (kept[:count] - kept[0]) / params.temperature
     weights = np.cumsum(np.exp(scaled))
     drawn = ids[np.searchsorted(weights, sampler_input.uniform * weights[-1], side="right").clip(max=count - 1)]
@@ -182,7 +183,7 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
 
 
 def nothing_left(sampler_input: SamplerInput) -> EngineError:
-    """The error of a draw that bans every token of finite logit."""
+    """The error of a draw in which every token is banned."""
     if sampler_input.allowed is None:
         return EngineError("logit_bias bans every token that could come next")
     also = ", together with logit_bias and min_tokens," if sampler_input.sampling.logit_bias else ""
@@ -190,7 +191,7 @@ def nothing_left(sampler_input: SamplerInput) -> EngineError:
 
 
 def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.ndarray:
-    """The logits with bias and penalties: a copy if there are any."""
+    """The logits with bias and penalties; a copy if there are any."""
     if params.is_plain and not params.logit_bias:
         return logits
     logits = logits.copy()

@@ -1,7 +1,7 @@
-"""JSON schemas as llguidance is given them, for answers and for calls of tools: closed, and lenient unless strict.
+"""Prepares JSON schemas of answers and tool calls for llguidance: closed, and lenient unless they are strict.
 
-An object with properties has no others unless its schema says `additionalProperties`: where they may continue without
-end, small models do so. llguidance ignores keywords that it does not know where it is told to be lenient.
+An object with listed properties gets no others unless its schema sets `additionalProperties`: small models would add
+properties without end. A lenient schema may have keywords that llguidance does not know; they are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from polarlm.engine.errors import shown
 
 _LOG = logging.getLogger(__name__)
 OPTIONS = "x-guidance"  # llguidance's options, at the top of a schema
-STRICT = {OPTIONS: {"lenient": False}}  # what a schema has at its top whose keywords must all be known
+STRICT = {OPTIONS: {"lenient": False}}  # at the top of a schema whose keywords must all be known
 _LISTED = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 _OF_PARTS = ("items", "additionalItems", "additionalProperties")
@@ -25,9 +25,9 @@ _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
 def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a schema with llguidance's options, which give way to its own, where it has some.
+    """A closed copy of a schema with llguidance's options; those that the schema sets itself take precedence.
 
-    Raises ValueError where nothing fulfils it, since a value would have to hold another one of its kind, without end.
+    Raises ValueError if nothing fulfils it, since a value would have to contain another one of its kind, without end.
     """
     root = _copy(schema)
     _check_ends(root)
@@ -38,14 +38,14 @@ def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     for node in nodes:
         if id(node) not in combined and any(name in node for name in _LISTED) and not _lists_in_place(root, node):
             _close(node)
-        # Pydantic and zod write such patterns for numbers and e-mail addresses; no token mask can look ahead.
+        # Pydantic and zod write look-around for numbers and e-mail addresses; no token mask can look ahead.
         if isinstance(given, dict) and given.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
             _LOG.warning("a JSON schema holds in part: the pattern %r looks around", shown(node.pop("pattern")))
     return root
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a JSON value, without a limit to its depth."""
+    """A copy of a JSON value of any depth."""
     top: list[Any] = [None]
     left: list[tuple[Any, Any, Any]] = [(value, top, 0)]
     while left:
@@ -62,7 +62,7 @@ def _copy(value: Any) -> Any:
 
 
 def _nodes(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All schemas inside a schema that are objects, itself included."""
+    """All schemas inside `root` that are objects, and `root` itself."""
     left: list[Any] = [root]
     while left:
         node = left.pop()
@@ -77,7 +77,7 @@ def _nodes(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _in_place(root: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schemas that a node puts its own value under, by keywords or by a reference, and those that these do."""
+    """The schemas that a node applies to its own value, by keywords or by references, directly or indirectly."""
     seen: set[int] = set()
     left: list[Any] = [node]
     while left:
@@ -93,7 +93,7 @@ def _in_place(root: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _target(root: Any, reference: Any) -> Any:
-    """What a reference inside the schema stands for; None for others."""
+    """The node that a reference within `root` points to; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     node = root
@@ -104,7 +104,7 @@ def _target(root: Any, reference: Any) -> Any:
 
 
 def _needed(root: dict[str, Any], node: dict[str, Any]) -> Iterator[Any]:
-    """Schemas that something must fulfil, so that something fulfils a node's."""
+    """The schemas that must be satisfiable for a node to be satisfiable."""
     yield _target(root, node.get("$ref"))
     yield from node["allOf"] if isinstance(node.get("allOf"), list) else []
     properties, required, least = node.get("properties"), node.get("required"), node.get("minItems")
@@ -115,7 +115,7 @@ def _needed(root: dict[str, Any], node: dict[str, Any]) -> Iterator[Any]:
 
 
 def _check_ends(root: dict[str, Any]) -> None:
-    """Raises ValueError if the schema needs itself."""
+    """Raises ValueError if a schema requires itself."""
     begun, ended = {id(root)}, set()
     path = [(root, _needed(root, root))]
     while path:
@@ -134,12 +134,12 @@ def _check_ends(root: dict[str, Any]) -> None:
 
 
 def _lists_in_place(root: dict[str, Any], node: dict[str, Any]) -> bool:
-    """Whether schemas of the same value as a node's list further properties."""
+    """Whether other schemas that a node applies to its own value list properties."""
     return any(name in one for one in _in_place(root, node) for name in _LISTED)
 
 
 def _combined(root: dict[str, Any], nodes: list[dict[str, Any]]) -> set[int]:
-    """The ids of schemas whose objects have properties from other schemas, too: closing one would bar those."""
+    """The `id`s of schemas whose objects get properties from other schemas too: closing them would forbid those."""
     found: set[int] = set()
     for node in nodes:
         several = len(node["allOf"]) > 1 if isinstance(node.get("allOf"), list) else False
@@ -150,7 +150,7 @@ def _combined(root: dict[str, Any], nodes: list[dict[str, Any]]) -> set[int]:
 
 
 def _close(node: dict[str, Any]) -> None:
-    """Bar properties that a schema does not list, unless it says otherwise."""
+    """Forbid properties that a schema does not list, unless it says otherwise."""
     required, properties = node.get("required", []), node.get("properties", {})
     if "additionalProperties" in node or not isinstance(properties, dict) or not isinstance(required, list):
         return

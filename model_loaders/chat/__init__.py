@@ -1,1 +1,1 @@
-"""Messages as a model's chat template writes them: templates in a sandboxed process, calls of tools, reasoning."""
+"""How a model's chat template writes messages: templates in a sandboxed process, tool calls, reasoning."""

@@ -1,18 +1,18 @@
-"""The arguments of past calls, which clients send back as text: that of a JSON object, or any other."""
+"""Arguments of past calls, which clients send back as text: a JSON object, or any other text."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-_MOST_DEPTH = 64  # of arguments
+_MOST_DEPTH = 64  # of nested arguments
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that is `text`; None for anything else, and for objects that no template can write."""
+    """`text` as a JSON object; None for any other text, and for objects that no template can write."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+        json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
     except (ValueError, RecursionError):
         return None
     level = [value]

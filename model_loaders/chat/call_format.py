@@ -1,8 +1,8 @@
-"""How a model writes calls of tools: found by rendering calls of made-up names through its own chat template.
+"""How a model writes tool calls: found by rendering calls of made-up functions through its own chat template.
 
 What surrounds the names and the arguments in these renderings is what the model was trained to write. A template that
-takes no tools, or writes calls in another way than as a name and a JSON object after it, gets a form of its own: a
-system text that lists the tools, and calls in <tool_call> tags.
+accepts no tools, or writes a call otherwise than as a name and then a JSON object, gets our general format: a system
+text that lists the tools, and calls in <tool_call> tags.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text of calls: `begin`, calls with `between` in between, `end`.
+    """The text of calls: `begin`, the calls separated by `between`, `end`.
 
     A call is `opening`, its name, `middle`, its arguments, `closing`; where the template writes the call's id before
-    the arguments, `middle` is the text before and after it. `shown_closing` stands for `closing` where the template
-    shows the id of a past call there, which the model does not write.
+    the arguments, `middle` is the text before and after the id. Where the template writes the id of a past call after
+    the arguments, which the model does not, `shown_closing` replaces `closing` in past calls.
     """
 
     begin: str = ""
@@ -40,12 +40,12 @@ class CallFormat:
     shown_closing: tuple[str, ...] = ("}\n</tool_call>",)  # two parts around an id
     separators: tuple[str, str] = (", ", ": ")  # of the arguments' JSON
     several: bool = True  # whether an answer may have several calls
-    native: bool = False  # whether the template takes tools and calls; else they are text of messages
-    arguments_as_text: bool = False  # what the template takes: the text of JSON, or the value
-    takes_any_text: bool = True  # whether the template takes arguments as text where they are no JSON object
-    no_content: str | None = ""  # of a message that has nothing but calls
-    takes_system: bool = True  # whether the template takes a system message
-    short_ids: bool = False  # whether the template takes ids of 9 letters and digits alone
+    native: bool = False  # whether the template accepts tools and calls; else they become text of messages
+    arguments_as_text: bool = False  # whether the template expects arguments as JSON text, not as a value
+    takes_any_text: bool = True  # whether the template accepts arguments that are not a JSON object, as text
+    no_content: str | None = ""  # the content of a message that has only calls
+    takes_system: bool = True  # whether the template accepts a system message
+    short_ids: bool = False  # whether the template accepts only ids of 9 letters and digits
 
     @property
     def has_id(self) -> bool:
@@ -53,7 +53,7 @@ class CallFormat:
         return len(self.middle) == 2
 
     def shown(self, calls: Iterable[tuple[str, str, str]]) -> str:
-        """The text of past calls, (name, arguments, id) each, as the template writes them."""
+        """The text of past calls (name, arguments, id), as the template writes them."""
         texts = [
             f"{self.opening}{name}{id.join(self.middle)}{arguments}{id.join(self.shown_closing)}"
             for name, arguments, id in calls
@@ -61,16 +61,16 @@ class CallFormat:
         return f"{self.begin}{self.between.join(texts)}{self.end}"
 
     def marker(self, control: Iterable[str]) -> str:
-        """The text with which calls begin; empty if it is not more than the beginning of JSON.
+        """The text with which calls begin; empty if it is only the beginning of JSON.
 
-        control: the names of the model's control tokens, one of which alone is the marker where it comes first.
+        control: the names of the model's control tokens. If calls begin with one of them, that name is the marker.
         """
         text = self.begin + self.opening
         first = max((name for name in control if text.startswith(name)), key=len, default="")
         return first or _JSON_BEGINS.sub("", text).rstrip()
 
     def as_messages(self, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
-        """`messages` as the template takes them; without calls, tools and their results where it takes none."""
+        """`messages` as the template accepts them; if it accepts no tools, those, calls and results become text."""
         if self.native:
             return [self._native(message) for message in messages]
         return _as_text(self, messages, tools)
@@ -91,13 +91,13 @@ class CallFormat:
         return {**message, "content": message["content"] or self.no_content, "tool_calls": calls}
 
     def _id(self, id: str) -> str:
-        """An id that the template takes, in place of another server's."""
+        """An id that the template accepts, in place of another server's."""
         if not self.short_ids or _SHORT_ID.fullmatch(id):
             return id
         return hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
 
     def _arguments(self, text: str) -> Any:
-        """The arguments of a past call as the template takes them; those of a call that was cut off may be any text."""
+        """Arguments of a past call as the template accepts them; those of a call that was cut off may be any text."""
         value = json_object(text)
         if value is None:
             return text if self.takes_any_text else ("{}" if self.arguments_as_text else {})
@@ -107,11 +107,11 @@ class CallFormat:
 # The beginning of a call in JSON, perhaps of a list of them.
 _JSON_BEGINS = re.compile(r'\s*(\[\s*)?\{\s*"[^"]*"\s*:\s*"$')
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
-# An id in JSON after the arguments.
-_ID_BEHIND = re.compile(r'\s*,\s*"[^"]*"\s*:\s*"$')
+# The beginning of an id's field in JSON, after the arguments.
+_ID_AFTER = re.compile(r'\s*,\s*"[^"]*"\s*:\s*"$')
 
 _NAMES = ("alphaname", "betaname")
-_IDS = ("alphaid01", "betaid002")  # letters and digits, 9 of them: some templates insist
+_IDS = ("alphaid01", "betaid002")  # some templates insist on 9 letters and digits
 _LONG_ID = "call_0123456789abcdef"
 _KEY, _VALUE, _COUNT, _NUMBER = "alphakey", "alphavalue", "alphacount", 7
 _ARGUMENTS = {_KEY: _VALUE, _COUNT: _NUMBER}
@@ -130,7 +130,7 @@ _TOOLS = [
 
 
 def find_call_format(template: Renders) -> CallFormat:
-    """The format of the template's calls; the general one if it takes none. Raises LoadError where it cannot run."""
+    """The format of the template's calls; the general one if it accepts none. Raises LoadError if it cannot run."""
     user = {"role": "user", "content": _QUESTION}
     plain: list[Message] = [user, {"role": "assistant", "content": _ANSWER}]
     variants = [(as_text, content) for content in ("", None) for as_text in (False, True)]
@@ -177,14 +177,14 @@ def _format(
     as_text: bool,
     content: str | None,
 ) -> CallFormat | None:
-    """The format by renderings of an answer, one call, two calls, and a call's result; None if it shows in none."""
+    """The format, from renderings of an answer, one call, two calls and a result; None if they do not show it."""
     if not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
     head, found, tail = answered.partition(_ANSWER)
     calls = _between(one, head, tail)
     if not found or calls is None:
         return None
-    first = _Place.find(calls, 0)
+    first = _CallSpan.find(calls, 0)
     if first is None or calls.count(_NAMES[0]) != 1:
         return None
     before, after = calls[: first.name], calls[first.end :]
@@ -204,8 +204,8 @@ def _format(
         **common,
     )
     both = _between(two, head, tail) if isinstance(two, str) else None
-    second = None if both is None else _Place.find(both, 1)
-    place = None if both is None else _Place.find(both, 0)
+    second = None if both is None else _CallSpan.find(both, 1)
+    place = None if both is None else _CallSpan.find(both, 0)
     if both is None or second is None or place is None or not both.startswith(before):
         return single
     gap = _split_once(both[place.end : second.name], _IDS[0])
@@ -230,8 +230,8 @@ def _format(
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a call is in a text: its name, the text up to its arguments, and the arguments."""
+class _CallSpan:
+    """Where a call is in a text: the offset of its name, the text up to its arguments, the arguments' offsets."""
 
     name: int
     middle: tuple[str, ...]
@@ -240,8 +240,8 @@ class _Place:
     separators: tuple[str, str]
 
     @classmethod
-    def find(cls, text: str, index: int) -> _Place | None:
-        """Call `index` in `text`; None if it is not a name and then a JSON object."""
+    def find(cls, text: str, index: int) -> _CallSpan | None:
+        """Call `index` in `text`; None if that is not a name and then a JSON object."""
         name = text.find(_NAMES[index])
         key = text.find(f'"{_KEY}"', name)
         start = text.rfind("{", 0, key)
@@ -264,7 +264,7 @@ _WRITTEN = re.compile(
 
 
 def _between(text: str, head: str, tail: str) -> str | None:
-    """What `text` has between `head`, whose last white space may be missing, and `tail`."""
+    """The text between `head` and `tail`; None if they are missing. White space that ends `head` may be missing."""
     if not text.startswith(head):
         head = head.rstrip()
     inside = text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)
@@ -285,7 +285,7 @@ def _joined_without_id(parts: tuple[str, ...]) -> str:
     if len(parts) == 1:
         return parts[0]
     before, after = parts
-    return _ID_BEHIND.sub("", before) + after.removeprefix('"')
+    return _ID_AFTER.sub("", before) + after.removeprefix('"')
 
 
 def _common_end(a: str, b: str) -> str:
@@ -308,7 +308,7 @@ _TEXT = (
 
 
 def _as_text(format: CallFormat, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
-    """Messages of text alone: tools are listed first, calls stand after an answer's text, results are a user's."""
+    """Messages of text alone: tools are listed first, calls follow an answer's text, results are the user's."""
     said: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":

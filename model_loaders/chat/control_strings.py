@@ -1,4 +1,4 @@
-"""Hiding the control strings in texts of others, so that they stay text when a template's own become control tokens."""
+"""Hides control strings in messages, so that they stay text while the template's own become control tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTERNAL = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE), range(0x100000, 0x1
 
 
 class Guard:
-    """Marks every place of a text where a control string is, or where its edge could complete one."""
+    """Marks control strings in a text, and edges of the text that could complete one."""
 
     def __init__(self, control: tuple[str, ...]) -> None:
         self._control = control
@@ -27,10 +27,10 @@ class Guard:
         return self._anywhere.sub(rf"\1{mark}", text)
 
     def hide_all(self, value: Any, mark: str) -> Any:
-        """A copy of a JSON value with all of its strings hidden."""
+        """A copy of a JSON value with the control strings of all its strings hidden."""
         if isinstance(value, str):
             return self.hide(value, mark)
-        if isinstance(value, Mapping):  # names and types stay whole where they can: templates look at them
+        if isinstance(value, Mapping):  # names and types get no marks at their edges: templates compare them
             return {
                 self.break_up(name, mark): self.break_up(inner, mark)
                 if name == "type" and isinstance(inner, str)
@@ -40,7 +40,7 @@ class Guard:
         return [self.hide_all(inner, mark) for inner in value] if isinstance(value, (list, tuple)) else value
 
     def hide(self, text: str, mark: str) -> str:
-        """`break_up`, and a mark at an edge where the template's text could complete a control string.
+        """`break_up`, with a mark at each edge where the template's text could complete a control string.
 
         White space at the edges stays outside the marks, so that a template can trim it.
         """
@@ -63,7 +63,7 @@ def guard(control: tuple[str, ...]) -> Guard:
 
 
 def unused_characters(count: int, texts: list[str]) -> list[str]:
-    """Characters that none of `texts` has."""
+    """`count` characters that occur in none of `texts`."""
     used = set().union(*texts)
     unused = (chr(code) for code in chain(*_INTERNAL) if chr(code) not in used)
     return [next(unused) for _ in range(count)]

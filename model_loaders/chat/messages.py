@@ -1,4 +1,4 @@
-"""The messages of a conversation, checked."""
+"""Checks the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from polarlm.model_loaders.tokenizers import Tokenizer
 
-_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # that templates see
+_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # passed to templates
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message, as a template sees it, and the ids that stand for it."""
+    """A message as a template gets it, and the ids that it was generated as."""
 
-    shown: dict[str, Any]  # to the template; "role" and "content" are text
-    token_ids: tuple[int, ...] | None = None  # the generated ids, in place of those of the content, reasoning and calls
+    shown: dict[str, Any]  # what the template gets; "role" and "content" are text
+    token_ids: tuple[int, ...] | None = None  # the generated ids; they replace those of content, reasoning and calls
     reasoned: bool = False  # whether these ids begin with reasoning
 
     @property
     def is_whole_turn(self) -> bool:
-        """Whether the ids stand for more than the content."""
+        """Whether the ids include more than the content."""
         return self.token_ids is not None and (self.reasoned or bool(self.shown.get("tool_calls")))
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[Message]:
-    """The messages. Raises ValueError for malformed ones."""
+    """The messages, checked. Raises ValueError for malformed ones."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise ValueError("messages must be a list with at least one message.")
     return [_checked(message, index, tokenizer) for index, message in enumerate(messages)]
@@ -45,7 +45,7 @@ def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
 
 
 def _checked_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """Calls of an answer, with all the fields that templates look at."""
+    """The calls of an answer, with all the fields that templates read."""
     checked = []
     for number, call in enumerate(calls if isinstance(calls, (list, tuple)) else [calls]):
         function = call.get("function") if isinstance(call, Mapping) else None

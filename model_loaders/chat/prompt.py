@@ -1,8 +1,8 @@
-"""From a conversation to token ids, such that no message can inject control tokens.
+"""Turns a conversation into token ids so that no message can inject control tokens.
 
-Control strings of the template become control tokens; the same strings inside a message stay text. Both are text in
-the template's output, so those in messages are marked beforehand with a character that Unicode reserves for internal
-use and that the conversation does not contain.
+Control strings of the template become control tokens; the same strings inside a message stay text. The template's
+output does not tell them apart, so those in messages are marked beforehand with a character that Unicode reserves for
+internal use and that the conversation does not contain.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def chat_ids(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Ids of a conversation and of the prompt for an answer; with BOS where the model wants one.
+    """The ids of a conversation and of the prompt for its next answer, with BOS if the model requires it.
 
     An assistant message may carry "token_ids", the ids it was generated as (a final end-of-generation id is left out:
     the template writes its own). They replace its content, after the ids that its prompt ended with, so that a
     conversation begins with all the ids of its previous turn. Where the template changes the content, other than white
     space at its edges, its text is used instead: templates of models that reason leave the reasoning out of earlier
-    answers. With "tool_calls", the ids replace these as well, however the template writes their arguments; with
+    answers. With "tool_calls", the ids replace the calls as well, however the template writes their arguments; with
     "reasoned", they begin with reasoning.
 
-    Messages may have the further fields of OpenAI's: "tool_calls", whose arguments are the text of a JSON object, or of
-    what there is of one where an answer was cut off, "tool_call_id", "name" and "reasoning_content". tools: the
-    functions that may be called, in OpenAI's form. variables: more variables of the template. `check` is called with
-    the text before it is tokenized, and may raise.
+    Messages may have OpenAI's further fields: "tool_calls", whose arguments are the text of a JSON object, or the
+    beginning of one if the answer was cut off, "tool_call_id", "name" and "reasoning_content". tools: the functions
+    that may be called, in OpenAI's form. variables: more variables of the template. `check` is called with the text
+    before it is tokenized, and may raise.
 
-    Raises ValueError for malformed messages, LoadError where the template fails.
+    Raises ValueError for malformed messages, LoadError if the template fails.
     """
     checked = checked_messages(messages, tokenizer)
     given: dict[str, Any] = dict(variables or {})
@@ -69,7 +69,7 @@ def chat_ids(
 
 
 def _with_calls(template: ChatTemplate, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """`messages` with calls, results and `tools` as the template takes them; text where it takes none."""
+    """`messages` with calls, results and `tools` as the template accepts them; as text if it accepts none."""
     numbered = [{**message.shown, "number": number} for number, message in enumerate(messages)]
     found = []
     for shown in template.calls.as_messages(numbered, tools):
@@ -82,11 +82,11 @@ def _with_calls(template: ChatTemplate, messages: list[Message], tools: Sequence
 
 
 class _Rendering:
-    """Runs the template over messages whose control strings are hidden and whose token ids are known by number.
+    """Runs the template over messages with hidden control strings, and finds the answers that token ids replace.
 
-    An answer with ids is shown to the template in a frame of characters that occur nowhere else. Where the frame comes
-    out whole, the ids replace it; a template that changes an answer breaks its frame. Of an answer with calls or
-    reasoning, these are framed as well: made-up calls and reasoning stand for what the ids have.
+    The template gets an answer with ids in a frame of characters that occur nowhere else. If the frame is whole in the
+    output, the ids replace it; a template that changes an answer breaks its frame. Calls and reasoning of an answer are
+    framed as well: made-up ones take the place of those in the ids.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class _Rendering:
         self._texts: dict[tuple[tuple[int, ...], int | None], str | LoadError] = {}  # by frames and number of messages
 
     def parts(self) -> list[str | int]:
-        """The text, alternating with the numbers of the messages whose ids replace their content.
+        """The text, alternating with the indices of the messages whose ids replace their content.
 
-        The template's process is asked once where the template shows every answer as it is, in the same place after
-        its question: for the plain text, the framed one, and the prompt of the first answer.
+        If the template keeps every answer unchanged, and writes the same text before each, its process is asked once:
+        for the plain text, the framed text, and the prompt of the first answer.
         """
         if self._ids:
             self._render(((), None), (self._ids, None), ((), self._ids[0]))
@@ -124,7 +124,7 @@ class _Rendering:
         while framed:
             text = self._text(framed)
             if parts := self._split(text, framed):
-                # The frames may have changed what the template does.
+                # A template may write another text because of the frames.
                 return self._as_prompted(parts) if self._is_plain(parts, plain) else [plain]
             whole = tuple(i for i in framed if self._find(text, i) is not None)
             framed = whole if whole != framed else ()
@@ -153,7 +153,7 @@ class _Rendering:
         return f"{self._edge}{index}{part}{self._edge}"
 
     def _find(self, text: str, index: int) -> tuple[int, int] | None:
-        """Where the frame of an answer is in `text`; None unless it is there once, with all of its parts in order."""
+        """(start, end) of an answer's frame in `text`; None unless it occurs once, with all of its parts in order."""
         if index not in self._turns:
             return _once(text, self._frame(index))
         shown = self._shown[index]
@@ -179,9 +179,9 @@ class _Rendering:
         return start, found[-1][1]
 
     def _is_plain(self, parts: list[str | int], plain: str) -> bool:
-        """Whether `parts` are those of `plain`, whose answers with calls or reasoning may be any text.
+        """Whether `parts` are `plain` split up; in place of answers with calls or reasoning, `plain` may have any text.
 
-        Without white space, which the template cannot trim inside a frame.
+        White space does not count: the template cannot trim it inside a frame.
         """
         literals = [""]
         for part in parts:
@@ -202,7 +202,7 @@ class _Rendering:
         return text.endswith(rest[-1]) and len(text) - len(rest[-1]) >= at
 
     def _text(self, framed: tuple[int, ...], length: int | None = None) -> str:
-        """The messages as the template writes them, or the first `length`, with these in frames. Raises LoadError."""
+        """The text of the first `length` messages (None: of all), those of `framed` in frames. Raises LoadError."""
         if (framed, length) not in self._texts:
             self._render((framed, length))
         if isinstance(text := self._texts[framed, length], LoadError):
@@ -218,7 +218,7 @@ class _Rendering:
         self._texts |= zip(wanted, self._template.render_each(conversations, **self._variables), strict=True)
 
     def _split(self, text: str, framed: tuple[int, ...]) -> list[str | int] | None:
-        """`text` split at these frames, alternating with their numbers; None if any is missing, broken or misplaced."""
+        """`text` split at these frames, alternating with their indices; None if one is missing, broken or misplaced."""
         parts: list[str | int] = []
         for index in framed:
             place = self._find(text, index)
@@ -230,13 +230,13 @@ class _Rendering:
         return None if any(self._edge in part for part in parts if isinstance(part, str)) else parts
 
     def _as_prompted(self, parts: list[str | int]) -> list[str | int]:
-        """`parts` with the text before each answer as it was in the prompt for that answer.
+        """`parts` with the text before each answer replaced by that of the prompt for the answer.
 
-        Templates write white space before a past answer that its prompt did not have ("Assistant: Hi" for
+        Before a past answer, templates write white space that its prompt did not have ("Assistant: Hi" for
         "Assistant:"), or leave out what the prompt opened for it ("<think>"). The text between question and answer is
         mostly the same throughout, and then rendered once.
         """
-        asked: dict[str, str] = {}  # text of the prompt, by the text in `parts`
+        asked: dict[str, str] = {}  # text between question and answer in `parts` → that text in the prompt
         for position in range(1, len(parts), 2):
             before, index = parts[position - 1], parts[position]
             assert isinstance(before, str)
@@ -250,7 +250,7 @@ class _Rendering:
         return parts
 
     def _prompt(self, before: str, index: int, earlier: list[str | int]) -> str:
-        """The text of the prompt for answer `index`, after the `earlier` ones; `before` where the template has none."""
+        """The text of the prompt for answer `index`, after the `earlier` answers; `before` if it cannot be rendered."""
         framed = tuple(i for i in earlier if isinstance(i, int))
         try:
             prompt = self._split(self._text(framed, index), framed)
@@ -261,7 +261,7 @@ class _Rendering:
 
 
 def _once(text: str, part: str) -> tuple[int, int] | None:
-    """Where `part` is in `text`; None if it is not there, or more than once."""
+    """(start, end) of `part` in `text`; None unless it occurs exactly once."""
     start = text.find(part)
     return None if start < 0 or text.find(part, start + 1) >= 0 else (start, start + len(part))
 

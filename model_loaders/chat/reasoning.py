@@ -1,4 +1,4 @@
-"""The tags around a model's reasoning, found by rendering an answer with reasoning through its chat template."""
+"""Finds the tags around a model's reasoning by rendering an answer with reasoning through its chat template."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Tags:
 _QUESTION, _REASONING, _ANSWER = "alphaquestion", "alphareasoning", "alphaanswer"
 _USUAL = Tags("<think>", "</think>")
 _BEFORE = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
-_BEHIND = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
+_AFTER = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
 
 
 def find_tags(template: Renders) -> Tags | None:
-    """The tags of the template's reasoning; None if it knows of none. Raises LoadError where it cannot run.
+    """The tags of the template's reasoning; None if it knows none. Raises LoadError if it cannot run.
 
-    Most templates write the reasoning of the last answer. Others leave out what is before a tag in an answer, or open
-    the tag where an answer is to come.
+    Most templates write the reasoning of the last answer. Others remove an answer's text up to the closing tag, or
+    write the opening tag at the end of a prompt.
     """
     question = {"role": "user", "content": _QUESTION}
     shown = {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}
@@ -49,12 +49,12 @@ def _around(text: str) -> Tags | None:
     after, answered, _ = rest.partition(_ANSWER)
     if not found or not answered:
         return None
-    open, close = _BEFORE.search(before), _BEHIND.match(after)
+    open, close = _BEFORE.search(before), _AFTER.match(after)
     return Tags(open[1], close[1]) if open and close else None
 
 
 def place_of_answer(template: Renders, tags: Tags, variables: Mapping[str, object]) -> Place:
-    """Where in its reasoning an answer begins, if the template has these `variables`."""
+    """Where an answer begins: before, inside or after its reasoning, if the template gets these `variables`."""
     (prompt,) = template.render_each([[{"role": "user", "content": _QUESTION}]], **variables)
     if _ends_with(prompt, tags.open):
         return "inside"

@@ -1,4 +1,4 @@
-"""What is asked of a chat template by those who look at its renderings."""
+"""What modules that analyse renderings of a chat template need of it."""
 
 from __future__ import annotations
 

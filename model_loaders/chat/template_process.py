@@ -1,4 +1,4 @@
-"""The parent's end of `template_worker.py`: templates with a limit of time and memory."""
+"""The parent's end of `template_worker.py`: renders templates with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TemplateProcess(LimitedProcess):
         super().__init__(_WORKER, source)
 
     def render(self, each: Sequence[Mapping[str, object]]) -> list[str | TemplateFailed]:
-        """The text of a rendering with `each` of these variables, which must be JSON, or the error of the template.
+        """For each set of variables, which must be JSON: the rendered text, or the template's error.
 
-        Raises TemplateFailed where a limit, which holds for all of them together, ends the process.
+        Raises TemplateFailed if a limit, which holds for all renderings together, ends the process.
         """
         try:
             answers = self.ask(each)

@@ -1,15 +1,15 @@
 """Runs one chat template for its parent process: JSON lines in, JSON lines out.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's insides,
+A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's internals,
 but bounds neither its time nor its memory. Rendered in the engine's own process, with the limits below on text and on
 products, two nested loops over 100,000 numbers or a macro that calls itself twice do not end, and
 `'%1000000000d' % 1` takes all the memory there is (tests/model_loaders/test_templates.py has these attacks and more).
-Only the operating system can stop them, hence a process. This file is run by itself and imports nothing of the package,
+Only the operating system can stop them, hence a process. This file runs by itself and imports nothing of the package,
 so that it starts in a tenth of a second.
 
-The first line is the template's source; each further one is a list of the variables of one rendering each, and is
-answered by a list of `{"text": ...}` or `{"error": ...}`. Where a limit ends the process, the pipe closes instead, and
-the exit code or signal says which.
+The first line is the template's source. Each further line is a list of renderings, each an object of variables; the
+answer is a list of `{"text": ...}` or `{"error": ...}`. If a limit ends the process, the pipe closes instead, and the
+exit code or signal says which limit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-MEMORY_BYTES = 512 << 20  # address space of this process; an idle one has about a twentieth of it
+MEMORY_BYTES = 512 << 20  # address space of this process; an idle one takes about a twentieth of it
 CPU_SECONDS = 2.0  # of one line
 TEXT_CHARACTERS = 8 << 20  # of one rendering
 OUT_OF_MEMORY = 3  # exit code
-_FACTOR_LIMIT = 1 << 24  # characters, elements or bits that one multiplication may make
+_FACTOR_LIMIT = 1 << 24  # characters, elements or bits that one multiplication may produce
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -127,7 +127,7 @@ def _answer(source: str, variables: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe."""
+    """Answers requests until the parent closes the pipe."""
     _limit_memory()
     source = json.loads(sys.stdin.buffer.readline() or '""')
     for line in sys.stdin.buffer:

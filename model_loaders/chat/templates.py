@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to the text that a model was trained on."""
+"""Chat templates, which turn a conversation into the text that a model was trained on."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, origin: str, bos_token: str = "", eos_token: str = "", is_default: bool = False
     ) -> None:
-        """`origin` names the template in error messages: the file it came from."""
+        """origin: the file of the template, for error messages."""
         self.source = source
         self.is_default = is_default
-        # The plain default has no token that ends an answer: a base model would continue with the user's next message.
+        # The plain default has no token that ends an answer: a base model would write the user's next message as well.
         self.stops: tuple[str, ...] = ("\nUser:",) if source == _PLAIN else ()
         self._origin = origin
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
@@ -49,7 +49,7 @@ class ChatTemplate:
         self._places: dict[str, Place] = {}
 
     def missing(self, model: str) -> str | None:
-        """A sentence for users of `model` if it has no template of its own: how messages are written instead."""
+        """A sentence for users of `model` if it has no template of its own, on how messages are written; else None."""
         if not self.is_default:
             return None
         how = 'as lines of "User:" and "Assistant:"' if self.source == _PLAIN else "in ChatML, whose tokens it has"
@@ -61,7 +61,7 @@ class ChatTemplate:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """How the model writes calls of tools. Raises LoadError."""
+        """How the model writes tool calls. Raises LoadError."""
         return find_call_format(self)
 
     @cached_property
@@ -70,9 +70,9 @@ class ChatTemplate:
         return find_tags(self)
 
     def place_of_answer(self, variables: Mapping[str, object]) -> Place:
-        """Where in its reasoning an answer begins, if the template has these variables. Raises LoadError.
+        """Where an answer begins if the template gets these variables. Raises LoadError.
 
-        "before" it; "inside" it, where the prompt has opened it; "after" it, where there is none.
+        "before" its reasoning; "inside", if the prompt ends with the opening tag; "after", if it has no reasoning.
         """
         if self.tags is None:
             return "after"
@@ -89,7 +89,7 @@ class ChatTemplate:
         """Each conversation as text with the prompt for an answer, or the error of a template that refuses it.
 
         The template's process is asked once. `variables` are passed to the template ("add_generation_prompt",
-        "enable_thinking", ...). Raises LoadError where the renderings together need too much time or memory.
+        "enable_thinking", ...). Raises LoadError if the renderings together need too much time or memory.
         """
         given = {**self._constants, "add_generation_prompt": True, **variables}
         try:
@@ -105,7 +105,7 @@ class ChatTemplate:
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
     """The template of a model folder: chat_template.jinja, else tokenizer_config.json's, else a default.
 
-    Raises LoadError where a file exists but cannot be read.
+    Raises LoadError if a file exists but cannot be read.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -125,7 +125,7 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
 
 
 def for_gguf(gguf: GgufFile) -> ChatTemplate:
-    """The template inside a GGUF file, else a default. Raises LoadError where it is not text."""
+    """The template inside a GGUF file, else a default. Raises LoadError if it is not text."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, (list, Strings)) else ()
 

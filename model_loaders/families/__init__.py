@@ -2,7 +2,7 @@
 
 Such a module defines
 
-- `ARCHITECTURES`, the class names in its checkpoints, and `MODEL_TYPES` if there are others than NAME;
+- `ARCHITECTURES`, the class names in its checkpoints, and `MODEL_TYPES` if its model types are not NAME alone;
 - `configure(fields) -> ModelConfig`: sizes, and the arithmetic of a layer;
 - `tensors(config) -> TensorTable`: the tensors of a file, by the slots that they fill;
 - optionally `GGUF`, the layout of the family's GGUF files;
@@ -53,7 +53,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def table_name(config: ModelConfig, name: str) -> str:
-    """The name in the family's table of the tensor `name` of a safetensors file."""
+    """The family's name of the tensor that a safetensors file calls `name`."""
     prefixes: Mapping[str, str] = getattr(_module(config.family), "PREFIXES", {})
     for theirs, ours in prefixes.items():
         if name.startswith(theirs):
@@ -62,7 +62,7 @@ def table_name(config: ModelConfig, name: str) -> str:
 
 
 def tensors(config: ModelConfig) -> TensorTable:
-    """Every tensor of a model, by the slots that they fill."""
+    """Every tensor of a model, by the slot that it fills."""
     return _module(config.family).tensors(config)
 
 

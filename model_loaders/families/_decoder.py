@@ -1,4 +1,4 @@
-"""Common part of families: keys of the decoder's configuration, names of its tensors, sliding windows."""
+"""What families have in common: keys of the decoder's configuration, names of its tensors, sliding windows."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def decoder(
     """The ModelConfig from the keys that all families share.
 
     activation_key, activations: the key of the activation and its supported values, the default first. rope: RoPE, if
-    the family has read it. head_dim: the family's default; None: E / H. embedding_scale: of the hidden size. windows,
-    ropes: of each layer; empty: no windows, and `rope` in all layers.
+    the family has read it already. head_dim: the family's default; None: E / H. embedding_scale: computes the scale
+    from the hidden size. windows, ropes: one per layer; empty: no windows, and `rope` in all layers.
     """
     hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
     heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)

@@ -1,4 +1,4 @@
-"""Unsupported models and the reasons: all but decoders of attention and one feed-forward network a layer."""
+"""Why models are not supported: all except decoders with attention and one feed-forward network in each layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS = {  # in a configuration
 
 
 def why_not(name: str, fields: Fields | None = None) -> str | None:
-    """The reason why a type is not supported, and what to use, to follow its name in a sentence; None if unknown."""
+    """Why a type is not supported, and what to use: text to follow its name in a sentence; None if unknown."""
     plain = name.lower().replace("_", "").replace("-", "")
     for reason, words in _WORDS.items():
         if any(word in plain for word in words):

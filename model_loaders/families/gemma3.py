@@ -1,6 +1,6 @@
 """Gemma 3: norms before and after attention and feed-forward, GELU, two kinds of RoPE, windows in five layers of six.
 
-Also the text part of models for images; images are not supported.
+It also loads the text part of models for images; images are not supported.
 """
 
 from __future__ import annotations

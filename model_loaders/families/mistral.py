@@ -1,4 +1,4 @@
-"""Mistral 7B and its successors: Llama with a sliding window in every layer, where the configuration gives one."""
+"""Mistral 7B and its successors: Llama with a sliding window in every layer if the configuration sets one."""
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import decoder, layer_count, plain_tensors

@@ -11,7 +11,7 @@ from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 GGUF = GgufLayout(
     "olmo2", keys={"sliding_window": "attention.sliding_window"}
-)  # in files of OLMo 3, which have the same architecture
+)  # the key of OLMo 3, whose files have the same architecture
 _NAMES = {
     "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
     "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),

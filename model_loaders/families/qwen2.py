@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v, and windows in the upper layers where they are switched on."""
+"""Qwen2 and Qwen2.5: biases on q, k and v; windows in the upper layers if the configuration enables them."""
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import decoder, plain_tensors, qwen_windows

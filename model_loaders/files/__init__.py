@@ -1,1 +1,1 @@
-"""Weights from files: safetensors and GGUF, their tensors, and the slots of a layer that these fill."""
+"""Reads weights from safetensors and GGUF files: their tensors, and the slots of a layer that the tensors fill."""

@@ -13,9 +13,9 @@ from polarlm.model_loaders.errors import LoadError
 class FileBytes:
     """One open file.
 
-    With `mmap` a range is a view of the page cache and costs nothing until touched; without it every range is read
-    into memory of its own. Either way nothing outlives the arrays handed out, so that a tensor can be converted
-    slab by slab without the file ever being in memory twice.
+    With `mmap` a range is a view of the page cache and costs nothing until it is touched; without it every range is
+    read into memory of its own. Either way the memory is freed with the arrays that were returned, so that a tensor can
+    be converted slab by slab and the file is never in memory twice.
     """
 
     def __init__(self, path: Path, mmap: bool) -> None:
@@ -45,7 +45,7 @@ class FileBytes:
         return b"".join(chunks)
 
     def view(self, offset: int, count: int) -> np.ndarray:
-        """uint8 (count,), read-only; the range must lie inside the file."""
+        """The bytes of a range inside the file, uint8 (count,), read-only."""
         if self._map is not None:
             return np.frombuffer(self._map, np.uint8, count, offset)
         data = self.read(offset, count)
@@ -67,6 +67,6 @@ class FileBytes:
         if self._map is not None:
             try:
                 self._map.close()
-            except BufferError:  # a view is still alive: the mapping goes with it
+            except BufferError:  # a view is still alive: the mapping ends with the view
                 self._map = None
         self._file.close()

@@ -1,4 +1,4 @@
-"""A model in a folder in Hugging Face's layout: configuration, weights and generation defaults."""
+"""Reads a model from a folder in Hugging Face's layout: configuration, weights and generation defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
 def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
-    """Configuration and weights of a folder. Raises LoadError unless it is a plain checkpoint of a supported family."""
+    """The configuration and weights in a folder. Raises LoadError unless it is a plain checkpoint of a known family."""
     _refuse_other_layouts(folder)
     config = read_configuration(folder)
     weights = open_safetensors(folder, mmap)
@@ -28,7 +28,7 @@ def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
 
 
 def read_configuration(folder: Path) -> ModelConfig:
-    """The configuration in config.json. Raises LoadError unless it is of a supported family, and not quantized."""
+    """The configuration in config.json. Raises LoadError for an unknown family and for quantized weights."""
     fields = Fields(read_json(folder / "config.json"), folder / "config.json")
     if fields.has("quantization_config"):
         raise LoadError(
@@ -41,7 +41,7 @@ def read_configuration(folder: Path) -> ModelConfig:
 def generation_defaults(folder: Path) -> GenerationDefaults:
     """The defaults in `generation_config.json`; all None if it does not exist.
 
-    `do_sample: false` means greedy only if there is no temperature: many files have it as a leftover.
+    `do_sample: false` means greedy only if there is no temperature; in many files it is a leftover.
     """
     path = folder / "generation_config.json"
     fields = Fields(read_json(path, required=False), path)

@@ -1,6 +1,6 @@
 """The types of tensors in GGUF files, by their numbers there (ggml's `ggml_type`).
 
-The package `gguf` has the same table, but its import takes as much memory and time as that of NumPy.
+The package `gguf` has the same table, but importing it takes as much memory and time as importing NumPy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class GgmlType(NamedTuple):
-    """A row of a tensor has whole blocks, each of `values` values in `nbytes` bytes."""
+    """A type of tensor, whose rows consist of whole blocks of `values` values in `nbytes` bytes."""
 
     name: str
     values: int
@@ -56,6 +56,6 @@ BY_NAME = {type.name: type for type in TYPES.values()}
 
 
 def size_of(name: str, count: int) -> int:
-    """The bytes of `count` values, whole blocks of the type of this name."""
+    """The number of bytes of `count` values, which are whole blocks, in the type `name`."""
     _, values, nbytes = BY_NAME[name]
     return count // values * nbytes

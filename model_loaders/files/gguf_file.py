@@ -27,10 +27,10 @@ from polarlm.model_loaders.files.strings import Strings
 _READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
 _MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key
 _MAX_DIMS = 4
-_SMALLEST_ENTRY = 13  # bytes a metadata entry takes at least: empty key, type, one byte of value
-_SMALLEST_TENSOR = 24  # bytes a tensor's entry takes at least: empty name, no dimensions, type, offset
+_SMALLEST_ENTRY = 13  # least bytes of a metadata entry: empty key, type, one byte of value
+_SMALLEST_TENSOR = 24  # least bytes of a tensor's entry: empty name, no dimensions, type, offset
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_ALIGNMENT = 32  # bytes, of tensors in files that do not name another
+_ALIGNMENT = 32  # bytes; the alignment of tensors in files that do not name another
 # The types of metadata values, by their numbers: two that are not numbers, and the dtypes of the others.
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -50,18 +50,18 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor's place in its file: `shape` has the rows first, as in NumPy; `offset` counts from the file's start."""
+    """A tensor in a file: `shape` has the rows first, as in NumPy; `offset` counts from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # the format's name: "F32", "Q4_1", ...
     offset: int
     nbytes: int
-    file: FileBytes | None = None  # which of the parts; None in a header without its file
+    file: FileBytes | None = None  # the part that has it; None for a header without its file
 
 
 class GgufFile:
-    """An open GGUF file, or one in parts (`model-00001-of-00003.gguf` and so on), which is opened by its first part.
+    """An open GGUF file, or one in parts (`model-00001-of-00003.gguf` and so on), opened by the path of the first.
 
     `metadata` maps each key to a str, int, float or bool, a list of int, float or bool, or `Strings`, such as
     `tokenizer.ggml.tokens`. Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError if the header is
@@ -89,12 +89,12 @@ class GgufFile:
             file.close()
 
     def _part(self) -> int | None:
-        """Which part this is, from 0; None for a file that is whole."""
+        """The index of this part; None for a whole file."""
         number, count = self.metadata.get("split.no", 0), self.metadata.get("split.count")
         return number if isinstance(number, int) and isinstance(count, int) and count > 1 else None
 
     def _join(self, number: int, mmap: bool) -> None:
-        """Add the tensors of the other parts, which lie in the same folder."""
+        """Add the tensors of the other parts, which are in the same folder."""
         count, found = self.metadata["split.count"], _PART_NAME.fullmatch(self.path.name)
         if found is None or int(found["count"]) != count or int(found["number"]) != number + 1:
             raise LoadError(
@@ -103,11 +103,11 @@ class GgufFile:
             )
         if number:
             raise LoadError(
-                f"{self.path} is part {number + 1} of {count}; give the first one, {self._beside(found, 1)}."
+                f"{self.path} is part {number + 1} of {count}; give the first one, {self._path_of(found, 1)}."
             )
         tensors = dict(self.tensors)
         for later in range(2, int(found["count"]) + 1):
-            path = self._beside(found, later)
+            path = self._path_of(found, later)
             if not path.is_file():
                 raise LoadError(f"{path} is missing: {self.path.name} has {count} parts; download them all.")
             part = GgufFile(path, mmap, alone=True)
@@ -118,7 +118,7 @@ class GgufFile:
             tensors |= part.tensors
         self.tensors = MappingProxyType(tensors)
 
-    def _beside(self, found: re.Match[str], number: int) -> Path:
+    def _path_of(self, found: re.Match[str], number: int) -> Path:
         return self.path.with_name(f"{found['stem']}-{number:05}-of-{found['count']}.gguf")
 
     def _parse(self, cursor: _Cursor) -> None:
@@ -153,7 +153,7 @@ class GgufFile:
 
 
 def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
-    """The metadata that the beginning of a file holds completely. Raises LoadError if it is not that of a GGUF file.
+    """The metadata entries that are complete in the beginning of a file. Raises LoadError if it is not a GGUF file's.
 
     where: the file's name, for errors.
     """
@@ -226,7 +226,7 @@ def _tensor_entry(cursor: _Cursor) -> _Entry:
 
 @dataclass(frozen=True)
 class _Beginning:
-    """The first bytes of a file that is elsewhere."""
+    """The first bytes of a file that is not on this machine."""
 
     path: Path
     content: bytes

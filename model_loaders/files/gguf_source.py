@@ -1,4 +1,4 @@
-"""Configuration and weights from a GGUF file, under Hugging Face's names."""
+"""Reads configuration and weights from a GGUF file, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _ROPE_KEYS = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
-_SCALED = "NVFP4"  # the type whose tensors `x.weight` are to be multiplied by the number in `x.scale`, if there is one
+_SCALED = "NVFP4"  # a tensor `x.weight` of this type is multiplied by the number in `x.scale`, if that exists
 _ROPE_DIVISORS = "rope_freqs.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 
 def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
-    """Configuration and weights. Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
+    """(configuration, weights). Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
     arch, family, layout = _family(gguf.metadata, gguf.path)
     config = configure(_fields(gguf, f"{arch}.", family, layout))
     _check_head_channels(gguf, f"{arch}.", config.attention)
@@ -57,7 +57,7 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
 
 
 def sizes_from_beginning(content: bytes, where: str) -> ModelConfig | None:
-    """The configuration in the first bytes of a file, good for its sizes alone; None if the bytes do not say.
+    """The configuration in the first bytes of a file, whose sizes alone are valid; None if the bytes lack them.
 
     where: the file's name, for errors. Raises LoadError for an unsupported architecture or feature.
     """
@@ -71,7 +71,7 @@ def sizes_from_beginning(content: bytes, where: str) -> ModelConfig | None:
     try:
         return configure(_fields(_Head(where, metadata, {embedding.name: embedding}), f"{arch}.", family, layout))
     except LoadError:
-        return None  # the file as a whole may have what its beginning lacks
+        return None  # the whole file may have what its beginning lacks
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
 
 def _refuse_unsupported(metadata: Mapping[str, object], where: str | Path, prefix: str) -> None:
     def given(key: str) -> object:
-        """The value, or None if it is 0, false or empty: the feature is switched off."""
+        """The value of a key; None if it is 0, false or empty, which switches the feature off."""
         return metadata.get(key) or None
 
     if prefix + "expert_count" in metadata and given(prefix + "expert_count"):
@@ -141,7 +141,7 @@ def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, o
     rope = {ours: metadata[prefix + key] for ours, key in _ROPE_KEYS.items() if prefix + key in metadata}
     if "factor" not in rope and prefix + "rope.scale_linear" in metadata:  # the key of older files
         rope["factor"] = metadata[prefix + "rope.scale_linear"]
-    # As in llama.cpp: without a type it is linear; without a factor, or with factor 0, it is not scaled.
+    # As in llama.cpp: without a type, scaling is linear; without a factor, or with factor 0, there is none.
     kind, factor = rope.setdefault("rope_type", "linear"), rope.get("factor") or 1.0
     if kind == "none" or (kind == "linear" and factor == 1):
         return {}
@@ -149,7 +149,7 @@ def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, o
         rope["factor"] = factor
     magnitude = metadata.get(prefix + "rope.scaling.attn_factor")
     if kind == "yarn" and isinstance(magnitude, float) and isinstance(factor, float) and factor >= 1:
-        # In GGUF it multiplies yarn's own factor; in Hugging Face's files it replaces it.
+        # In GGUF this factor multiplies yarn's own; in Hugging Face's files it replaces yarn's own.
         rope["attention_factor"] = magnitude * (1 + 0.1 * float(np.log(factor)))
     return rope
 
@@ -175,7 +175,7 @@ def _longrope(gguf: GgufFile, prefix: str) -> dict[str, object]:
 
 
 def _checked_divisors(gguf: GgufFile, attention: Attention) -> tuple[float, ...]:
-    """Llama 3.1's frequencies as one divisor per channel pair, which the converter computed."""
+    """Llama 3.1's RoPE as one divisor per channel pair, which the converter computed."""
     divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), attention.rotated // 2
     if len(divisors) != pairs:
         raise LoadError(
@@ -205,7 +205,7 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
     for label, entry in gguf.tensors.items():
         weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")
         if label.endswith((".scale", ".input_scale")) and weight is not None and weight.dtype == _SCALED:
-            continue  # the scale is in the weight's factor; that of inputs is for rounding them, too
+            continue  # the scale is in the weight's factor; the inputs' scale is for kernels that round inputs, too
         match = _LAYER_TENSOR.fullmatch(label)
         name = names.get(label, f"model.layers.{match[1]}.{match[2]}.{match[3]}" if match else label)
         factor = _factor(gguf, label.removesuffix("weight") + "scale") if entry.dtype == _SCALED else 1.0

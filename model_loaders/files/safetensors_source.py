@@ -1,4 +1,4 @@
-"""Weights in safetensors files: one, or several with an index.
+"""Reads weights from safetensors files: one file, or several with an index.
 
 Layout: eight bytes of header length, a JSON header, the data. The header is read here because the package's NumPy
 loader does not support bfloat16 and returns whole tensors, while this loader converts slab by slab.
@@ -75,7 +75,7 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
 def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     """The table of tensors of one file. Raises LoadError if it is inconsistent or the file is truncated.
 
-    As the format requires, the tensors must fill the data section without gaps or overlaps; so no tensor is larger
+    As the format requires, the tensors must fill the data section without gaps or overlaps, so no tensor is larger
     than the file.
     """
     length = int.from_bytes(source.read(0, 8), "little")

@@ -9,8 +9,8 @@ import numpy as np
 
 
 class Strings(Sequence[str]):
-    """An array of strings, each decoded when it is asked for: as Python's objects, those of a vocabulary take several
-    times their bytes, and leave holes in the memory."""
+    """An array of strings that are decoded when they are read. As Python objects, the strings of a vocabulary take
+    several times their bytes and fragment the memory."""
 
     def __init__(self, content: bytes, ends: np.ndarray) -> None:
         """content: the strings as the file has them, each after 8 bytes with its length; ends: where each ends."""

@@ -1,6 +1,6 @@
-"""The table of a model's tensors: for each slot of a decoder, the tensors of a file whose rows fill it in order.
+"""The table of a model's tensors: for each slot of a decoder, the tensors of a file whose rows fill it, in order.
 
-It says which tensors a file must have, their names in GGUF, and the weights of the forward pass that they fill.
+The table says which tensors a file must have, their names in GGUF, and the weights of the forward pass that they fill.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
 
 
 def _shapes(e: int, mixer: Attention, ffn: GatedMLP, slot: str, count: int) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and rotated heads of each of the `count` tensors of a slot; e: hidden size."""
+    """(shape, rotated heads) of each of the `count` tensors of a slot; e: hidden size."""
     f, d, h, k = ffn.size, mixer.head_dim, mixer.heads, mixer.kv_heads
     if slot == "qkv":
         heads = ((h, h), (k, k), (k, 0)) if count == 3 else ((h + 2 * k, h + k),)
@@ -106,10 +106,10 @@ def _shapes(e: int, mixer: Attention, ffn: GatedMLP, slot: str, count: int) -> l
 
 
 def row_order(spec: TensorSpec, interleaved: bool) -> np.ndarray | None:
-    """For each row of a tensor in a file, its row in memory, int64; None if the order is the same.
+    """For each row of a tensor in a file, its row in memory, (rows,) int64; None if the order is the same.
 
-    In memory RoPE pairs channels D/2 apart. In a file pairs are rotary_dim/2 apart, or neighbours if `interleaved`;
-    channels that RoPE does not rotate follow, and form pairs among themselves in memory.
+    In memory, RoPE's pairs are channels D/2 apart. In a file they are rotary_dim/2 apart, or neighbours if
+    `interleaved`; channels that RoPE does not rotate follow in the file, and are paired with each other in memory.
     """
     attention = spec.attention
     if attention is None or not (interleaved or attention.rotary_dim):
@@ -122,7 +122,7 @@ def row_order(spec: TensorSpec, interleaved: bool) -> np.ndarray | None:
 
 
 def head_order(head_dim: int, rotary_dim: int, interleaved: bool) -> np.ndarray:
-    """`row_order` of one head, (D,).
+    """`row_order` of one head, (D,) int64.
 
     >>> head_order(6, 6, interleaved=True).tolist()
     [0, 3, 1, 4, 2, 5]

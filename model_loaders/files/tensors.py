@@ -15,7 +15,7 @@ from polarlm.model_loaders.files.ggml_types import BY_NAME, size_of
 PLAIN = ("F32", "F16", "BF16")
 _LATTICE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0")
-_LATER = ("MXFP4", "NVFP4")  # which not all versions of `gguf` can dequantize
+_LATER = ("MXFP4", "NVFP4")  # older versions of `gguf` cannot dequantize these
 READABLE = (*PLAIN, *_BLOCKS, *_LATTICE, *_LATER)
 _SLAB = 1 << 18  # values converted at a time, so that temporaries stay in the cache
 
@@ -31,11 +31,11 @@ class StoredTensor:
     offset: int  # from the start of the file
     row_order: np.ndarray | None = None  # int64 (rows,): row r of the file is row row_order[r] of the tensor
     factor: float = 1.0  # a number to multiply every value by
-    added: float = 0.0  # a number to add to every value, after that
+    added: float = 0.0  # a number to add to every value afterwards
 
     @property
     def columns(self) -> int:
-        """Values of a row; a vector has rows of one value, so that it is sliced and reordered like a matrix."""
+        """Values in a row; a vector has rows of one value, so that it is sliced and reordered like a matrix."""
         return self.shape[-1] if len(self.shape) > 1 else 1
 
     @property
@@ -44,13 +44,13 @@ class StoredTensor:
 
     @cached_property
     def file_rows(self) -> np.ndarray | None:
-        """For each row of the tensor, its row in the file; None if the order is the same."""
+        """For each row of the tensor, its row in the file, int64 (rows,); None if the order is the same."""
         return None if self.row_order is None else np.argsort(self.row_order)
 
     def raw(self, rows: slice) -> np.ndarray:
-        """The bytes of rows start to stop, which exist: uint8 (rows, bytes of a row), C-contiguous.
+        """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous.
 
-        A view of the mapped file if they are in this order there.
+        A view of the mapped file if the rows have the same order there.
         """
         if self.file_rows is None:
             return self._file_bytes(rows.start, rows.stop)
@@ -124,7 +124,7 @@ class StoredWeights:
         return StoredWeights(self.where, {rename(name): tensor for name, tensor in self._tensors.items()}, self._files)
 
     def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float]]) -> StoredWeights:
-        """Only these tensors, each with the given order of rows and with a number added to its values."""
+        """Only these tensors, each with the given order of rows and with the given number added to its values."""
         tensors = {
             name: replace(self._tensors[name], row_order=order, added=added) for name, (order, added) in changes.items()
         }
@@ -152,7 +152,7 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
 
 
 def can_dequantize(dtype: str) -> bool:
-    """Whether the package `gguf` can dequantize this type of READABLE; older versions lack some, which are asked."""
+    """Whether the package `gguf` can dequantize this type of READABLE. Types that older versions lack are tried out."""
     if dtype not in _LATER:
         return True
     try:
@@ -163,7 +163,7 @@ def can_dequantize(dtype: str) -> bool:
 
 
 def _values(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Stored bytes, uint8 (n,), as a flat float array: float32, or float16 as stored."""
+    """The values of stored bytes, uint8 (n,), as a flat array: float16 if stored as F16, else float32."""
     if dtype == "F32":
         return raw.view("<f4")
     if dtype == "F16":

@@ -23,7 +23,7 @@ _LISTED = 3  # names shown in an error before "and N more"
 
 
 class WeightSource(Protocol):
-    """Tensors under their Hugging Face names, matrices as (out, in); there is no head if it is the embedding."""
+    """Tensors under their Hugging Face names, matrices as (out, in); a head that is the embedding is absent."""
 
     def names(self) -> frozenset[str]: ...
 
@@ -33,16 +33,16 @@ class WeightSource(Protocol):
         """The type of the stored values, by the file format's name: "F32", "BF16", "Q4_1"."""
 
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
-        """Bytes of rows start to stop of a matrix: uint8 (rows, bytes of a row), C-contiguous.
+        """The bytes of a matrix's rows, start to stop: uint8 (rows, bytes of a row), C-contiguous.
 
-        A view of the mapped file if possible. Raises ValueError for a tensor whose values are changed when read.
+        A view of the mapped file if possible. Raises ValueError for a tensor whose values change when it is loaded.
         """
 
     def release(self, name: str, rows: slice) -> None:
         """Lets the system drop the pages of these rows from memory; they can be read again."""
 
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
-        """Converts rows of the tensor into `out`: float32, C-contiguous, of their shape. Needs a few MB besides `out`.
+        """Converts rows of the tensor into `out`: float32, C-contiguous, of their shape. Takes a few MB of scratch.
 
         Raises ValueError for an `out` of another shape or type.
         """
@@ -59,10 +59,10 @@ def fit(
 ) -> tuple[ModelConfig, StoredWeights]:
     """`config` completed from the files, and the weights of exactly its tensors.
 
-    interleaved: RoPE's pairs are neighbouring channels in the file. offsets: values in the file lack
-    `TensorSpec.offset`. Without an output head the head is tied. The scale of embeddings is rounded to their stored
-    type. Raises LoadError for a tensor that is missing, has another shape or an unsupported type, or belongs to a layer
-    but is unknown to the family (it would silently be ignored).
+    interleaved: whether RoPE's pairs are neighbouring channels in the file. offsets: whether values in the file lack
+    `TensorSpec.offset`. Without an output head, the head is the embedding. The scale of embeddings is rounded to their
+    stored type. Raises LoadError for a tensor that is missing, has another shape or an unsupported type, or belongs to
+    a layer but is unknown to the family (it would silently be ignored).
     """
     if HEAD not in weights.names():
         config = replace(config, tied_head=True)
@@ -89,7 +89,7 @@ def fit(
 
 
 def as_stored(number: float, dtype: str) -> float:
-    """The number rounded to `dtype` if that is F16 or BF16; other types do not round it."""
+    """`number` rounded to `dtype` if that is F16 or BF16, else unchanged."""
     if dtype == "BF16":  # the upper half of a float32, to the nearest
         bits = int(np.float32(number).view(np.uint32)) + 0x8000
         return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
@@ -122,13 +122,13 @@ def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _layer(name: str) -> int:
-    """The layer number in `model.layers.N...`; -1, which is below every count, if there is none."""
+    """The layer number in `model.layers.N...`; -1 if there is none."""
     number = name.split(".")[2]
     return int(number) if number.isdecimal() and len(number) < 10 else -1
 
 
 def main_dtype(weights: WeightSource) -> str:
-    """The type that most values are stored in."""
+    """The type in which most values are stored."""
     counts: Counter[str] = Counter()
     for name in weights.names():
         counts[weights.stored_dtype(name)] += prod(weights.shape(name))

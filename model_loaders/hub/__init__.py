@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, fetched into the cache that its own programs use."""
+"""Downloads models from the Hugging Face hub into the cache that its own programs use."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from polarlm.model_loaders.hub.choice import (
 )
 from polarlm.model_loaders.hub.client import Client, Listing
 from polarlm.model_loaders.hub.names import PREFIX, HubName, parse
-from polarlm.model_loaders.hub.problems import GOES_ON, cannot_be_reached, sentence
+from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
 __all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse", "quantization_of", "sizes"]
 
 Fits = Callable[[ModelConfig | None, int], bool]
-"""Whether a model of this configuration (None: unknown), whose files have so many bytes, fits in memory here."""
+"""Whether a model with this configuration (None: unknown) and this many bytes of files fits in memory here."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_WORTH_SAYING = 1 << 20  # bytes; configurations are fetched silently
-_HEAD_BYTES = 1 << 18  # of a GGUF file: its sizes, which come before its vocabulary
+_WORTH_SAYING = 1 << 20  # bytes; smaller downloads, such as configurations, are not announced
+_HEAD_BYTES = 1 << 18  # of a GGUF file: enough for its sizes, which precede its vocabulary
 
 
 def fetch(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None] | None = None) -> Path:
-    """The path of the model in the hub's cache, which is downloaded if need be: a folder, or a .gguf file.
+    """The path of the model in the hub's cache, a folder or a .gguf file; the model is downloaded if need be.
 
-    fits: chooses among GGUF files where `name` does not; None takes the best. verbose: gets lines of progress; with it
-    a progress bar is shown on a terminal. Raises LoadError.
+    fits: chooses among GGUF files if `name` does not; None takes the best. verbose: gets lines of progress; with it, a
+    terminal also shows a progress bar. Raises LoadError.
     """
     client = Client()
     fetching = _Fetching(client, name, fits or (lambda config, size: True), verbose)
@@ -53,13 +53,13 @@ def fetch(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None
         raise sentence(client, name, error) from error
     except KeyboardInterrupt:
         if client.has_begun(name.repo):
-            fetching.say(GOES_ON)
+            fetching.say(RESUMES)
         raise
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
-    """The configuration of a model on the hub, and what there is of it, the best first: (name of the GGUF file's
-    quantization, its bytes), or one ("", bytes) of safetensors. Fetches no weights. Raises LoadError."""
+    """The configuration of a model on the hub, and its files, the best first: (quantization, bytes) for each GGUF file,
+    or one ("", bytes) for safetensors. Downloads no weights. Raises LoadError."""
     client = Client()
     try:
         return _Fetching(client, name, lambda config, size: True, None).sizes()
@@ -68,12 +68,12 @@ def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
 
 
 class _Fetching:
-    """One model on its way into the cache."""
+    """The download of one model into the cache."""
 
     def __init__(self, client: Client, name: HubName, fits: Fits, verbose: Callable[[str], None] | None) -> None:
         self._client, self._name, self._fits, self._verbose = client, name, fits, verbose
         self._listing = Listing(name.repo, "", {})
-        self._is_cut_off = False  # from the hub: the listing is that of the cache
+        self._is_cut_off = False  # whether the hub cannot be reached and the listing is that of the cache
 
     def say(self, text: str) -> None:
         if self._verbose is not None:
@@ -104,7 +104,7 @@ class _Fetching:
         return path
 
     def sizes(self) -> tuple[ModelConfig, list[tuple[str, int]]]:
-        """See `sizes` of this module."""
+        """What the module's `sizes` returns."""
         self._listing = self._client.listing(self._name)
         files = self._listing.files
         if self._name.quantization is None and has_safetensors(files):
@@ -146,7 +146,7 @@ class _Fetching:
         return f"{name.repo} has neither {SINGLE} with a {CONFIG} nor GGUF files: choose a repository that has."
 
     def _folder(self) -> Path:
-        """The path of a folder of safetensors. Its configuration comes first, since it may not be supported."""
+        """The path of a folder of safetensors. Downloads the configuration first, since it may not be supported."""
         files = self._listing.files
         config = self._fetch([files[CONFIG]])[0]
         model = read_configuration(config.parent)
@@ -173,7 +173,7 @@ class _Fetching:
         return config.parent
 
     def _gguf(self) -> Path:
-        """The path of a GGUF file. The beginning of one comes first, since its model may not be supported."""
+        """The path of a GGUF file. Reads the beginning of one first, since its model may not be supported."""
         files = list(self._listing.files.values())
         models = quantizations(files)
         config = None if self._is_cut_off else self._configuration(models[0].files[0])
@@ -188,8 +188,8 @@ class _Fetching:
         return self._fetch(chosen.files)[0]
 
     def _configuration(self, file: HubFile) -> ModelConfig | None:
-        """The configuration of a GGUF file, from its beginning; None if that does not say. Raises LoadError for a model
-        that is not supported."""
+        """The configuration in the beginning of a GGUF file; None if it is not there. Raises LoadError for a model that
+        is not supported."""
         head = bytearray()
         url = self._client.url(self._name.repo, self._listing.commit, file.path)
         with self._client.stream(url, f"bytes=0-{_HEAD_BYTES - 1}") as response:
@@ -203,7 +203,7 @@ class _Fetching:
         return self._client.cached(self._name.repo, self._listing.commit, file.path) is not None
 
     def _fetch(self, files: Sequence[HubFile]) -> list[Path]:
-        """The paths of these files, in order. Raises LoadError if the disk has no room for them."""
+        """The paths of these files, in order; missing ones are downloaded. Raises LoadError if the disk is too full."""
         client, repo, commit = self._client, self._name.repo, self._listing.commit
         missing = [file for file in files if not self._is_here(file)]
         total, begun = 0, 0

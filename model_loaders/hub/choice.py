@@ -1,4 +1,4 @@
-"""Which files of a repository are the model."""
+"""Chooses the files of a repository that are the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
 from polarlm.model_loaders.hub.names import HubName
 
 CONFIG = "config.json"
-BESIDE_WEIGHTS = (  # what a folder of safetensors is read with; the configuration alone must be there
+BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the configuration is required
     CONFIG,
     "generation_config.json",
     "tokenizer_config.json",
@@ -19,7 +19,7 @@ BESIDE_WEIGHTS = (  # what a folder of safetensors is read with; the configurati
     "tokenizer.model",
     "chat_template.jinja",
 )
-# From the best down; others, such as Q4_1 or UD-Q4_K_XL, come after them by size, and weights of 16 bits or more last.
+# The best first. Others, such as Q4_1 or UD-Q4_K_XL, follow, the largest first; weights of 16 bits or more are last.
 _PREFERRED = (
     "Q8_0",
     "Q6_K",
@@ -45,7 +45,7 @@ _LABEL = re.compile(
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. digest: its SHA-256, or, of a file without `lfs`, Git's hash; empty if not known."""
+    """A file of a repository. digest: its SHA-256 with `lfs`, else Git's hash; empty if not known."""
 
     path: str
     size: int  # bytes
@@ -62,7 +62,7 @@ class HubFile:
 class Quantization:
     """A model as GGUF: one file, or several parts, in order."""
 
-    label: str  # as in the file's name: "Q4_K_M"; the whole name where none is found in it
+    label: str  # as in the file's name: "Q4_K_M"; the whole name if it has none
     files: tuple[HubFile, ...]
 
     @property
@@ -72,10 +72,7 @@ class Quantization:
 
 
 def quantizations(files: Iterable[HubFile]) -> list[Quantization]:
-    """The models among GGUF files, the best first.
-
-    Projectors for images, importance matrices and models that lack a part are left out.
-    """
+    """The models among `files`, the best first, without image projectors, importance matrices and incomplete models."""
     groups: dict[tuple[str, int], list[HubFile]] = {}
     for file in files:
         found = _GGUF.fullmatch(file.path)
@@ -114,7 +111,7 @@ def _rank(model: Quantization) -> tuple[int, int, str]:
 
 
 def has_safetensors(files: Mapping[str, HubFile]) -> bool:
-    """Whether these are a folder that the loader reads."""
+    """Whether these files are a folder of safetensors that the loader can read."""
     return CONFIG in files and (SINGLE in files or INDEX in files)
 
 
@@ -124,10 +121,10 @@ def choose_gguf(
     fits: Callable[[int], bool],
     is_here: Callable[[HubFile], bool] = lambda file: False,
 ) -> Quantization:
-    """The quantization that `name` asks for; else the best one that fits, of those in the cache if there are any.
+    """The quantization that `name` asks for, else the best one that fits, those in the cache first.
 
-    fits: whether a file of so many bytes fits in memory. is_here: whether a file is in the cache. Raises LoadError with
-    the quantizations that there are.
+    fits: whether a file of so many bytes fits in memory. is_here: whether a file is in the cache. Raises LoadError that
+    lists the available quantizations.
     """
     models = quantizations(files)
     listed = ", ".join(f"{model.label} ({size_text(model.size)})" for model in models)

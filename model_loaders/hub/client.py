@@ -1,4 +1,4 @@
-"""The package huggingface_hub, as far as it is used here: what a repository has, and where its cache keeps it."""
+"""What is used of the package huggingface_hub: the list of a repository's files, and their paths in the cache."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from polarlm.model_loaders.hub.names import HubName
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LEAST_VERSION = 1
-_SECONDS = 10.0  # to wait for an answer
-_IS_FREE = 0.2  # seconds after which a lock counts as taken
+_SECONDS = 10.0  # timeout of a request
+_IS_FREE = 0.2  # seconds to wait for a lock before it counts as taken
 
 
 @dataclass(frozen=True)
 class Listing:
     """The files of one commit of a repository, by their paths."""
 
-    repo: str  # its name today, which is another one if it was renamed
+    repo: str  # its current name, which differs from the requested one if it was renamed
     commit: str
     files: dict[str, HubFile]
 
 
 class Client:
-    """The hub and its cache, with the settings and the token of the package: HF_HOME, HF_ENDPOINT, HF_TOKEN and so on.
+    """The hub and its cache, with the package's settings and token: HF_HOME, HF_ENDPOINT, HF_TOKEN and so on.
 
-    The methods that need the network raise `http_error`, OSError, or the errors of the package, which are among them.
+    Methods that need the network raise `http_error` or OSError, which include the errors of the package.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Client:
         self.errors = errors
         # The base class of all errors of the HTTP library, whichever it is: httpx, or httpx2 from version 2 on.
         self.http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-        # Looked up at each call, so that a program may set them after the import of huggingface_hub.
+        # Read here, so that a program may set them after it has imported huggingface_hub.
         self.endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         self.cache = Path(constants.HF_HUB_CACHE)
         self.is_offline = bool(constants.HF_HUB_OFFLINE)
@@ -65,7 +65,7 @@ class Client:
         return self._hub.get_token() is not None
 
     def listing(self, name: HubName) -> Listing:
-        """The files of the wanted revision, in one request."""
+        """The files of the requested revision, from one request."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=_SECONDS)
         files = [
@@ -81,7 +81,7 @@ class Client:
         return Listing(info.id, info.sha, {file.path: file for file in safe})
 
     def cached_listing(self, name: HubName) -> Listing | None:
-        """The files in the cache of the commit that the revision was at when they were fetched; None without any."""
+        """The cached files of the commit that the revision was at when they were downloaded; None if there are none."""
         revision = name.revision or "main"
         try:
             commit = (self.repo_folder(name.repo) / "refs" / revision).read_text(encoding="ascii").strip()
@@ -105,12 +105,12 @@ class Client:
         return self.cache / self._folder_name(repo_id=repo, repo_type="model")
 
     def has_begun(self, repo: str) -> bool:
-        """Whether the cache keeps any bytes of a repository's files."""
+        """Whether the cache has any bytes of a repository's files."""
         blobs = self.repo_folder(repo) / "blobs"
         return blobs.is_dir() and any(file.stat().st_size for file in blobs.iterdir())
 
     def blob(self, repo: str, file: HubFile) -> Path:
-        """Where the cache keeps the content of a file."""
+        """The path in the cache of a file's content, whether or not it exists."""
         return self.repo_folder(repo) / "blobs" / file.digest
 
     def cached(self, repo: str, commit: str, path: str) -> Path | None:
@@ -126,7 +126,7 @@ class Client:
 
     @contextmanager
     def lock(self, repo: str, file: HubFile, waiting: Callable[[], None]) -> Iterator[None]:
-        """The lock that all programs take which write this blob. `waiting` is called if another one has it."""
+        """Holds the lock that every program that writes this blob takes. Calls `waiting` if another one holds it."""
         from filelock import Timeout  # comes with huggingface_hub
 
         path = self.cache / ".locks" / self.repo_folder(repo).name / f"{file.digest}.lock"
@@ -145,7 +145,7 @@ class Client:
 
     @contextmanager
     def stream(self, url: str, byte_range: str | None) -> Iterator[Any]:
-        """The response to a GET for a file, or for a range of it; its bytes are not yet read."""
+        """Yields the response to a GET of a file, or of a range of it, before its bytes are read."""
         headers = {**self._utils.build_hf_headers(), "Accept-Encoding": "identity"}
         if byte_range is not None:
             headers["Range"] = byte_range
@@ -156,5 +156,5 @@ class Client:
 
     @staticmethod
     def status(error: Exception) -> int | None:
-        """The HTTP status that an error is about; None if no answer came."""
+        """The HTTP status that caused an error; None if there was no response."""
         return getattr(getattr(error, "response", None), "status_code", None)

@@ -13,7 +13,7 @@ _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s:@]+))?(:(?
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub. Without a revision it is the newest one; without a quantization one is chosen."""
+    """A model on the hub. Without a revision, the newest is meant; without a quantization, one is chosen."""
 
     repo: str  # "user/repo"
     revision: str | None = None  # a branch, a tag or a commit

@@ -1,4 +1,4 @@
-"""What went wrong with the hub, in a sentence that says what to do."""
+"""Errors of the hub as sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.hub.client import Client
 from polarlm.model_loaders.hub.names import HubName
 
-GOES_ON = "The next attempt continues from what has been downloaded."
+RESUMES = "The next attempt continues from what has been downloaded."
 _TOKENS = "https://huggingface.co/settings/tokens"
 _LOG_IN = f"run `hf auth login`, or set HF_TOKEN, with a token of {_TOKENS}"
 
 
 def cannot_be_reached(client: Client, error: Exception) -> bool:
-    """Whether the hub gave no usable answer, so that what the cache has is the best there is."""
+    """Whether the hub gave no usable answer, so that the cache is the only source."""
     status = client.status(error)
     if status is not None:
         return status >= 500 or status == 429
@@ -23,7 +23,7 @@ def cannot_be_reached(client: Client, error: Exception) -> bool:
 
 
 def sentence(client: Client, name: HubName, error: Exception) -> LoadError:
-    """The error for the user."""
+    """`error` as a sentence for the user."""
     return LoadError(_problem(client, name, error))
 
 
@@ -66,7 +66,7 @@ def _problem(client: Client, name: HubName, error: Exception) -> str:
         return (
             f"The hub at {client.endpoint} cannot be reached ({reason}), and {name} is not in the cache"
             f"{' as a whole' if begun else ''}: check the network connection and the proxy."
-            f"{f' {GOES_ON}' if begun else ''}"
+            f"{f' {RESUMES}' if begun else ''}"
         )
     if isinstance(error, OSError):
         return f"{name} cannot be stored in {client.cache} ({error.strerror or error}): set HF_HOME to another folder."

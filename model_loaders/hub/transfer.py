@@ -1,7 +1,7 @@
-"""Files of a repository into the hub's cache: transfers that continue where an earlier one stopped, and are checked.
+"""Transfers files of a repository to the hub's cache. Interrupted transfers resume, and checksums are compared.
 
-The package huggingface_hub finds the files, and places them in its cache. It does not transfer them here: its newer
-versions begin an interrupted file anew, and no version compares checksums.
+The package huggingface_hub finds the files and places them in its cache. It does not transfer them: its newer versions
+begin an interrupted file anew, and no version compares checksums.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 Moved = Callable[[int], Any]
 _PART_BYTES = 1 << 20
-_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before each attempt after one that brought nothing
-_TROUBLE = (500, 502, 503, 504)  # of the server, which may have gone at the next attempt
+_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before the next attempt after one that transferred nothing
+_TROUBLE = (500, 502, 503, 504)  # statuses of the server after which the next attempt may succeed
 
 
 class _WrongContentError(Exception):
-    """The bytes that came are not those of the file."""
+    """The bytes that arrived are not those of the file."""
 
 
 def fetch_file(client: Client, repo: str, commit: str, file: HubFile, moved: Moved, say: Callable[[str], None]) -> Path:
-    """The path of `file` in the hub's cache, where it is downloaded to if need be.
+    """The path of `file` in the hub's cache; the file is downloaded if need be.
 
-    moved: gets the number of bytes that arrived; negative for bytes that have to come again. Raises LoadError for a
-    file with another checksum, and the errors of the transfer, after which the bytes that came are kept.
+    moved: gets the number of bytes that arrived; negative for bytes that must be transferred again. Raises LoadError
+    for a file with another checksum, and the errors of the transfer, after which the bytes that arrived are kept.
     """
     if (found := client.cached(repo, commit, file.path)) is not None:
         return found
@@ -47,7 +47,7 @@ def fetch_file(client: Client, repo: str, commit: str, file: HubFile, moved: Mov
 
 
 def partial_file(blob: Path) -> Path:
-    """Where the bytes of `blob` are that have arrived."""
+    """The file that holds the bytes of `blob` that have arrived."""
     return blob.with_name(f"{blob.name}.http.incomplete")
 
 
@@ -71,7 +71,7 @@ class _Content:
     """The bytes of a file that have arrived, and their hash."""
 
     def __init__(self, sink: BinaryIO, file: HubFile, moved: Moved) -> None:
-        """sink: open for appending and reading; its bytes of an earlier attempt are kept."""
+        """sink: a file open for appending and reading; the bytes of an earlier attempt are kept."""
         self.file, self._sink, self._moved = file, sink, moved
         self.size = 0
         self._hash = self._new_hash()
@@ -83,7 +83,7 @@ class _Content:
             self.restart()
 
     def append(self, part: bytes) -> None:
-        """Raises _WrongContentError for more bytes than the file has, OSError if the disk is full."""
+        """Append bytes. Raises _WrongContentError for more bytes than the file has, OSError if the disk is full."""
         if self.size + len(part) > self.file.size:
             raise _WrongContentError
         self._sink.write(part)
@@ -109,7 +109,7 @@ class _Content:
 
 
 def _fill(client: Client, url: str, content: _Content) -> None:
-    """Fetch the bytes that are missing, in as many attempts as it takes while each brings some."""
+    """Fetch the missing bytes. Attempts are repeated as long as they transfer some, and a few times if they do not."""
     waits = iter(_WAITS)
     while (begin := content.size) < content.file.size:
         error: Exception = ConnectionError(errno.ECONNRESET, "the hub closed the connection early")
@@ -129,10 +129,10 @@ def _fill(client: Client, url: str, content: _Content) -> None:
 
 
 def _receive(client: Client, url: str, content: _Content) -> None:
-    """One attempt."""
+    """Fetch the missing bytes in one attempt."""
     begin = content.size
     with client.stream(url, f"bytes={begin}-" if begin else None) as response:
         if begin and response.status_code != 206:
             content.restart()  # the server does not know ranges
-        for part in response.iter_bytes():  # as they come: of parts of a fixed size the last one would be lost
+        for part in response.iter_bytes():  # as they arrive: with a fixed size, an incomplete last part would be lost
             content.append(part)

@@ -1,4 +1,4 @@
-"""Tokenizers: one file per kind of vocabulary, all of them a `Tokenizer`."""
+"""Tokenizers: one file per kind of vocabulary, each with a `Tokenizer`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["Tokenizer", "load_for_folder", "load_for_gguf"]
 def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapping[str, object]) -> Tokenizer:
     """The tokenizer of a model folder. `config` and `generation` are its config.json and generation_config.json.
 
-    tokenizer.json is preferred to tokenizer.model, which may be SentencePiece's or tiktoken's. Raises LoadError where
-    neither is there or one is damaged.
+    tokenizer.json is preferred to tokenizer.model, which may be SentencePiece's or tiktoken's. Raises LoadError if
+    neither exists or the one that is read is damaged.
     """
     whole, model = folder / "tokenizer.json", folder / "tokenizer.model"
     settings = FolderSettings(folder, config, generation, read_json(folder / "tokenizer_config.json", required=False))
@@ -43,5 +43,5 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
 
 
 def load_for_gguf(gguf: GgufFile) -> Tokenizer:
-    """The tokenizer of a GGUF file. Raises LoadError where its vocabulary is of an unknown kind or incomplete."""
+    """The tokenizer of a GGUF file. Raises LoadError if its vocabulary is of an unknown kind or incomplete."""
     return gguf_vocab.load(gguf)

@@ -1,4 +1,4 @@
-"""The common part of all kinds of tokenizer: control tokens, apart from text."""
+"""What all kinds of tokenizer have in common: control tokens, which are kept apart from text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class LeadingSpace:
-    """The places where a SentencePiece-style vocabulary puts a space in front of text."""
+    """Where a SentencePiece-style vocabulary puts a space in front of text."""
 
     at_start: bool = False
     after_control: bool = False
@@ -39,7 +39,7 @@ class Takes:
 
 
 class BaseTokenizer(ABC):
-    """Implements `Tokenizer` over two abstract methods of a kind of vocabulary.
+    """Implements `Tokenizer` over two abstract methods, which each kind of vocabulary provides.
 
     The libraries get only plain text: control strings are found here, in the same way for all kinds.
     """
@@ -55,9 +55,9 @@ class BaseTokenizer(ABC):
         lacks: bytes = b"",
         takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
-        """shrinks: the most bytes of text that normalization turns into one; None where it may drop text.
+        """shrinks: the most bytes of text that normalization turns into one; None if it may drop text.
 
-        lacks: bytes without an id in the vocabulary. takes: which control tokens remove white space.
+        lacks: bytes without an id in the vocabulary. takes: the control tokens that remove white space.
         """
         self.vocab_size = vocab_size
         self.bos_id = special.bos_id
@@ -74,7 +74,7 @@ class BaseTokenizer(ABC):
 
     @abstractmethod
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
-        """Ids of non-empty text without any control token."""
+        """The ids of non-empty text without control tokens."""
 
     @abstractmethod
     def _piece_bytes(self, token_id: int) -> bytes:
@@ -102,7 +102,7 @@ class BaseTokenizer(ABC):
 
     @cached_property
     def _longest(self) -> int:
-        """The number of bytes of the longest token or name of a control token."""
+        """The bytes of the longest token, or of the longest name of a control token."""
         pieces = max(len(self._piece_bytes(token_id)) for token_id in range(self.vocab_size))
         return max(pieces, *(len(string.encode()) for string in self._control), 1)
 

@@ -15,7 +15,7 @@ def spelling(byte: int) -> str:
 
 
 def spelt_bytes(piece: str) -> bytes:
-    """Bytes that a byte-level piece stands for.
+    """The bytes that a byte-level piece stands for.
 
     >>> spelt_bytes("Ġcafé"), spelt_bytes("Ċ")
     (b' caf\\xe9', b'\\n')

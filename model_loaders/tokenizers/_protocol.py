@@ -14,15 +14,15 @@ class Tokenizer(Protocol):
     """
 
     vocab_size: int  # ids are 0 .. vocab_size-1; the embedding may have more rows, as padding
-    bos_id: int | None  # the first id of a sequence; None where the model wants none
+    bos_id: int | None  # the first id of a sequence; None if the model wants none
     eos_ids: frozenset[int]  # every id that ends a generation
     strips_leading_space: bool  # tokenizing adds a space to the first text of a sequence, and detokenizing removes it
     adds_space_after_control: bool  # tokenizing adds a space to a text that follows a control token
 
     def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
-        """Ids of `text`; never adds BOS or EOS, never truncates.
+        """The ids of `text`, without BOS and EOS, and never truncated.
 
-        control: control-token strings in `text` become their ids; otherwise they stay plain text.
+        control: names of control tokens in `text` become their ids; otherwise they stay plain text.
         continued: `text` follows other text of the same sequence, so no leading space is added to it.
         mark: a character that is removed after control strings were found, so that it can hide some of them.
         """
@@ -31,10 +31,10 @@ class Tokenizer(Protocol):
         """A lower bound of the number of ids of `text`, found without tokenizing it."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes an id contributes to text, b"" for a control token; ValueError if there is no such id."""
+        """The bytes that an id contributes to text, b"" for a control token. Raises ValueError for an unknown id."""
 
     def control_tokens(self) -> Mapping[str, int]:
-        """All strings that `tokenize(..., control=True)` turns into one control id."""
+        """Name → id of the strings that `tokenize(..., control=True)` turns into one control id."""
 
     def token_name(self, token_id: int) -> str:
-        """The token as people read it, for logs; ValueError if there is no such id."""
+        """The token in readable form, for logs. Raises ValueError for an unknown id."""

@@ -1,4 +1,4 @@
-"""The ids that begin a sequence and that end a generation, from the files next to a vocabulary."""
+"""Finds the ids that begin a sequence and that end a generation in the files next to a vocabulary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from polarlm.model_loaders.tokenizers._base import SpecialIds
 
-# Ends of a text or of a turn in the chat formats of the Llama family. Where a vocabulary has one as a control token,
-# the model ends its answer with it, even if its configuration does not say so.
+# Ends of a text or of a turn in common chat formats. If a vocabulary has one as a control token, the model ends its
+# answers with it, even if its configuration does not say so.
 WELL_KNOWN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
     *("<end_of_turn>", "<|end|>"),  # Gemma's, Phi's
@@ -18,7 +18,7 @@ WELL_KNOWN_ENDS = (
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """The JSON files next to a vocabulary, {} for one that is absent."""
+    """The JSON files next to a vocabulary; {} for one that is absent."""
 
     folder: Path
     config: Mapping[str, object]
@@ -26,7 +26,7 @@ class FolderSettings:
     tokenizer: Mapping[str, object]  # tokenizer_config.json
 
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
-        """String → (id, is it a control token) of tokenizer_config.json."""
+        """String → (id, whether it is a control token), from tokenizer_config.json."""
         added = self.tokenizer.get("added_tokens_decoder")
         if not isinstance(added, Mapping):
             return {}
@@ -45,7 +45,7 @@ def for_folder(
     adds_bos: bool,
     default_bos: int | None = None,
 ) -> SpecialIds:
-    """The ids of a folder; its tokenizer_config.json overrides `adds_bos` and `default_bos` of the vocabulary."""
+    """The special ids of a folder; tokenizer_config.json overrides the vocabulary's `adds_bos` and `default_bos`."""
     named = token_string(settings.tokenizer.get("bos_token"))
     bos = lookup(named) if named else None
     for candidate in (default_bos, settings.config.get("bos_token_id")):
@@ -62,17 +62,17 @@ def for_folder(
 
 
 def well_known_ends(control: Mapping[str, int]) -> set[int]:
-    """Ids of the end-of-turn and end-of-text strings that a vocabulary has as control tokens."""
+    """The ids of the ends of a turn or a text that a vocabulary has as control tokens."""
     return {control[string] for string in WELL_KNOWN_ENDS if string in control}
 
 
 def ids_in(value: object) -> set[int]:
-    """Ids of a setting that is one id, a list of ids or nothing."""
+    """The ids in a setting that is one id, a list of ids or nothing."""
     values = value if isinstance(value, list) else [value]
     return {item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0}
 
 
 def token_string(value: object) -> str | None:
-    """The string of a token that is written as itself or as an object with its `content`."""
+    """The string of a token that is written as a string, or as an object with a `content`."""
     content = value.get("content") if isinstance(value, Mapping) else value
     return content if isinstance(content, str) else None

@@ -1,6 +1,6 @@
-"""The vocabulary inside a GGUF file: the libraries' models, rebuilt from the lists of `tokenizer.ggml.*`.
+"""The vocabulary inside a GGUF file, rebuilt as a library's model from the lists of `tokenizer.ggml.*`.
 
-Keys and token types as in ggml's docs/gguf.md; defaults of absent keys as in llama.cpp.
+Keys and token types are those of ggml's docs/gguf.md, defaults of absent keys those of llama.cpp.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Type(IntEnum):
-    """GGUF's token types; SentencePiece numbers its own alike."""
+    """GGUF's token types, which have the same numbers as SentencePiece's."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -50,7 +50,7 @@ class _Vocabulary:
         return {token: i for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind in kinds}
 
     def special(self, *, adds_bos: bool) -> SpecialIds:
-        """BOS and the ends; `adds_bos` where the file does not say."""
+        """BOS and the ends. adds_bos: whether sequences begin with BOS if the file does not say so."""
         asked = self.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
         bos = ids_in(self.metadata.get("tokenizer.ggml.bos_token_id"))
         ends = well_known_ends(self.control)
@@ -59,7 +59,7 @@ class _Vocabulary:
         return SpecialIds(min(bos) if bos and asked else None, frozenset(ends))
 
     def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
-        """A list in the metadata; LoadError where it is missing, of another type or not `length` long."""
+        """A list in the metadata. Raises LoadError if it is missing, of another type or not `length` long."""
         values = self.metadata.get(key)
         if not isinstance(values, (list, Strings)) or not all(isinstance(value, kind) for value in values):
             raise LoadError(f"{self.path} has no usable {key}: its vocabulary is incomplete, convert the model again.")
@@ -69,7 +69,7 @@ class _Vocabulary:
 
 
 class _Merges(Sequence[Any]):
-    """Merges as pairs of strings, made when the library asks for them."""
+    """Merges as pairs of strings, which are made when the library reads them."""
 
     def __init__(self, merges: Sequence[str]) -> None:
         self._merges = merges
@@ -85,7 +85,7 @@ class _Merges(Sequence[Any]):
 
 
 def load(gguf: GgufFile) -> BaseTokenizer:
-    """Rebuilds the tokenizer of a GGUF file. LoadError for an unknown kind or an incomplete vocabulary."""
+    """Rebuilds the tokenizer of a GGUF file. Raises LoadError for an unknown kind or an incomplete vocabulary."""
     kind = gguf.metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level_bpe, "llama": _sentence_piece}
     if not isinstance(kind, str) or kind not in builders:
@@ -101,7 +101,7 @@ def load(gguf: GgufFile) -> BaseTokenizer:
     if unknown := set(types) - set(_Type):
         raise LoadError(f"{gguf.path} has tokens of the unknown type {min(unknown)} (tokenizer.ggml.token_type).")
     for i, (token, token_type) in enumerate(zip(tokens, types, strict=True)):
-        if token_type == _Type.USER_DEFINED and token in WELL_KNOWN_ENDS:  # a converter's slip, as llama.cpp sees it
+        if token_type == _Type.USER_DEFINED and token in WELL_KNOWN_ENDS:  # a converter's slip, mended as in llama.cpp
             types[i] = _Type.CONTROL
     return builders[kind](_Vocabulary(gguf.path, gguf.metadata, tokens, types))
 
@@ -128,7 +128,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if kind == _Type.USER_DEFINED and token:
             library.add_tokens([tokenizers.AddedToken(token, normalized=False)])
-    special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin with BOS
+    special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin sequences with BOS
     return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=len(vocabulary.tokens))
 
 
@@ -142,7 +142,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
     model = protobuf.ModelProto()
     spellings: set[str] = set()
     for token_id, (token, kind, score) in enumerate(zip(vocabulary.tokens, vocabulary.types, scores, strict=True)):
-        if not token or token in spellings:  # padding; the library wants every piece to be unique
+        if not token or token in spellings:  # padding; the library requires unique pieces
             token, kind = f"<unused {token_id}>", int(_Type.UNUSED)
         spellings.add(token)
         model.pieces.add(piece=token, type=kind, score=score)

@@ -1,4 +1,4 @@
-"""`tokenizer.json`: everything about a vocabulary in one file, run by the `tokenizers` library."""
+"""`tokenizer.json`: a vocabulary in one file, which the `tokenizers` library runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LibraryTokenizer(BaseTokenizer):
 
     @cached_property
     def _without_space(self) -> tokenizers.Tokenizer:
-        """The same vocabulary, adding no leading space."""
+        """The same vocabulary, which adds no leading space."""
         if not self._space.at_start:
             return self._library
         description = json.loads(self._library.to_str())
@@ -59,7 +59,7 @@ class LibraryTokenizer(BaseTokenizer):
 
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
         library = self._library if leading_space else self._without_space
-        # Unlike `encode`, a batch releases the interpreter's lock, and computes the ids alone.
+        # Unlike `encode`, a batch releases the interpreter's lock and computes only ids.
         return library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _piece_bytes(self, token_id: int) -> bytes:
@@ -71,7 +71,7 @@ class LibraryTokenizer(BaseTokenizer):
 
 
 def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
-    """Reads a tokenizer.json. LoadError where it is damaged or of a kind without exact bytes (WordPiece)."""
+    """Reads a tokenizer.json. Raises LoadError if it is damaged or of a kind without exact bytes (WordPiece)."""
     try:
         text = file.read_text(encoding="utf-8")
         description = json.loads(text)
@@ -98,14 +98,14 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
 
 
 def _spelling(byte: int, byte_level: bool) -> str:
-    """The piece of a byte by itself."""
+    """The piece that stands for a single byte."""
     return spelling(byte) if byte_level else f"<0x{byte:02X}>"
 
 
 def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
-    """The most bytes of text that become one: three, by composing characters, or by "▁" for a space.
+    """The most bytes of text that become one byte; three if characters are composed or "▁" replaces a space.
 
-    None where text may be dropped: by a normalizer or a pre-tokenizer, or by added tokens that remove the white space
+    None if text may be dropped: by a normalizer or a pre-tokenizer, or by added tokens that remove the white space
     around them.
     """
     if any(token.lstrip or token.rstrip for token in library.get_added_tokens_decoder().values()):
@@ -127,7 +127,7 @@ def _keeps_text(step: Mapping[str, object]) -> bool:
 
 
 def _steps(description: Mapping[str, object]) -> Iterator[dict]:
-    """Every processing step of a tokenizer.json, those inside sequences included."""
+    """Every processing step of a tokenizer.json, including those inside sequences."""
     waiting = [description.get(stage) for stage in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
     while waiting:
         step = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""Regular expressions that split text into words, inside which BPE merges; one kind per family of vocabularies."""
+"""Regular expressions that split text into words, within which BPE merges; one set per family of vocabularies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LLAMA3 = _WORDS.replace("DIGITS", r"\p{N}{1,3}")
 QWEN2 = _WORDS.replace("DIGITS", r"\p{N}")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
-# Mistral's, as it publishes it: a word begins anew where capitals follow small letters. llama.cpp takes the case of
-# ASCII letters alone into account.
+# Mistral's, as published: a new word begins where a capital follows a small letter. llama.cpp considers the case of
+# ASCII letters only.
 _CAPITALS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]*[{_SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]+[{_SMALL}]*"
@@ -36,10 +36,10 @@ _CASED = (
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
-# GGUF's names of pre-tokenizers (`tokenizer.ggml.pre`), of the architectures that are supported, and their expressions,
-# one expression after the other: each splits the pieces of the one before into its matches and the text between.
+# GGUF's name of a pre-tokenizer (`tokenizer.ggml.pre`) of a supported architecture → its expressions. Each splits the
+# pieces of the previous one into its matches and the text between them.
 _EXPRESSIONS: dict[str, tuple[str, ...]] = {
-    # llama.cpp's choice where a file does not say; no model is known to be trained with it.
+    # llama.cpp's choice if a file does not say; no model is known to be trained with it.
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "smaug-bpe", "dbrx"), (LLAMA3,)
@@ -57,7 +57,7 @@ KNOWN = sorted(_EXPRESSIONS)
 
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
-    """The pre-tokenizer that GGUF calls `name`, with the byte alphabet at its end; None if it is not known."""
+    """The pre-tokenizer that GGUF calls `name`, with the byte alphabet as its last step; None if it is not known."""
     if name not in _EXPRESSIONS:
         return None
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _EXPRESSIONS[name]]
@@ -65,5 +65,5 @@ def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
 
 
 def takes_known_words_whole(name: str) -> bool:
-    """Whether a word that is in the vocabulary is one token even where the merges would not lead to it."""
+    """Whether a word of the vocabulary is one token even if the merges would not produce it."""
     return name in _WHOLE_WORDS

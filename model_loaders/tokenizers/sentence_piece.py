@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies: `tokenizer.model`, and the one inside a GGUF, rebuilt as the same protobuf."""
+"""SentencePiece vocabularies: `tokenizer.model`, and those of GGUF files, rebuilt as the same protobuf."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Piece = protobuf.ModelProto.SentencePiece
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """A vocabulary run by the `sentencepiece` library."""
+    """A vocabulary that the `sentencepiece` library runs."""
 
     def __init__(self, model: Any, special: SpecialIds, *, space_after_control: bool) -> None:
-        """`model` is a ModelProto. RuntimeError where the library does not accept it."""
+        """model: a ModelProto. Raises RuntimeError if the library does not accept it."""
         adds_space = model.normalizer_spec.add_dummy_prefix
         super().__init__(
             len(model.pieces),
@@ -38,7 +38,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     @cached_property
     def _without_space(self) -> sentencepiece.SentencePieceProcessor:
-        """The same vocabulary, adding no leading space."""
+        """The same vocabulary, which adds no leading space."""
         model = protobuf.ModelProto.FromString(self._serialized)
         model.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
@@ -54,20 +54,20 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 def _shrinks(model: Any) -> int | None:
-    """The most bytes of text that become one: three, by "▁" for a space. None where text may be dropped."""
+    """The most bytes of text that become one byte: three, as "▁" replaces a space. None if text may be dropped."""
     normalizer = model.normalizer_spec
     keeps_all = not normalizer.precompiled_charsmap and not normalizer.remove_extra_whitespaces
     return 3 if keeps_all and model.trainer_spec.byte_fallback else None
 
 
 def control_pieces(model: Any) -> dict[str, int]:
-    """String → id of the pieces that never stand for text: control ones and the unknown one of a ModelProto."""
+    """String → id of the pieces of a ModelProto that never stand for text: control pieces and the unknown piece."""
     kinds = (_Piece.CONTROL, _Piece.UNKNOWN)
     return {piece.piece: token_id for token_id, piece in enumerate(model.pieces) if piece.type in kinds}
 
 
 def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceTokenizer:
-    """Reads a SentencePiece model. LoadError where it is damaged."""
+    """Reads a SentencePiece model. Raises LoadError if it is damaged."""
     model = protobuf.ModelProto()
     try:
         model.ParseFromString(content)
@@ -78,7 +78,7 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceT
         special = for_folder(
             settings, control_pieces(model), ids.get, adds_bos=True, default_bos=ids.get(model.trainer_spec.bos_piece)
         )
-        # transformers' fixed ("non-legacy") tokenizer adds the space at the start of a text only.
+        # transformers' fixed ("non-legacy") tokenizer adds a space only at the start of a text.
         legacy = settings.tokenizer.get("legacy") is not False
         return SentencePieceTokenizer(model, special, space_after_control=legacy)
     except (DecodeError, RuntimeError) as error:
@@ -88,7 +88,7 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceT
 
 
 def _append_added_tokens(model: Any, settings: FolderSettings) -> None:
-    """Append the tokens of fine-tunes, which are in tokenizer_config.json alone, to the vocabulary."""
+    """Append the tokens that fine-tunes add in tokenizer_config.json alone to the vocabulary."""
     added = sorted((token_id, string, special) for string, (token_id, special) in settings.added_tokens().items())
     limit = len(model.pieces) + len(added)
     for token_id, string, special in added:

@@ -1,4 +1,4 @@
-"""Llama 3's original `tokenizer.model`: lines of base64 and rank, run by the `tiktoken` library."""
+"""Llama 3's original `tokenizer.model`: lines of base64 and rank, which the `tiktoken` library runs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SPECIAL_NAMES = {
 }
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
-# The library's regular expressions run out of stack on longer runs of one kind of character; Llama 3's own code cuts
-# at this length too, so the ids are the reference's.
+# On longer runs of white space, or of other characters, the library's regular expressions overflow the stack. Llama 3's
+# own code cuts at this length too, so the ids equal the reference's.
 _LONGEST_RUN = 25_000
 _RUN_TO_CUT = re.compile(rf"\s{{{_LONGEST_RUN}}}(?=\s)|\S{{{_LONGEST_RUN}}}(?=\S)")
 
 
 class TiktokenTokenizer(BaseTokenizer):
-    """A byte-level BPE given by ranks alone."""
+    """A byte-level BPE that is given by ranks alone."""
 
     def __init__(self, ranks: dict[bytes, int], control: Mapping[str, int], special: SpecialIds) -> None:
         super().__init__(1 + max(max(ranks.values()), *control.values()), control, special, LeadingSpace(), shrinks=1)
@@ -56,7 +56,7 @@ def recognises(content: bytes) -> bool:
 
 
 def load(file: Path, content: bytes, settings: FolderSettings) -> TiktokenTokenizer:
-    """Reads a tiktoken vocabulary. LoadError where a line is damaged."""
+    """Reads a tiktoken vocabulary. Raises LoadError if a line is damaged."""
     try:
         pairs = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}

@@ -1,1 +1,1 @@
-"""What the engine generates becomes pieces of text, of reasoning and of calls of tools."""
+"""Splits what the engine generates into pieces of text, reasoning and tool calls."""

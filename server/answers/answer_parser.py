@@ -1,7 +1,7 @@
-"""The text of an answer in parts while it comes: reasoning, text, and calls of tools.
+"""Splits the text of an answer into reasoning, text and tool calls while it is generated.
 
-White space around tags and calls is no part of the text. Text that may be the beginning of a tag or a call is held back
-until more shows what it is, so the parts do not depend on how the text comes.
+White space around tags and calls is not part of the text. Text that may begin a tag or a call is held back until more
+text shows what it is, so the parts do not depend on how the text is cut into chunks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _LONGEST_ID = 64
 
 
 def new_id() -> str:
-    """The id of a call: 9 letters and digits, which the templates take that insist on a length."""
+    """The id of a call: 9 letters and digits, the length that some templates insist on."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
 @dataclass
 class _Scan:
-    """Finds the end of a JSON object."""
+    """Finds the end of a JSON object in successive pieces of text."""
 
     depth: int = 0
     in_string: bool = False
     escaped: bool = False
 
     def end(self, text: str) -> int | None:
-        """How many characters of `text` the rest of the object has; None if it does not end there."""
+        """The number of characters of `text` up to the end of the object; None if it does not end there."""
         for at, character in enumerate(text):
             if self.in_string:
                 if self.escaped:
@@ -65,22 +65,22 @@ class AnswerParser:
         *,
         thinks: bool = False,
     ) -> None:
-        """format: of calls, None if there are none; names: the functions that may be called; control: as for
-        `CallFormat.marker`. tags: around reasoning; thinks: the prompt has opened it.
+        """format: that of calls; None if there are none. names: the functions that may be called. control: as for
+        `CallFormat.marker`. tags: those around reasoning. thinks: whether the prompt ends with the opening tag.
         """
         self._format, self._names, self._tags = format, frozenset(names), tags
         self._marker = "" if format is None else format.marker(control)
         self._state = self._reasoning if thinks else self._start if tags else self._text
-        self._held = ""  # text whose part is not known yet
+        self._held = ""  # text that is not yet known to be text, reasoning or a call
         self._begun = ""  # the text of a call whose name is not complete
-        self._space = ""  # that ends the text so far
-        self._trims = False  # whether white space is dropped at the beginning of what follows
+        self._space = ""  # white space at the end of the text so far
+        self._trims = False  # whether white space at the beginning of the following text is dropped
         self._clean = True  # whether all of the answer so far is white space
         self._name = ""
         self._id = ""
         self._scan = _Scan()
-        self.calls = 0  # that have begun
-        self.is_cut_off = False  # at the end of the answer: whether that is inside a call
+        self.calls = 0  # calls that have begun
+        self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
 
     def push(self, text: str) -> list[Piece]:
         """The parts that `text` completes."""
@@ -91,16 +91,16 @@ class AnswerParser:
         return parts
 
     def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
-        """The parts that are left at the end of the answer. Nothing of a call is text: before its name it is left out.
+        """The remaining parts at the end of the answer. The beginning of a call, up to its name, is dropped.
 
-        cut: the model has not ended the answer itself. Then what may be the beginning of a call is one, too.
-        next: the stop string that the answer would continue with.
+        cut: whether the model did not end the answer itself; what may begin a call then counts as one. next: the stop
+        string that the answer would have continued with.
         """
         held, self._held = self._held, ""
         if self._state == self._reasoning:
             return self._thought(held.rstrip())
         self.is_cut_off = self._state in (self._naming, self._arguments) or (cut and self._may_begin(held, next))
-        if self.is_cut_off or self._state in (self._closing, self._behind):
+        if self.is_cut_off or self._state in (self._closing, self._after_call):
             return []
         parts = list(self._said(held))
         if self._space and not self._trims:
@@ -108,7 +108,7 @@ class AnswerParser:
         return parts
 
     def _may_begin(self, held: str, next: str) -> bool:
-        """Whether text that is held back begins a call or opens reasoning, as far as it is known."""
+        """Whether text that is held back could begin a call or open reasoning."""
         if self._state not in (self._start, self._text) or not held.strip():
             return False
         openings = [self._tags.open] if self._tags is not None and self._state == self._start else []
@@ -117,10 +117,10 @@ class AnswerParser:
         text = held.lstrip() + next
         return any(opening.lstrip().startswith(text) or text.startswith(opening.lstrip()) for opening in openings)
 
-    # Each state returns the parts that it finds, and None where it needs more text.
+    # Each state is a method that returns the parts that it finds, or None if it needs more text.
 
     def _start(self) -> list[Piece] | None:
-        """At the beginning, where reasoning may be opened."""
+        """State: at the beginning, where reasoning may be opened."""
         assert self._tags is not None
         text = self._held.lstrip()
         if text.startswith(self._tags.open):
@@ -175,7 +175,7 @@ class AnswerParser:
         return list(self._said(said))
 
     def _text_or_json(self, opening: str) -> list[Piece] | None:
-        """Where calls have no marker, only an answer's first text may be one."""
+        """The parts if calls have no marker: then only the first text of an answer may be a call."""
         text = self._held.lstrip()
         if (self._clean or self._trims) and not self.calls:
             if text.startswith(opening):
@@ -190,7 +190,7 @@ class AnswerParser:
         return list(self._said(said)) if said else None
 
     def _said(self, text: str) -> Iterator[Piece]:
-        """Text, without the white space at its end, which is kept for what comes next."""
+        """A piece of `text` without the white space at its end, which is kept until more text follows."""
         text = self._space + text
         if self._trims:
             text = text.lstrip()
@@ -205,7 +205,7 @@ class AnswerParser:
         self._state = self._naming
 
     def _naming(self) -> list[Piece] | None:
-        """In a call, before its arguments."""
+        """State: in a call, before its arguments."""
         assert self._format is not None
         name, *id, rest = self._split_head()
         if rest is None:
@@ -223,7 +223,7 @@ class AnswerParser:
         return [Piece(call=start)]
 
     def _split_head(self) -> tuple[str | None, ...]:
-        """(name, perhaps the id, text from the arguments on); the last is None if it is not complete."""
+        """(name, the id if the format has one, text from the arguments on); the last is None if it is incomplete."""
         assert self._format is not None
         parts: list[str | None] = []
         rest: str | None = self._held
@@ -234,7 +234,7 @@ class AnswerParser:
         return (*parts, rest)
 
     def _no_call(self) -> list[Piece]:
-        """The call is none: its first character is text, and what follows may be anything."""
+        """The parts of what turned out not to be a call: its first character is text, and the rest is parsed again."""
         text, self._begun = self._begun + self._held, ""
         self._held, self._state = text[1:], self._text
         return list(self._said(text[:1]))
@@ -250,20 +250,20 @@ class AnswerParser:
         return [Piece(arguments=held[:end])]
 
     def _closing(self) -> list[Piece] | None:
-        """Behind the arguments of a call."""
+        """State: after the arguments of a call."""
         assert self._format is not None
         closing = self._format.closing
         if self._held.startswith(closing):
-            self._held, self._state = self._held[len(closing) :], self._behind
+            self._held, self._state = self._held[len(closing) :], self._after_call
         elif closing.startswith(self._held):
             return None
         else:
-            self._state = self._behind
+            self._state = self._after_call
         self._trims = True
         return []
 
-    def _behind(self) -> list[Piece] | None:
-        """Behind a call: another one, or the end of the list that they are in."""
+    def _after_call(self) -> list[Piece] | None:
+        """State: after a call, where another call or the end of their list may follow."""
         format = self._format
         assert format is not None
         following = format.between + format.opening
@@ -279,6 +279,6 @@ class AnswerParser:
 
 
 def _overlap(text: str, literal: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `literal`, but not all of it."""
+    """The length of the longest suffix of `text` that is a proper prefix of `literal`."""
     longest = min(len(text), len(literal) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(literal[:n])), 0)

@@ -1,4 +1,4 @@
-"""From a request to the pieces of its answers: reasoning and calls are parsed from what the engine generates."""
+"""Answers a request in pieces: parses reasoning and tool calls out of what the engine generates."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from polarlm.server.running.driver import Driver
 
 @dataclass(frozen=True)
 class _Plan:
-    """How an answer is generated and parsed; without a parser, its text is what is generated."""
+    """How an answer is generated and parsed; without a parser, all that is generated is text."""
 
     params: SamplingParams
     parser: AnswerParser | None = None
 
 
 class _Answering:
-    """An answer under way. `submit` plans and queues it in one visit of a thread; then the other two are known."""
+    """An answer in progress. `submit` plans and queues it in one call in a thread, and sets `plan` and `ticket`."""
 
     plan: _Plan
     ticket: Ticket
@@ -38,7 +38,7 @@ class _Answering:
         self._engine, self._asked, self._index = engine, asked, index
 
     def submit(self, prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
-        """Queue the request as `Engine.submit` does; an error in its constraint names the field that it comes from."""
+        """Queue the request as `Engine.submit` does. An error in its constraint names the request's field."""
         self.plan = _plan(self._engine, self._asked, _numbered(params, self._index))
         planned = self.plan.params
         try:
@@ -52,7 +52,7 @@ class _Answering:
 
 
 async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncGenerator[Piece, None]:
-    """Answer `index` of a request, piece by piece. Closing the generator cancels it; errors are those of the driver."""
+    """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises."""
     under_way = _Answering(driver.engine, asked, index)
     stream = driver.stream(
         asked.prompt,
@@ -83,11 +83,11 @@ async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncG
 
 
 def _numbered(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of answer `index`: each has a seed of its own, so that answers differ and can be repeated."""
+    """The parameters of answer `index`. Each answer has a seed of its own, so that they differ and can be repeated."""
     return params if params.seed < 0 else replace(params, seed=params.seed + index)
 
 
-# -- before ------------------------------------------------------------------------------------------------------------
+# -- before generation -------------------------------------------------------------------------------------------------
 
 
 def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:
@@ -108,7 +108,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     tags = None if asked.reasoning == "inline" else reasoning
     if tags is None and format is None:
         return _Plan(params)
-    # A constraint is one of the answer from its first token on.
+    # A constraint applies from the answer's first token on, so it leaves no room for reasoning.
     thinks = tags is not None and place == "inside" and not params.is_constrained
     names: Sequence[str] = ()
     literals = [] if tags is None else [tags.open, tags.close]
@@ -134,11 +134,11 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     return _Plan(replace(params, shown_tokens=shown), parser)
 
 
-# -- while it comes ----------------------------------------------------------------------------------------------------
+# -- during generation -------------------------------------------------------------------------------------------------
 
 
 def _parsed(chunk: Chunk, parser: AnswerParser, stops: tuple[str, ...]) -> Iterable[Piece]:
-    """The pieces of a chunk. An answer ends with "tool_calls" where all of its calls are complete."""
+    """The pieces of a chunk. An answer with calls, all of which are complete, ends with "tool_calls"."""
     last = chunk.finish_reason is not None
     parts = parser.push(chunk.text)
     if last:
@@ -173,7 +173,7 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
 
 
 def _keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:
-    """Keep the ids of an answer that clients send back in another format than its text."""
+    """Keep the ids of an answer with reasoning or calls, which clients send back in another form than its text."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         message["tool_calls"] = [

@@ -1,6 +1,6 @@
-"""The grammar of an answer that may call tools: free text up to the marker of a call, and nothing but calls from there.
+"""The grammar of an answer that may call tools: free text up to the marker of a call, and only calls after it.
 
-It is written in llguidance's form of Lark. Control tokens stand in it as their ids, `<[7]>`.
+The grammar is in llguidance's form of Lark, in which control tokens are ids, `<[7]>`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
 
-ID = "[a-zA-Z0-9]{9}"  # of a call, where the model writes it
+ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def grammar(
 ) -> str:
     """The grammar of an answer that may, must or must not call `functions`.
 
-    control: the control tokens and their ids. several: whether there may be more than one call. tags: around
-    reasoning, which may come first; thinks: the prompt has opened it.
+    control: name → id of control tokens. several: whether there may be more than one call. tags: those around
+    reasoning, with which an answer may begin. thinks: whether the prompt ends with the opening tag.
     """
     return _Grammar(format, functions, control, calls, several and format.several, tags, thinks).text()
 
@@ -64,7 +64,7 @@ class _Grammar:
         return self.format.marker(self.control)
 
     def _start(self) -> list[str]:
-        """What an answer is: reasoning, and then text or calls."""
+        """The rules of an answer: reasoning, then text or calls."""
         rest = {"may": "text | called", "must": "calls", "none": "text"}[self.calls]
         if self.tags is None:
             return [f"start: {rest}"]
@@ -94,7 +94,7 @@ class _Grammar:
         return [start, *(line for line in thought if unclosed or not line.startswith("unclosed")), "SPACE: /\\s{1,8}/"]
 
     def _free(self) -> list[str]:
-        """Text without a call, and text up to the marker of one."""
+        """The rules of text without a call, and of text up to the marker of a call."""
         if self.calls == "must":
             return []
         barred = [self._begins if not self._marker else _containing(self._marker)]
@@ -115,7 +115,7 @@ class _Grammar:
 
     @property
     def _begins(self) -> str:
-        """A regular expression of text that begins as a call does, where calls have no marker."""
+        """A regular expression that matches text that begins as a call does, for calls without a marker."""
         return f"\\s*{_escaped(self.format.begin + self.format.opening)}(?s:.*)"
 
     def _calls(self) -> list[str]:
@@ -150,7 +150,7 @@ class _Grammar:
             raise refusal from None
 
     def _literal(self, text: str) -> str:
-        """`text` in a rule: strings, and control tokens by their ids."""
+        """`text` as part of a rule: strings, and ids of control tokens."""
         names = sorted(self.control, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
         each = (f"<[{self.control[part]}]>" if part in self.control else json.dumps(part) for part in parts if part)
@@ -158,7 +158,7 @@ class _Grammar:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression of `text` between slashes."""
+    """A regular expression that matches `text`, to be written between slashes."""
     return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
@@ -167,7 +167,7 @@ def _containing(text: str) -> str:
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
-    """The functions of validated tools. Those without parameters take none."""
+    """The functions of validated tools. A function that lists no parameters has none."""
     return [_function(tool["function"]) for tool in tools]
 
 
@@ -175,5 +175,5 @@ def _function(given: Mapping[str, Any]) -> Function:
     schema = dict(given.get("parameters") or {})
     schema.setdefault("type", "object")
     if not any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf", "additionalProperties")):
-        schema.setdefault("properties", {})  # names that the schema does not list are no use to the function
+        schema.setdefault("properties", {})  # the function has no use for names that the schema does not list
     return Function(given["name"], schema, bool(given.get("strict")))

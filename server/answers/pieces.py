@@ -1,4 +1,4 @@
-"""The stream of an answer inside the server: pieces of text, of reasoning and of calls of tools.
+"""The stream of an answer inside the server: pieces of text, reasoning and tool calls.
 
 Every API writes pieces, or the whole answer that they fold into, in its own shapes.
 """
@@ -13,7 +13,7 @@ from polarlm.engine import TokenLogprob, Usage
 
 @dataclass(frozen=True)
 class CallStart:
-    """The beginning of a call of a tool."""
+    """The beginning of a tool call."""
 
     index: int  # among the calls of its answer
     id: str
@@ -25,31 +25,31 @@ class Progress:
     """How much of a prompt has been computed."""
 
     total: int  # tokens of the prompt
-    cached: int  # of these, found in the cache
-    processed: int  # found and computed so far
+    cached: int  # those that were found in the cache
+    processed: int  # those found in the cache or computed so far
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of an answer. Of its parts, reasoning comes before text, text before a call, a call before arguments."""
+    """A piece of an answer. Its parts are in the order of reasoning, text, call, arguments."""
 
     text: str = ""
     reasoning: str = ""
     call: CallStart | None = None
     arguments: str = ""  # a fragment of the JSON text of the call that began last
     logprobs: tuple[TokenLogprob, ...] = ()
-    token_ids: tuple[int, ...] = ()  # of answers to raw prompts
-    prompt_ids: tuple[int, ...] = ()  # of the first piece, if the prompt's log-probabilities are asked for
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the first piece: those of all tokens but the first
-    finish_reason: str | None = None  # of the last piece: "stop", "length" or "tool_calls"
-    usage: Usage | None = None  # of the last piece
-    stopped_by: str | None = None  # of the last piece: the stop string of the client's that ended the answer
-    progress: Progress | None = None  # of pieces before the first token, if asked for
+    token_ids: tuple[int, ...] = ()  # in answers to raw prompts
+    prompt_ids: tuple[int, ...] = ()  # in the first piece, if the prompt's log-probabilities are requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first piece: those of all tokens except the first
+    finish_reason: str | None = None  # in the last piece: "stop", "length" or "tool_calls"
+    usage: Usage | None = None  # in the last piece
+    stopped_by: str | None = None  # in the last piece: the client's stop string that ended the answer
+    progress: Progress | None = None  # in pieces before the first token, if requested
 
 
 @dataclass(frozen=True)
 class Call:
-    """A whole call of a tool; `arguments` is the text of a JSON object, or its beginning."""
+    """A whole tool call; `arguments` is the text of a JSON object, or the beginning of one."""
 
     id: str
     name: str
@@ -67,7 +67,7 @@ class Answer:
     finish_reason: str
     usage: Usage
     stopped_by: str | None = None
-    token_ids: tuple[int, ...] = ()  # of an answer to a raw prompt
+    token_ids: tuple[int, ...] = ()  # in an answer to a raw prompt
     prompt_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 

@@ -51,7 +51,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         *_with_and_without_v1("/health", api.health),
         *Embeddings(driver).routes(),
         *Tokens(driver).routes(),
-        Route("/ping", api.health),  # vLLM's other name of it
+        Route("/ping", api.health),  # vLLM's other name of /health
         Route("/version", api.version),
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
@@ -75,7 +75,7 @@ def error_shapes() -> ErrorShapes:
 
 
 def _with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Response]], **more: Any) -> list[Route]:
-    """The routes of an endpoint of OpenAI's: clients are given base URLs that end with /v1, and others that do not."""
+    """The routes of one of OpenAI's endpoints, with and without /v1: users configure base URLs of both kinds."""
     return [Route(prefix + path, endpoint, **more) for prefix in ("/v1", "")]
 
 
@@ -107,7 +107,7 @@ _VERSION = "anthropic-version"  # the header of Anthropic's clients
 
 
 async def _no_response(_request: Request, _error: Exception) -> Any:
-    """The client is gone."""
+    """Returns None: the client is gone."""
 
 
 class _Api:
@@ -142,12 +142,12 @@ class _Api:
         }
 
     async def health(self, _request: Request) -> Response:
-        """200 while the server takes requests, 503 while it closes."""
+        """200 while the server accepts requests, 503 while it closes."""
         closing = self._driver.closing
         return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
 
     async def version(self, _request: Request) -> Response:
-        """As vLLM has it."""
+        """{"version"}, as vLLM's endpoint."""
         return JSONResponse({"version": release() or "0.0.0"})
 
     async def metrics(self, _request: Request) -> Response:

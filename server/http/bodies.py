@@ -1,4 +1,4 @@
-"""Reading requests."""
+"""Reads bodies of requests, with limits of size and time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BODY_SECONDS = 30  # for all of a request's body to arrive
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object that a request of at most `limit` bytes holds. Raises ApiError or BadRequest."""
+    """The JSON object in the body of a request, of at most `limit` bytes. Raises ApiError or BadRequest."""
     return read_json(await read_bytes(request, limit))
 
 
@@ -40,7 +40,7 @@ async def _bytes(request: Request, limit: int) -> bytes:
 
 
 def announced_bytes(request: Request) -> int | None:
-    """The bytes of a body by its Content-Length; None without one."""
+    """The size of a body in bytes, by its Content-Length; None without one."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""The errors that clients may see: OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or a dialect's."""
+"""Errors as clients see them: in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or a dialect's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.refused import Refused
 
 TOO_LONG = "context_length_exceeded"
-CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used
-_RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # OpenAI's clients look at it
+CLOSE = {"Connection": "close"}  # for responses after which the connection cannot be used
+_RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # a header that OpenAI's clients obey
 
-# Errors of the engine that are not the client's fault; all others are a 400.
+# Code of an engine's error that is not the client's fault → HTTP status; all others are a 400.
 _ENGINE_STATUS = {
     "out_of_memory": 503,
     "closed": 503,
@@ -74,7 +74,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, error.message, "invalid_request", error.field)
     if isinstance(error, EngineError):
         message = in_flags(error)
-        if error.code == TOO_LONG and "n_ctx" in error.numbers:  # words of OpenAI's that clients look for
+        if error.code == TOO_LONG and "n_ctx" in error.numbers:  # OpenAI's words, which clients look for
             message += f". This model's maximum context length is {error.numbers['n_ctx']} tokens here"
         field = error.field if isinstance(error, ConstraintError) else None
         return ApiError(_ENGINE_STATUS.get(error.code, 400), message, error.code, field, numbers=error.numbers)
@@ -95,10 +95,10 @@ ErrorBody = Callable[[ApiError], dict[str, Any]]
 
 
 class ErrorShapes:
-    """The shapes of errors by the paths that requests are for."""
+    """The shape of errors for each path."""
 
     def __init__(self, bodies: Mapping[str, ErrorBody] | None = None) -> None:
-        """bodies: first part of a path, such as "/api" → shape of the errors there; elsewhere it is OpenAI's."""
+        """bodies: first part of a path, such as "/api" → shape of errors; other paths have OpenAI's."""
         self._bodies = bodies or {}
 
     def response(self, path: str, error: ApiError) -> Response:
@@ -109,5 +109,5 @@ class ErrorShapes:
         return error.response()
 
     async def handle(self, request: Request, error: Exception) -> Response:
-        """An exception handler of Starlette's."""
+        """The response to an exception, as an exception handler of Starlette's."""
         return self.response(request.url.path, api_error(error))

@@ -1,4 +1,4 @@
-"""The path of every request for an answer, in any API's shapes: the body in, the answers out, whole or streamed."""
+"""The path of every request for an answer, in any API's shapes: from its body to answers, whole or streamed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from polarlm.server.running.refused import Refused
 
 @dataclass(frozen=True)
 class About:
-    """What an endpoint may know of the server that it is part of."""
+    """What an endpoint may know of its server."""
 
     model: Model
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
@@ -37,7 +37,7 @@ class About:
 
 
 def about(driver: Driver) -> About:
-    """What endpoints may know of the server that `driver` belongs to."""
+    """What endpoints may know of the server with this driver."""
     engine, config = driver.engine, driver.config
     return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
 
@@ -49,7 +49,7 @@ class Writer(Protocol):
         """The body of a response that is not streamed: a JSON value."""
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterable[Event]:
-        """The events of a piece of answer `index`; `first`: it is the answer's first one."""
+        """The events of a piece of answer `index`. first: whether it is the answer's first piece."""
 
     def ending(self, usages: Sequence[Usage]) -> Iterable[Event]:
         """The events after the end of the last answer; usages: one for each answer."""
@@ -63,17 +63,17 @@ class Endpoint(Protocol):
 
     @property
     def framing(self) -> Framing:
-        """How the events of a streamed answer follow each other."""
+        """How the events of a streamed answer are framed."""
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request in the body of an HTTP request. Raises BadRequest."""
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about what has no effect in a body that has been read, though its client may expect one."""
+        """Sentences about fields of a validated body that have no effect, although the client may expect one."""
 
 
 class Generation:
-    """One endpoint: requests in, answers out, whole or as they come."""
+    """One endpoint that generates; its answers are whole or streamed."""
 
     def __init__(self, driver: Driver, endpoint: Endpoint) -> None:
         self._driver = driver
@@ -111,7 +111,7 @@ class Generation:
         return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in given])))
 
     async def _events(self, asked: ParsedRequest, writer: Writer) -> AsyncGenerator[Event, None]:
-        """The events of a streamed response. An error before the first one is raised; a later one is the last event."""
+        """The events of a streamed response. An error before the first is raised; a later error is the last event."""
         begun: set[int] = set()
         sent = False
         usages: dict[int, Usage] = {}
@@ -119,7 +119,7 @@ class Generation:
             async with aclosing(self._pieces(asked)) as pieces:
                 async for index, piece in pieces:
                     events = writer.events(index, piece, first=index not in begun)
-                    if piece.prompt_logprobs:  # many
+                    if piece.prompt_logprobs:  # a long prompt has many
                         events = await asyncio.to_thread(list, events)
                     for event in events:
                         sent = True
@@ -137,17 +137,17 @@ class Generation:
 
 
 class Counting:
-    """The endpoint that counts the tokens of the prompts of another one."""
+    """An endpoint that counts the tokens of prompts for another endpoint."""
 
     def __init__(self, driver: Driver, endpoint: Endpoint, more: Mapping[str, Any] | None = None) -> None:
-        """more: what the answer has in addition to the count."""
+        """more: fields of the response besides the count."""
         self._driver = driver
         self._endpoint = endpoint
         self._about = about(driver)
         self._more = more or {}
 
     async def serve(self, request: Request) -> Response:
-        """{…, "input_tokens"}; answers count as their text. Raises BadRequest, Refused, EngineError or ApiError."""
+        """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
         body = await read_body(request, self._driver.config.max_body)
         asked, _ = self._endpoint.read(body, self._about)
         model = self._driver.engine.model

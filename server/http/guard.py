@@ -1,4 +1,4 @@
-"""Access control of the API, before any of a request's body is read."""
+"""Access control of the API, before the body of a request is read."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _OPEN = {
     "/v1/health",
     "/ping",
     "/",
-}  # need no key: monitors ask all but the last, and the page asks its user for the key
+}  # paths that need no key: the first three are for monitors, and the page asks its user for the key
 
-_BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers by which a browser is known
-_UNTYPED = "/api/"  # where clients of Ollama's send JSON without a Content-Type
+_BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
+_UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
 class Guard:
     """ASGI middleware that checks Host, API key, Content-Type, and how the body is framed.
 
-    A web page of another origin cannot use the API: its browser asks before it sends JSON and gets no permission unless
-    --cors-origin gives it, and where an attacker's name resolves to this machine (DNS rebinding), Host has that name.
-    With an API key, Host may have any name: such a page does not know the key.
+    A web page of another origin cannot use the API. Its browser asks before it sends JSON, and only --cors-origin
+    permits that. If an attacker's name resolves to this machine (DNS rebinding), Host has that name. With an API key,
+    Host may have any name: such a page does not know the key.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, errors: ErrorShapes | None = None) -> None:
@@ -71,7 +71,7 @@ class Guard:
     def _is_ours(self, hosts: list[str], server: tuple[str, int | None] | None) -> bool:
         """Whether Host names this server: a loopback name, --host, an --allowed-host, or the address it was reached at.
 
-        Where --host is every address, any literal address does: behind a forwarded port the server cannot know its own
+        If --host is every address, any literal address is valid: with a forwarded port the server cannot know its
         address, and an attacker needs a name.
         """
         name = _without_port(hosts[0]) if len(hosts) == 1 else ""
@@ -82,7 +82,7 @@ class Guard:
         return address is not None and (address.is_loopback or (everywhere is not None and everywhere.is_unspecified))
 
     def _knows_key(self, headers: Headers) -> bool:
-        """Whether the key comes as a bearer token, or as Anthropic's clients send it; a client may send both."""
+        """Whether the key is sent as a bearer token, or in the header of Anthropic's clients, which may send both."""
         bearer, bare = headers.getlist("authorization"), headers.getlist("x-api-key")
         scheme, _, key = (bearer[0] if len(bearer) == 1 else "").partition(" ")
         is_bearer = self._is_key(key.strip()) and scheme.lower() == "bearer"

@@ -1,4 +1,4 @@
-"""The chat page, and the headers that forbid any other script in it."""
+"""The chat page, with headers that forbid any other script in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, dict[str, str]]:
-    """The page and its headers, which allow its own scripts and styles by their hashes, and no others."""
+    """The page and its headers, which allow only its own scripts and styles, by their hashes."""
     text = _whole()
     policy = [
         "default-src 'none'",
@@ -36,7 +36,7 @@ def _page() -> tuple[str, dict[str, str]]:
 
 
 def _whole() -> str:
-    """page.html with the contents of the files that it names in the places of their names."""
+    """page.html with the files that it refers to written into it."""
     folder = files("polarlm.server").joinpath("page")
 
     def read(name: str) -> str:
@@ -49,13 +49,13 @@ def _whole() -> str:
 
 
 def _hashes(element: str, page: str) -> str:
-    """A source list of a Content-Security-Policy: the inline elements of that name."""
+    """The source list in a Content-Security-Policy of the inline elements called `element`: their hashes."""
     contents = re.findall(f"<{element}>(.*?)</{element}>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 async def page(_request: Request) -> Response:
-    """A chat in one file; it speaks to the API like any other client."""
+    """The chat page in one file; it uses the API as any other client does."""
     text, headers = _page()
     return Response(text, headers=headers, media_type="text/html")

@@ -1,4 +1,4 @@
-"""Several answers at once, clients that disconnect, and responses that are sent event by event."""
+"""Streams: several answers at once, clients that disconnect, and responses that are sent event by event."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from polarlm.server.answers.pieces import Piece
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, Piece], None]
-"""Those of several answers, each with its answer's number."""
+"""(number of the answer, piece) for the pieces of several answers."""
 
 Event = dict[str, Any] | None
 """A JSON object; None for the mark at the end of OpenAI's streams."""
 
-SLOW_READER_SECONDS = 10.0  # for which a client may read nothing while its end of the connection is full
+SLOW_READER_SECONDS = 10.0  # how long a client may read nothing while its buffers are full
 
 
 async def merged(answers: Sequence[AsyncGenerator[Piece, None]]) -> Pieces:
-    """The pieces of all `answers` as they come. The first error ends them all; so does closing the generator."""
-    if len(answers) == 1:  # nothing to merge: no queue, and no task that fills it
+    """Yield the pieces of all `answers` as they arrive. The first error, or closing the generator, ends all answers."""
+    if len(answers) == 1:  # without the cost of a queue and of a task that fills it
         async with aclosing(answers[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece
@@ -59,7 +59,7 @@ async def merged(answers: Sequence[AsyncGenerator[Piece, None]]) -> Pieces:
 
 
 async def while_there(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`. When the client disconnects, cancels it and raises ClientDisconnect."""
+    """The result of `work`. If the client disconnects, `work` is cancelled. Raises ClientDisconnect."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -71,7 +71,7 @@ async def while_there(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has disconnected. The body of its request has been read before."""
+    """Returns when the client has disconnected. The body of its request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -84,14 +84,14 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 @dataclass(frozen=True)
 class Framing:
-    """How the events of a stream follow each other in the body of its response."""
+    """How events are written to the body of a streamed response."""
 
     media_type: str
     frame: Callable[[Event], bytes]
 
 
 def _json(event: Event) -> str:
-    """An event in ASCII alone: some clients take Unicode's line separators for the end of a line."""
+    """An event as JSON in ASCII: some clients take Unicode's line separators for the end of a line."""
     return "[DONE]" if event is None else json.dumps(event, separators=(",", ":"))
 
 
@@ -101,7 +101,7 @@ DATA = Framing(_SERVER_SENT, lambda event: f"data: {_json(event)}\n\n".encode("a
 """Server-sent events, and "[DONE]" for None."""
 
 NAMED = Framing(_SERVER_SENT, lambda event: f"event: {(event or {})['type']}\ndata: {_json(event)}\n\n".encode("ascii"))
-"""Server-sent events, each with its "type" for a name."""
+"""Server-sent events that are named by their "type"."""
 
 LINES = Framing("application/x-ndjson", lambda event: f"{_json(event)}\n".encode("ascii"))
 """A line for each event."""
@@ -110,8 +110,8 @@ LINES = Framing("application/x-ndjson", lambda event: f"{_json(event)}\n".encode
 class EventStream(Response):
     """A response that is sent event by event.
 
-    `first` has been taken from `events` already, so that an error before it has a status of its own. `events` is closed
-    when the client disconnects or does not read.
+    `first` has been taken from `events` already, so that an earlier error gets a response with its status. `events` is
+    closed when the client disconnects or does not read.
     """
 
     def __init__(self, first: Event, events: AsyncGenerator[Event, None], framing: Framing) -> None:
@@ -135,9 +135,9 @@ class EventStream(Response):
 
 
 async def _send_soon(send: Send, data: bytes, last: bool = False) -> None:
-    """Send a piece of the body. Raises ClientDisconnect where the client reads nothing for too long.
+    """Send a piece of the body. Raises ClientDisconnect if the client reads nothing for too long.
 
-    A timer cancels the task that sends, and not a task for each piece: it runs in `while_there`, and ends with this.
+    A timer cancels the current task, which saves a task for each piece; `while_there` made that task for the response.
     """
     task, late = asyncio.current_task(), False
     assert task is not None

@@ -1,4 +1,4 @@
-"""One HTTP connection: dead peers, a time limit for headers, and a limit of connections, which uvicorn lacks."""
+"""One HTTP connection, with what uvicorn lacks: detection of dead peers, a time limit for headers, a client limit."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.running.listening import notice_lost_peers
 from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, busy
 
-# For a request's line and headers to arrive, or for the rest of a body whose request has been answered already. Other
-# waits have limits of their own.
+# Time limit for a request's line and headers to arrive, or for the rest of a body whose request has been answered
+# already. Other waits have limits of their own.
 HEAD_SECONDS = 10.0
-LAST_SECONDS = 1.0  # for a refused client to read the reason
-_MOST_REFUSED = 64  # clients that have LAST_SECONDS at the same time; further ones are closed at once
+LAST_SECONDS = 1.0  # time for a refused client to read the reason
+_MOST_REFUSED = 64  # clients that get LAST_SECONDS at the same time; further ones are closed at once
 
 
 class WebConnection(H11Protocol):
-    """uvicorn's connection over h11, which answers in the API's shape where uvicorn would in plain text."""
+    """uvicorn's connection over h11, with errors in the API's shape, which uvicorn would send as plain text."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        # uvicorn would refuse any client that sends a request while there are too many, and not the latest one.
+        # uvicorn would refuse any client that sends a request while there are too many, not the latest client.
         self._most, self.limit_concurrency = self.limit_concurrency, None
         self._refused = False
         self._waiting: asyncio.TimerHandle | None = None
@@ -61,7 +61,7 @@ class WebConnection(H11Protocol):
             self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection because of data that is not HTTP, with an error if no answer is under way."""
+        """Close the connection because of data that is not HTTP, with an error unless a response has begun."""
         waits_for_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
         if self.cycle is not None and not self.cycle.response_complete:  # the client is gone
             self.cycle.disconnected = True
@@ -71,7 +71,7 @@ class WebConnection(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        """False, and without uvicorn's warning, which advises to install packages."""
+        """False, without uvicorn's warning, which advises to install packages."""
         return False
 
     # -- too many connections, and slow ones -------------------------------------------------------------------
@@ -132,7 +132,7 @@ class _Addressed(logging.LoggerAdapter):
         super().__init__(logger)
         # Without the name of an interface, as in fe80::1%eth0: messages are templates.
         self._client = "unknown" if client is None else f"{client[0].partition('%')[0]}:{client[1]}"
-        self.level = logger.level  # which uvicorn looks at
+        self.level = logger.level  # uvicorn reads it
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return f"{self._client}: {msg}", kwargs

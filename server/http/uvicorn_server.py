@@ -1,4 +1,4 @@
-"""uvicorn in its caller's event loop, without its signal handlers."""
+"""Runs uvicorn in the caller's event loop, without uvicorn's signal handlers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.uvicorn_connection import WebConnection
 from polarlm.server.running.listening import BACKLOG, ListenError, address_of
 
-_LAST_SECONDS = 5  # for clients to read their last responses
-# Longer than clients keep an idle connection (usually 5 seconds): if both closed it at the same time, a request could
-# meet a connection that the server has just closed.
+_LAST_SECONDS = 5  # time for clients to read their last responses
+# Longer than clients keep an idle connection (usually 5 seconds): otherwise a request could be sent on a connection
+# that the server has just closed.
 _IDLE_SECONDS = 30
 
 
@@ -33,7 +33,7 @@ class Web(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # any client could claim any address
+                proxy_headers=False,  # they would let any client claim any address
                 backlog=BACKLOG,
                 limit_concurrency=config.max_connections,
                 timeout_keep_alive=_IDLE_SECONDS,
@@ -58,7 +58,7 @@ class Web(uvicorn.Server):
         self._listens.set()
 
     async def adopt(self, accepted: Sequence[socket.socket]) -> None:
-        """Serve connections that somebody else has accepted."""
+        """Serve connections that were accepted elsewhere."""
         loop = asyncio.get_running_loop()
         for connected in accepted:
             await loop.connect_accepted_socket(

@@ -1,6 +1,6 @@
-"""Warnings with an answer: in its header and its line of the log.
+"""Warnings about a request, in a header of the response and in the log.
 
-A field that nobody knows changes nothing. Its name may be a slip of the pen, so the nearest known one is told.
+An unknown field has no effect. Its name may be misspelt, so the warning suggests the most similar known name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MOST = 5  # warnings
 _LONGEST_NAME = 40
 _LONGEST = 200  # characters of a warning
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
-_UNSAFE = re.compile(r"[^ -~]")  # in a header
+_UNSAFE = re.compile(r"[^ -~]")  # characters that a header cannot have
 
 
 def unknown_fields(body: Mapping[str, Any], known: Collection[str], inside: str = "") -> list[str]:
-    """A sentence for each of the first fields of `body` that is not known; `inside`: the field that `body` is."""
+    """A sentence for each of the first unknown fields of `body`. inside: the path of `body`, such as "options."."""
     strange = [name for name, value in body.items() if name not in known and value is not None]
     found = [_unknown(name, known, inside) for name in strange[:_MOST]]
     return [*found, f"{len(strange) - _MOST} more fields are unknown"] if len(strange) > _MOST else found
@@ -38,7 +38,7 @@ def _unknown(name: str, known: Collection[str], inside: str) -> str:
 
 
 def warn(response: Response, sentences: Sequence[str]) -> Response:
-    """`response` with the warnings in its header, which are in the line of the log as well."""
+    """`response` with the warnings in a header; they are also added to the request's line in the log."""
     if sentences:
         warning = "; ".join(_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[: _MOST + 1])
         response.headers[HEADER] = warning

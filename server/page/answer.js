@@ -1,10 +1,10 @@
 "use strict";
 
-// Answers: what is sent, and what comes.
+// Answers: the request that is sent, and the stream that is received.
 
-const LOOP = { pieces: 300, rounds: 3, every: 64 }; // so long an end of so many rounds; how often it is looked for
-const KEEP_MS = 2000; // between two times that an answer under way is kept
-const SPOKEN = 600; // characters of an answer that a screen reader is given at its end
+const LOOP = { pieces: 300, rounds: 3, every: 64 }; // an answer ending in so many repeated pieces stops; pieces between checks
+const KEEP_MS = 2000; // between two times that an unfinished answer is kept
+const SPOKEN = 600; // characters of a complete answer that a screen reader gets
 const ENDINGS = {
   length: "as long as the server and the context allow",
   stopped: "stopped",
@@ -12,12 +12,12 @@ const ENDINGS = {
   edited: "edited",
 };
 
-let live = null; // the answer under way: { conversation, message, row, stop }
+let live = null; // the answer that is being generated: { conversation, message, row, stop }
 
-/** A message of the user's, behind the last one or behind `parent`, and the answer to it. */
+/** Adds a message of the user's after `parent`, by default the last one, and has it answered. */
 function say(message, parent = rows.at(-1)?.message ?? null) {
-  const behind = parent === current || parent === null ? null : parent;
-  const said = addMessage(current, behind, message);
+  const previous = parent === current || parent === null ? null : parent;
+  const said = addMessage(current, previous, message);
   chats.set(current.id, current);
   following = true;
   return answer(newAnswer(said));
@@ -27,7 +27,7 @@ const newAnswer = (parent) => addMessage(current, parent, {
   role: "assistant", text: "", reasoning: "", calls: [], ending: "", error: "", usage: null, rate: null, thought: null,
 });
 
-/** Another answer in the place of this one, which stays; one that never came is asked for again. */
+/** Generates another version of an answer, which stays; an answer that was never received is requested again. */
 function regenerate(message) {
   if (live || !settingsHold()) return;
   const { text, calls } = message;
@@ -47,7 +47,7 @@ function resume(message) {
   $("message").focus();
 }
 
-/** The messages up to the answer; with the answer, if there is some of it, which the server then continues. */
+/** The messages up to and including an answer. The server continues the answer if it has text. */
 function messagesUpTo(message) {
   const messages = [];
   for (let at = message; at; at = parentOf(at)) messages.unshift(at);
@@ -58,7 +58,7 @@ function messagesUpTo(message) {
     if (each.role === "tool") for (const { id, text } of each.results) sent.push({ role: "tool", tool_call_id: id, content: text });
     if (each.role !== "assistant") continue;
     if (each.text || each.calls.length) sent.push(sentAnswer(each));
-    else if (each !== message && sent.at(-1)?.role === "user") sent.pop(); // two questions in a row are no conversation to most models
+    else if (each !== message && sent.at(-1)?.role === "user") sent.pop(); // most models expect no two questions in a row
   }
   return sent;
 }
@@ -118,13 +118,13 @@ async function answer(message) {
   finish(mine, pace, usage, trouble, before);
 }
 
-/** Keeps an answer and its conversation if that is still there: it may have been deleted while the answer came. */
+/** Keeps an answer and its conversation, unless that was deleted while the answer was generated. */
 function keepLive(conversation, message) {
   message.changed = later(message.changed);
   if (chats.get(conversation.id) === conversation) keepConversation(conversation);
 }
 
-/** Adds a piece to an answer, and returns its text. */
+/** Adds a piece to an answer and returns its text. */
 function take(message, { reasoning_content: reasoning, content, tool_calls: calls }, pace) {
   const now = performance.now();
   let text = "";
@@ -165,7 +165,7 @@ function begin({ row }) {
   look();
 }
 
-/** Shows how much of the prompt has been computed, and returns how long it is. */
+/** Shows how much of the prompt has been computed, and returns the number of its tokens. */
 function progressed({ total, cache, processed }) {
   used = { tokens: processed, cached: cache, exact: processed === total };
   if (processed < total) tell("Reading the prompt …", `${number(processed)} of ${number(total)} tokens`);
@@ -174,7 +174,7 @@ function progressed({ total, cache, processed }) {
   return total;
 }
 
-/** What has come so far. A piece of text is a token, mostly; the usage at the end is exact. */
+/** Shows what has been received so far. Most pieces of text are one token; the usage at the end is exact. */
 function show({ row, message }, pace, before) {
   grow(row);
   tell(message.text || message.calls.length ? "Answering …" : "Thinking …");
@@ -206,7 +206,7 @@ function finish(mine, pace, usage, trouble, before) {
   if (live === mine) live = null;
   conversation.changed = Date.now();
   keepLive(conversation, message);
-  if (!shown) return; // another conversation is
+  if (!shown) return; // another conversation is shown
   row.body.setAttribute("aria-busy", "false");
   grow(row);
   row.text.end();
@@ -227,19 +227,19 @@ function finish(mine, pace, usage, trouble, before) {
   look();
 }
 
-/** How many tokens were drafted, and how many of them accepted; null where none was. */
+/** The numbers of drafted and of accepted tokens; null if none were drafted. */
 function draftsOf(details) {
   const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } = details ?? {};
   return accepted + rejected > 0 ? { all: accepted + rejected, accepted } : null;
 }
 
-/** The words of an answer, each block of them a line; of a long answer the beginning. */
+/** The words of an answer, a line for each block; only the beginning of a long answer. */
 function spoken(body) {
   const text = [...body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")].map((block) => block.textContent).join("\n");
   return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer continues.` : text;
 }
 
-/** Shows the server's complaint at the field that it is about. */
+/** Shows the server's error at the field that it is about. */
 function point(trouble) {
   const field = fieldOf(trouble);
   if (!field) return;
@@ -247,10 +247,10 @@ function point(trouble) {
   $("more").open = true;
 }
 
-/** Whether the last `least` characters or more are the same ones over and over: one pass, from the end backwards. */
+/** Whether the text ends in `least` characters or more that repeat a piece; one pass, from the end to the beginning. */
 function loops(text, least) {
   const at = (place) => text.charCodeAt(text.length - 1 - place);
-  const borders = new Int32Array(text.length); // of the last place + 1 characters: the longest end they begin with
+  const borders = new Int32Array(text.length); // of the reversed text's first place + 1 characters: the longest border
   for (let place = 1, border = 0; place < text.length; place += 1) {
     while (border && at(place) !== at(border)) border = borders[border - 1];
     if (at(place) === at(border)) border += 1;

@@ -4,7 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 
-/** What the server said no with; `field` is the one of the request that it names. */
+/** An error of the server; `field` is the field of the request that it names. */
 class Failure extends Error {
   constructor(sentence, status = 0, field = "") {
     super(sentence);
@@ -34,7 +34,7 @@ async function refusal(response) {
     const { error } = await response.json();
     sentence = full(error.message);
     field = error.param ?? "";
-  } catch { /* whatever stands in between may answer with anything */ }
+  } catch { /* a proxy may answer with anything */ }
   const seconds = Number(response.headers.get("Retry-After"));
   if (seconds > 0) sentence += ` It asks to wait for about ${seconds} ${seconds === 1 ? "second" : "seconds"}.`;
   if (response.status === 401) sentence = "This server asks for an API key.";
@@ -62,11 +62,11 @@ async function* events(response) {
   }
 }
 
-// -- what lasts no longer than needed ---------------------------------------------------------------------------------
+// -- small values in the browser's storage ----------------------------------------------------------------------------
 
 const SETTINGS = "polarlm.settings", KEY = "polarlm.key";
 
-/** Storage may be forbidden, its very name too, or full; what is to be kept lasts as long as the page, then. */
+/** Values for this page only: storage may be full or forbidden, and even reading its name may throw. */
 const held = {};
 
 function kept(storage, name) {
@@ -78,5 +78,5 @@ function keep(storage, name, value) {
   try {
     window[storage].setItem(name, value);
     delete held[name];
-  } catch { /* for this page only, then */ }
+  } catch { /* it stays in `held` */ }
 }

@@ -1,16 +1,16 @@
 "use strict";
 
-// Blocks of Markdown, as they grow: words, code, the rows of a table.
+// Blocks of Markdown that grow: words, code, the rows of a table.
 
-const SEGMENT = 2000; // characters after which nothing is closed any more, such as emphasis
-const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // no more is read at a time, and no character is cut
+const SEGMENT = 2000; // characters after which a mark, such as one of emphasis, is no longer closed
+const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // the most text that is read at a time; it cuts no character
 
-/** A paragraph, a heading or an item. Only what may still become something else is read again when more comes. */
+/** A paragraph, a heading or an item. When it grows, only text whose meaning may still change is read again. */
 class Words {
   constructor(element) {
     this.element = element;
-    this.text = ""; // behind the nodes that stay
-    this.fixed = 0; // the number of these
+    this.text = ""; // the text after the fixed nodes
+    this.fixed = 0; // the number of nodes that no longer change
     this.whole = "";
     this.lines = 1;
   }
@@ -26,7 +26,7 @@ class Words {
     this.#show(this.text);
   }
 
-  /** Fixes the nodes of a beginning of the text, as far as nothing that follows can change them. */
+  /** Fixes the nodes of the longest beginning of the text that later text cannot change. */
   #settle(text) {
     let cut = settledUpTo(text);
     if (text.length - cut > SEGMENT) cut = Math.max(cut, text.lastIndexOf(" ") + 1 || text.length);
@@ -42,7 +42,7 @@ class Words {
   }
 }
 
-/** A block of code: its lines are added to, and never read again. */
+/** A block of code. Text is appended to it, and never read again. */
 class Code {
   constructor(fence, indent, language) {
     Object.assign(this, { fence, indent, lines: 0, text: "", fresh: "" });
@@ -50,7 +50,7 @@ class Code {
     const bar = make("figcaption");
     bar.append(make("span", "language", language || "Code"), copyButton("Copy code", () => this.text + this.fresh));
     this.pre = make("pre");
-    this.pre.tabIndex = 0; // it may have to be scrolled
+    this.pre.tabIndex = 0; // so that the keyboard can scroll it
     this.pre.setAttribute("role", "region");
     this.pre.setAttribute("aria-label", language ? `Code, ${language}` : "Code");
     this.pre.append(make("code"));

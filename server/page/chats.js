@@ -1,13 +1,13 @@
 "use strict";
 
-// The conversations of this browser: the list at the side, files of them, and going from one to another.
+// The conversations of this browser: the list at the side, files of them, and switching between them.
 
-const chats = new Map(); // by their ids; one without messages is none of them yet
-let deleted = null; // the conversation that can be brought back
-let renaming = false; // the one that is shown
+const chats = new Map(); // id → conversation; one without messages is not in it
+let deleted = null; // the conversation that can be restored
+let renaming = false; // whether the current conversation is being renamed
 let listed = []; // what the list shows
 
-/** How much of the context the conversation that is shown takes, by its last answer. */
+/** Shows how much of the context the current conversation takes, by its last answer. */
 function settle() {
   const path = pathOf(current), last = path.findLast((message) => message.usage);
   used = last
@@ -16,7 +16,7 @@ function settle() {
   meter();
 }
 
-/** Something was said in the conversation that is shown. */
+/** Keeps the current conversation after something was said in it. */
 function changed() {
   current.changed = Date.now();
   chats.set(current.id, current);
@@ -25,7 +25,7 @@ function changed() {
   drawList();
 }
 
-/** Ends the answer under way without a word; what has come of it is kept. */
+/** Ends the answer that is being generated, without a notice; what was received of it is kept. */
 function leave() {
   const left = live;
   live = null;
@@ -70,7 +70,7 @@ function nameTab() {
 }
 
 function drawList() {
-  if (renaming) return; // what is typed there stays
+  if (renaming) return; // a new list would lose what is typed there
   nameTab();
   const words = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
@@ -78,7 +78,7 @@ function drawList() {
   if ($("none").textContent !== none) $("none").textContent = none;
   $("export-all").disabled = !chats.size;
   const items = sorted.flatMap((chat) => [chat, titleOf(chat), chat === current]), list = $("list");
-  if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // or a click would miss
+  if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // new items would lose a click
   listed = items;
   const focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
   list.replaceChildren(...sorted.map(listItem));
@@ -109,7 +109,7 @@ function listItem(chat) {
   return item;
 }
 
-/** A field for the name in the place of its button. Nothing else moves: it may be what is clicked next. */
+/** Replaces a conversation's button with a field for its name. Nothing else moves: it may be clicked next. */
 function rename(chat, opener) {
   const field = make("input");
   field.value = titleOf(chat);
@@ -128,7 +128,7 @@ function rename(chat, opener) {
   };
   field.addEventListener("keydown", (event) => {
     if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
-    event.preventDefault(); // or the button that is focused next would be pressed
+    event.preventDefault(); // otherwise the key would press the button that is focused next
     event.stopPropagation();
     done(event.key === "Enter");
     drawList();
@@ -175,7 +175,7 @@ function exportChats(list) {
   $("shelf-says").textContent = `${count(list.length, "conversation")} exported.`;
 }
 
-/** Adds the conversations of a file, and to one that is here already what the file has more of it. Returns both numbers. */
+/** Adds the conversations of a file; known ones get what the file has in addition. Returns [added, known]. */
 async function importChats(text) {
   let value;
   try { value = JSON.parse(text); } catch { throw new Failure("This file is not JSON."); }
@@ -208,7 +208,7 @@ $("file").addEventListener("change", async () => {
   $("file").value = "";
 });
 
-// -- what else changes the list ---------------------------------------------------------------------------------------
+// -- other changes of the list ----------------------------------------------------------------------------------------
 
 async function openShelved() {
   for (const chat of await openShelf()) if (!chats.has(chat.id)) chats.set(chat.id, chat);
@@ -216,7 +216,7 @@ async function openShelved() {
   drawList();
 }
 
-/** Opens the conversation that the address names; a new one where it names none. */
+/** Opens the conversation that the address names; a new one if it names none. */
 function openAddressed() {
   const chat = chats.get(location.hash.slice(1));
   if (chat && chat !== current) openChat(chat, false);
@@ -225,7 +225,7 @@ function openAddressed() {
 
 window.addEventListener("popstate", openAddressed);
 
-/** Shows what another tab has changed. What is being read or typed here stays. */
+/** Shows what another tab or a file has changed, without disturbing what is read or typed here. */
 function showNews(chat, { messages, settings }) {
   drawList();
   if (chat !== current) return;
@@ -239,14 +239,14 @@ function showNews(chat, { messages, settings }) {
 
 otherTabs?.addEventListener("message", async ({ data: id }) => {
   const kept = database && await taken(id).catch(() => null);
-  if (kept === null) return; // it cannot be read; undefined is one that is gone
+  if (kept === null) return; // it cannot be read; undefined stands for a deleted one
   const chat = current.id === id ? current : chats.get(id) ?? kept;
-  const isBack = chat === current && !chats.has(id); // it was deleted there, and is not any more
+  const isBack = chat === current && !chats.has(id); // it was deleted there and is restored
   if (kept) {
     shelved.add(id);
     chats.set(id, chat);
     showNews(chat, absorb(chat, kept));
-    if (isBack) keepConversation(chat); // it may have got further here
+    if (isBack) keepConversation(chat); // it may have more messages here
   } else {
     chats.delete(id);
     if (chat === current) warn(GONE);

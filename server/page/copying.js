@@ -2,7 +2,7 @@
 
 // Buttons that copy a text.
 
-/** A button that copies what `text` returns; `signed`: it is a sign, not a word. */
+/** A button that copies what `text` returns; with `signed`, it shows a sign, not a word. */
 function copyButton(name, text, signed = false) {
   const button = make("button", "quiet"), show = (word, drawing) => {
     button.textContent = word;
@@ -20,12 +20,12 @@ function copyButton(name, text, signed = false) {
   return button;
 }
 
-/** Whether a text is in the clipboard now. Browsers have the modern way on safe origins alone. */
+/** Copies a text to the clipboard, and returns whether it could. Browsers have `navigator.clipboard` on safe origins only. */
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
-  } catch { /* the old way, then */ }
+  } catch { /* the older command follows */ }
   const area = make("textarea", "unseen"), focused = document.activeElement;
   area.value = text;
   document.body.append(area);

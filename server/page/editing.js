@@ -2,7 +2,7 @@
 
 // Forms in place of a message: another text for it, or the results of calls.
 
-/** A text in place of a message's own, with buttons that do something with it. */
+/** Shows a field in place of a message's text, with buttons to send or save it. */
 function edit(row) {
   const { message, element } = row;
   if (live || element.querySelector(".edit")) return;
@@ -18,7 +18,7 @@ function edit(row) {
     buttonOf(row, "Edit")?.focus();
   };
   const save = () => {
-    if (live) return; // it would be shown in the place of the answer that comes
+    if (live) return; // it would take the place of the answer that is being generated
     close();
     buttonOf(rowOf(rewrite(message, area.value)), "Edit").focus();
   };
@@ -49,7 +49,7 @@ function edit(row) {
   area.setSelectionRange(area.value.length, area.value.length);
 }
 
-/** A second version of an answer, with another text; nothing comes behind it yet. */
+/** Adds a version of an answer with another text, which no message follows yet. */
 function rewrite(message, text) {
   const { role, reasoning, calls, thought } = message;
   const written = { role, text, reasoning, thought, calls: structuredClone(calls), ending: "edited", error: "", usage: null, rate: null };

@@ -2,7 +2,7 @@
 
 // Elements and their texts. What a model writes is never HTML: every character ends up in a text node.
 
-/** Characters that cannot be seen, or that would reorder what can, as signs for them. */
+/** Invisible characters, and those that reorder text, are shown as signs. */
 const CONTROLS = /[\0-\x08\x0b-\x1f\x7f]/g, REORDERING = /[\u202a-\u202e\u2066-\u2069]/g;
 const visible = (text) => text.replace(CONTROLS, (sign) => String.fromCharCode(sign === "\x7f" ? 0x2421 : 0x2400 + sign.charCodeAt()));
 const visibleCode = (text) =>
@@ -15,7 +15,7 @@ function make(name, className = "", text = "") {
   return made;
 }
 
-/** Shows a button as a sign. Its text is its name, for those who do not see the sign. */
+/** Shows a button as a sign. Its text becomes its name, for screen readers. */
 function sign(button, name) {
   const [drawing, use] = ["svg", "use"].map((element) => document.createElementNS("http://www.w3.org/2000/svg", element));
   drawing.setAttribute("class", "sign");
@@ -28,7 +28,7 @@ function sign(button, name) {
   return button;
 }
 
-/** Adds to the text of an element; in several nodes, since a node is shaped as a whole whenever it grows. */
+/** Appends to the text of an element, in several nodes: a browser lays out a whole node anew whenever it grows. */
 function addText(element, text) {
   for (const part of text.match(/[^]{1,8000}/gu) ?? []) {
     const last = element.lastChild;
@@ -37,7 +37,7 @@ function addText(element, text) {
   }
 }
 
-/** Right to left where its own letters are. */
+/** Sets the direction of an element by its own letters, and returns it. */
 function dir(element) {
   element.dir = "auto";
   return element;

@@ -1,8 +1,8 @@
 "use strict";
 
-// Markdown inside of a line: emphasis, code, links.
+// Markdown inside a line: emphasis, code, links.
 
-const DEPTH = 6; // of emphasis in emphasis
+const DEPTH = 6; // of nested emphasis
 
 const INLINE = new RegExp(
   [
@@ -19,10 +19,10 @@ const INLINE = new RegExp(
   ].join("|"),
   "g",
 );
-const OPENER = /[*_~](?=\S|$)|[`[\\]/; // may begin one of these
+const OPENER = /[*_~](?=\S|$)|[`[\\]/; // may begin one of INLINE
 const SAFE = new Set(["http:", "https:", "mailto:"]);
 
-/** The nodes that a text without line structure stands for. */
+/** The nodes of a text without block structure. */
 function inline(text, depth = 0) {
   const nodes = [];
   let done = 0;
@@ -53,19 +53,19 @@ function inlineElement({ groups: found }, depth) {
   return link(found.address ?? found.target, found.label ?? found.address);
 }
 
-/** A link to another site, or null where the address is none that is safe to follow. */
+/** A link to another site; null if the address is not safe to follow. */
 function link(address, label) {
   let url;
-  try { url = new URL(address); } catch { return null; } // a relative one would lead to the server
+  try { url = new URL(address); } catch { return null; } // a relative address would lead to this server
   if (!SAFE.has(url.protocol)) return null;
   const anchor = make("a", "", visible(label));
   Object.assign(anchor, { href: url.href, title: url.href, target: "_blank", rel: "noopener noreferrer" });
   return anchor;
 }
 
-/** Up to where a text means the same whatever comes behind it: the beginning of a word, before what may yet be closed. */
+/** The length of the text's beginning that later text cannot change: up to a word, before any mark that is not closed. */
 function settledUpTo(text) {
-  let done = text.lastIndexOf("\n") + 1, settled = done; // nothing reaches over the end of a line
+  let done = text.lastIndexOf("\n") + 1, settled = done; // no mark spans the end of a line
   const matches = [...text.matchAll(INLINE)].filter(({ index }) => index >= done);
   for (const { index, 0: { length } } of [...matches, { index: text.length, 0: "" }]) {
     const gap = text.slice(done, index), opener = gap.search(OPENER);

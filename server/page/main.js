@@ -10,16 +10,16 @@ function busy(yes) {
   if (focused) $("message").focus();
 }
 
-/** Says what is happening; screen readers say the sentence, too, and leave out a figure that changes all the time. */
+/** Shows what is happening. Screen readers read the sentence, but not the figure, which changes all the time. */
 function tell(sentence, figure = "") {
   if ($("status").textContent !== sentence) $("status").textContent = sentence;
   $("progress").textContent = figure;
 }
 
-const SAID_MS = 7000; // so long a text for screen readers is there: who reads on, or searches, is not to find it twice
+const SAID_MS = 7000; // how long a text for screen readers exists: later, reading or searching the page must not find it twice
 let silencing = 0;
 
-/** Gives a text to screen readers alone. */
+/** Has screen readers read a text that is not shown. */
 function announce(text) {
   $("said").textContent = text;
   clearTimeout(silencing);
@@ -28,7 +28,7 @@ function announce(text) {
 
 // -- the view follows the answer --------------------------------------------------------------------------------------
 
-let following = true; // the end of the conversation stays in view
+let following = true; // whether the end of the conversation stays in view
 let scrolledTo = 0;
 
 function follow() {
@@ -37,7 +37,7 @@ function follow() {
 
 $("log").addEventListener("scroll", () => {
   const { scrollTop, scrollHeight, clientHeight } = $("log"), below = scrollHeight - scrollTop - clientHeight;
-  following = below < (scrolledTo > scrollTop ? 1 : 48); // the smallest step upwards ends it; the end itself may move up, too
+  following = below < (scrolledTo > scrollTop ? 1 : 48); // the smallest step upwards ends it, unless the end itself moved up
   scrolledTo = scrollTop;
 }, { passive: true });
 
@@ -80,7 +80,7 @@ $("new").addEventListener("click", newChat);
 
 // -- sheets: on a narrow screen, conversations and settings cover the page --------------------------------------------
 
-/** Whether a part of the page is a sheet here, and not open. */
+/** Whether a part of the page is a sheet on this screen and not open. */
 const isShut = (name) => getComputedStyle($(`open-${name}`)).display !== "none" && !$(name).classList.contains("open");
 
 function sheet(name, open) {
@@ -106,7 +106,7 @@ $("open-meters").addEventListener("click", () => {
 
 // -- the key ----------------------------------------------------------------------------------------------------------
 
-let locked = null; // the answer that was refused for want of a key
+let locked = null; // the answer that was refused because the key was missing or wrong
 
 function lock(message = null) {
   const again = kept("sessionStorage", KEY) !== null;
@@ -131,7 +131,7 @@ $("door").addEventListener("submit", async (event) => {
   if (message === rows.at(-1)?.message && !live) answer(message);
 });
 
-// -- the beginning ----------------------------------------------------------------------------------------------------
+// -- start ------------------------------------------------------------------------------------------------------------
 
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) look();

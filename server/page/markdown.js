@@ -1,8 +1,8 @@
 "use strict";
 
-// Markdown to elements, as it streams in: which block a line begins, or continues.
+// Turns a stream of Markdown into elements: decides which block a line begins or continues.
 
-const LONGEST_MARK = 500; // characters of a line after which it is known what it is
+const LONGEST_MARK = 500; // characters of a line after which its kind is certain
 
 const FENCE = /^( *)(`{3,}|~{3,}) *([^`\n]*)$/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)]) +(?=\S)/;
@@ -14,15 +14,15 @@ const RULER = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/; // between the head of 
 /** Beginnings of a line that may still become another kind of line. */
 const UNDECIDED = /^ *(?:[-*+_] *|\d{1,9}[.)]? *|#{1,6} *|> *|`{1,2}|`{3,}[^`]*|~{1,2}|~{3,}.*|([-*_])(?: *\1)* *|[|:\- ]*)?$/;
 
-/** Writes Markdown into an element, piece by piece: `write` any text, then `flush` once for each frame. */
+/** Writes Markdown into an element piece by piece: `write` any text, then `flush` once a frame. */
 class Markdown {
-  #rest = ""; // of the line, as long as it may become anything
-  #open = null; // where the characters of the line go, once that is known
+  #rest = ""; // the line so far, while its kind is not known
+  #open = null; // the block that gets the line's characters, once it is known
   #block = null; // what the next line may continue: words, code or a table
-  #lists = []; // the lists that are open, each in an item of the one before
-  #blank = false; // whether an empty line came last
+  #lists = []; // the open lists, each in an item of the previous one
+  #blank = false; // whether the last line was empty
   #quote = null;
-  #rows = null; // of the table, with how their cells are aligned
+  #rows = null; // the table's element; `#aligns` has the alignment of its columns
   #aligns = [];
   #dirty = new Set();
 
@@ -39,7 +39,7 @@ class Markdown {
     });
   }
 
-  /** The text ends here. */
+  /** Ends the text. */
   end() {
     if (this.#rest) this.#begin(this.#rest, true);
     this.flush();
@@ -69,7 +69,7 @@ class Markdown {
     return !UNDECIDED.test(line);
   }
 
-  /** Finds out what a line is; `whole`: no more of it comes. */
+  /** Begins the block of a line, or continues one; `whole`: the line is complete. */
   #begin(line, whole) {
     this.#rest = "";
     if (this.#block instanceof Code) return this.#codeLine(line);
@@ -106,7 +106,7 @@ class Markdown {
 
   #heading([, signs], text) {
     this.#leave(0);
-    return this.#once(make(`h${Math.min(6, signs.length + 2)}`), text); // below the page's own
+    return this.#once(make(`h${Math.min(6, signs.length + 2)}`), text); // of lower levels than the page's own headings
   }
 
   #quoted(_match, text) {
@@ -178,7 +178,7 @@ class Markdown {
     const head = this.#block, text = head.whole;
     const aligns = cells(line).map((cell) => (/^:-+:$/.test(cell) ? "middle" : /-:$/.test(cell) ? "right" : "left"));
     const [box, table] = [make("div", "table"), make("table")];
-    box.tabIndex = 0; // it may have to be scrolled
+    box.tabIndex = 0; // so that the keyboard can scroll it
     box.setAttribute("role", "region");
     box.setAttribute("aria-label", "Table");
     head.element.replaceWith(box);
@@ -196,7 +196,7 @@ class Markdown {
     return this.#into(new Row(element, cell, this.#aligns), line);
   }
 
-  /** A line that is not indented ends the lists behind whose items it stands. */
+  /** Ends the quote, and the lists to whose items a line with this indent does not belong. */
   #leave(indent) {
     this.#quote = null;
     while (this.#lists.length && indent < this.#lists.at(-1).indent + 2) this.#lists.pop();
@@ -215,7 +215,7 @@ class Markdown {
     return this.#into(new Words(element), text);
   }
 
-  /** A block of one line. */
+  /** Begins a block of one line. */
   #once(element, text) {
     this.#start(element, text);
     this.#block = null;

@@ -1,16 +1,16 @@
 "use strict";
 
-// Conversations that several tabs write in: what each of them has becomes one tree.
+// Merges the trees of a conversation that several tabs write in.
 
-/** A moment for what changes now: later than the one of its last change, even where the clock was set back. */
+/** The time of a change now, always later than the last change, even if the clock was set back. */
 const later = (than = 0) => Math.max(Date.now(), than + 1);
 
-const answered = new WeakMap(); // answers written in this tab → the moment of each that is kept
+const answered = new WeakMap(); // answer written in this tab → `changed` of its kept version
 
 /**
- * Takes what another tab, or a file, has of a conversation into the one that is here: messages and versions of them by
- * their ids, and whatever was changed later there: a message, the name, the settings. What is shown here stays shown.
- * Returns what is new here: { messages, settings }, the messages that were added or changed, and whether settings were.
+ * Merges `theirs`, a conversation as another tab or a file has it, into `mine`: messages and their versions by id, and
+ * whatever was changed later there: a message, the name, the settings. What is shown here stays shown.
+ * Returns { messages, settings }: the messages that were added or changed here, and whether the settings were.
  */
 function absorb(mine, theirs) {
   const messages = [], settings = theirs.chosen > (mine.chosen ?? 0);
@@ -33,7 +33,7 @@ function absorb(mine, theirs) {
   return { messages, settings };
 }
 
-/** Gives a message its children: those of `theirs` in their order, then those that are only here. What was shown is shown. */
+/** Merges the children of a message: those of `theirs` in their order, then those only here. The same child stays shown. */
 function unite(conversation, mine, theirs) {
   const id = mine === conversation ? null : mine.id, shown = mine.children[mine.shown] ?? theirs.children[theirs.shown];
   const known = theirs.children.filter((child) => conversation.messages[child]?.parent === id); // a file may have loops
@@ -41,13 +41,13 @@ function unite(conversation, mine, theirs) {
   mine.shown = Math.max(0, mine.children.indexOf(shown));
 }
 
-/** Whether an answer has been written both here and in another tab since it was kept. */
+/** Whether an answer was written both here and in another tab since it was kept. */
 function isDisputed(own, theirs) {
   const kept = answered.get(own);
   return theirs.changed > kept && (own === live?.message || own.changed > kept);
 }
 
-/** What was written here becomes a version of its own. */
+/** Makes a separate version of what was written here. */
 function fork(conversation, own, theirs) {
   const { id, children, shown } = own;
   conversation.messages[id] = { ...theirs, children, shown };

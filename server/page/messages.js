@@ -1,11 +1,11 @@
 "use strict";
 
-// The messages that are shown: their elements, and what can be done with them.
+// The messages that are shown: their elements and their buttons.
 
 let current = newConversation(lastSettings()); // the conversation that is shown
-let rows = []; // of its messages that are shown: { message, element, … }
+let rows = []; // { message, element, … } of each message that is shown
 
-/** Shows the path of the conversation. Rows of messages that are shown already stay as they are. */
+/** Shows the messages of the current conversation. Rows that are shown already stay as they are. */
 function draw() {
   const path = pathOf(current);
   let same = 0;
@@ -60,7 +60,7 @@ function assistantRow(message) {
   return row;
 }
 
-/** Shows all of an answer anew; `going`: there is more to come. */
+/** Shows a whole answer anew; `going`: whether it is still being generated. */
 function fill(row, going = false) {
   row.thoughts?.remove();
   row.thoughts = null;
@@ -72,7 +72,7 @@ function fill(row, going = false) {
   complain(row);
 }
 
-/** Shows what an answer has more than before. */
+/** Shows what was added to an answer. */
 function grow(row) {
   const { message } = row;
   if (message.reasoning) think(row);
@@ -135,14 +135,14 @@ function toolRow(message) {
   return { message, element, body, foot };
 }
 
-/** What went wrong with an answer, in a sentence; empty if nothing did. */
+/** A sentence about what went wrong with an answer; empty if nothing did. */
 function troubleOf({ text, calls, ending, error }) {
   if (error || ending) return error;
   const which = text || calls.length ? "This answer has no end" : "This answer has not come";
   return `${which}: the page was closed before it did, or another tab still waits for it.`;
 }
 
-/** What went wrong with an answer, below it; `now`: it just has. */
+/** Shows below an answer what went wrong with it; `now`: whether it has just happened. */
 function complain(row, now = false) {
   row.element.querySelector(".notice")?.remove();
   const trouble = live?.message === row.message ? "" : troubleOf(row.message);
@@ -186,13 +186,13 @@ function drawFoot(row) {
   }
 }
 
-/** Whether there is a result in a form that somebody is still typing. */
+/** Whether a form has a result that the user has begun to type. */
 const isTyped = (form) => [...form.querySelectorAll("textarea")].some(({ value }) => value);
 
 const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
 const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);
 
-/** Which of several messages in this place is shown, and the way to the others. */
+/** The number of the version of a message that is shown, with buttons to show others; nothing for a single version. */
 function arrows({ message }) {
   const holder = above(current, message), all = holder.children.length;
   if (all < 2) return [];
@@ -229,7 +229,7 @@ function figuresOf({ usage, rate, ending, drafts, error, text }) {
 const fromCache = ({ prompt, cached, places = {} }) =>
   cached === null ? count(prompt, "prompt token") : `${number(cached)} of ${number(prompt)} prompt tokens from the cache${fromTiers(places)}`;
 
-/** Which of them came from a tier of the cache, in brackets. */
+/** How many of the cached tokens came from a tier of the cache, in brackets. */
 function fromTiers(places) {
   const tiers = Object.entries(places).filter(([place]) => place !== "store");
   return tiers.length ? ` (${tiers.map(([place, tokens]) => `${number(tokens)} from ${place}`).join(", ")})` : "";

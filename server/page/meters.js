@@ -1,11 +1,11 @@
 "use strict";
 
-// Meters: speed, context, the picture of the cache, memory. The picture is drawn from counts of tokens alone.
+// Meters: speed, context, the picture of the cache, memory. The picture is computed from counts of tokens only.
 
-const BUSY_MS = 1000, IDLE_MS = 5000; // between two looks at /stats
+const BUSY_MS = 1000, IDLE_MS = 5000; // between two requests for /stats
 
-let used = { tokens: 0, cached: 0, exact: true }; // of the context: by the conversation, and found in the cache
-let stats = null; // what /stats said last
+let used = { tokens: 0, cached: 0, exact: true }; // tokens of the conversation, and how many of them were in the cache
+let stats = null; // the last response of /stats
 
 const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
@@ -17,7 +17,7 @@ function size(bytes) {
   return `${number(bytes, power ? 1 : 0)} ${units[power]}`;
 }
 
-/** The first token comes out of the prompt: what is timed are the steps behind it. */
+/** Shows and returns the rate of the steps after the first token, which the prefill yields. */
 function speed(tokens, milliseconds) {
   const rate = milliseconds > 0 ? `${number((1000 * (tokens - 1)) / milliseconds, 1)} tokens/s` : "";
   $("speed").textContent = rate || "–";
@@ -36,7 +36,7 @@ function meter() {
   $("types").textContent = `Keys as ${stats.cache_type_k}, values as ${stats.cache_type_v}; a token takes ` +
     `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
   const { bytes, f16_bytes: f16 } = stats.sequence;
-  const saves = f16 > 1.05 * bytes; // not at the beginning: the first and the current block are halves in both
+  const saves = f16 > 1.05 * bytes; // false for short sequences: the first and the current block are f16 in both
   $("memory").textContent = saves ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";
   $("saved").textContent = saves ? `f16 would take ${size(f16)}` : "";
   $("bars").hidden = !saves;
@@ -50,10 +50,10 @@ function meter() {
 }
 
 let looking = 0;
-let worry = ""; // what was wrong with the last look
+let worry = ""; // the error of the last request
 let known = ""; // the name of the model whose /props are shown
 
-/** Asks for /stats now, and again and again while the page is seen. */
+/** Requests /stats now, and repeatedly while the page is visible. */
 async function look() {
   clearTimeout(looking);
   try {
@@ -76,11 +76,11 @@ async function look() {
 // -- the picture of the cache -----------------------------------------------------------------------------------------
 
 const WIDTH = 264; // of the picture, in its own units
-const PITCHES = [[12, 132], [8, 660], [5, 2640]]; // of a cell, and the most cells that are drawn at this pitch
+const PITCHES = [[12, 132], [8, 660], [5, 2640]]; // (pitch of a cell, most cells that are drawn at this pitch)
 
 /**
- * The blocks of a sequence of `tokens`, of which `cached` were found: its first block and the one that is being filled are
- * in full precision, those between are coded. Behind a window only the blocks are left that a later token sees.
+ * The blocks of a sequence of `tokens`, `cached` of which were found: its first block and the one that is being filled are
+ * in full precision, those between are coded. With a window, only the blocks that a later token sees are left.
  */
 function blocksOf(tokens, cached, { block_size: length, window }) {
   const complete = Math.floor(tokens / length), rest = tokens % length;
@@ -102,9 +102,9 @@ function blocksInWords({ all, length, full, coded, shared }, bits) {
   return `${count(all, "block")} of ${length} tokens: ${parts.join(", ")}`;
 }
 
-let drawn = ""; // what the picture shows
+let drawn = ""; // the state that the picture shows
 
-/** A cell is a block: filled by how many bits of 16 its values take, and by how much of it there is. */
+/** Draws a cell for each block, filled in proportion to the bits of its values, of 16, and to its tokens. */
 function drawBlocks(blocks, { bits_per_value: bits, context }) {
   const words = blocksInWords(blocks, bits), state = `${words} ${blocks.filled.toFixed(2)}`;
   if (state === drawn) return;

@@ -1,11 +1,11 @@
 "use strict";
 
-// Settings: those of the conversation that is shown, and the last ones for a new one.
+// Settings: those of the current conversation, and the last ones, with which a new conversation begins.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"];
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
 
-/** The settings in an untrusted value: a text for each field that is not empty, and loop_check where it is off. */
+/** The settings in an untrusted value: a string for each field that is not empty, and loop_check if it is off. */
 function readSettings(value) {
   const settings = {};
   for (const name of FIELDS) {
@@ -17,7 +17,7 @@ function readSettings(value) {
 }
 
 function lastSettings() {
-  try { return readSettings(JSON.parse(kept("localStorage", SETTINGS))); } catch { return {}; } // not ours
+  try { return readSettings(JSON.parse(kept("localStorage", SETTINGS))); } catch { return {}; } // another program's value
 }
 
 function showSettings(settings) {
@@ -41,7 +41,7 @@ function remember() {
   if (current.children.length) keepConversation(current);
 }
 
-/** Shows in the empty fields what is in force there, by /props (-1 is none), and says what the model was not made for. */
+/** Shows the defaults from /props in empty fields (-1: none), and a warning if the model has no chat template. */
 function showProps({ default_generation_settings: { params }, chat_template_is_default: isDefault }) {
   for (const name of NUMBERS) {
     if (params[name] >= 0) $(name).placeholder = String(Number(params[name].toPrecision(6)));
@@ -49,7 +49,7 @@ function showProps({ default_generation_settings: { params }, chat_template_is_d
   $("untaught").textContent = isDefault ? "This model has no chat template: it continues text, and was probably not made for chats." : "";
 }
 
-/** Whether every field holds what can be sent; the browser says what does not. */
+/** Whether the values of all fields can be sent; otherwise the browser shows what is wrong. */
 function settingsHold() {
   if ($("fields").checkValidity()) return true;
   revealSettings($("fields").querySelector(":invalid"));
@@ -65,7 +65,7 @@ function revealSettings(field) {
 
 // -- JSON in fields ---------------------------------------------------------------------------------------------------
 
-/** What is wrong with the text of a field for JSON, in a sentence; empty if nothing is. */
+/** A sentence about what is wrong with the JSON in a field; empty if nothing is. */
 function wrongJson(name) {
   const text = $(name).value.trim();
   if (!text) return "";
@@ -85,13 +85,13 @@ function sayWrong(name, sentence) {
   $(name).setAttribute("aria-invalid", String(Boolean(sentence)));
 }
 
-/** The field that the server's complaint is about, "tools" or "schema"; null for another one, or none. */
+/** The field that an error of the server is about, "tools" or "schema"; null for any other. */
 function fieldOf({ field, message }) {
   if (/^tool/.test(field)) return "tools";
   return /^(response_format|json_schema)/.test(field) || /^The JSON schema\b/.test(message) ? "schema" : null;
 }
 
-/** The fields of a request that the settings are for. */
+/** The fields of a request that follow from the settings. */
 function requestSettings() {
   const body = {};
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = $(name).valueAsNumber;

@@ -4,13 +4,13 @@
 
 /*
  * A conversation: { id, title, named, changed, settings, chosen, children, shown, messages: { ID: message } }
- * A message: { id, parent, changed, children, shown, role, … }: `children` are the ids of what may come behind it, `shown`
- * is the place of the one that does. The parent of a first message is null. `named`, `chosen` and a message's `changed` are
- * moments: when the title was given, the settings chosen, an answer written last; where there is none, at the beginning.
- * Beside these
- *   "user" has text,
- *   "assistant" text, reasoning, calls: [{ id, name, arguments }], and once it has ended: ending, error, usage, drafts, rate, thought,
- *   "tool" results: [{ id, name, text }], one for each call of the message before.
+ * A message: { id, parent, changed, children, shown, role, … }: `children` are the ids of the messages that may follow it,
+ * and `shown` is the index of the one that does. The parent of a first message is null. `named`, `chosen` and a message's
+ * `changed` are times: when the title was given, the settings chosen, an answer last written; without one, at the beginning.
+ * By its role, a message also has
+ *   "user": text,
+ *   "assistant": text, reasoning, calls: [{ id, name, arguments }]; after its end also ending, error, usage, drafts, rate, thought,
+ *   "tool": results: [{ id, name, text }], one for each call of the previous message.
  */
 
 const DATABASE = "polarlm", SHELF = "conversations", FORMAT = "polarlm-conversations";
@@ -21,7 +21,7 @@ const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte)
 
 const newConversation = (settings) => ({ id: newId(), title: "", changed: Date.now(), settings, children: [], shown: 0, messages: {} });
 
-/** What holds the children that a message is one of. */
+/** The message, or the conversation, whose child a message is. */
 const above = (conversation, message) => (message.parent === null ? conversation : conversation.messages[message.parent]);
 
 /** The messages that are shown, first to last. */
@@ -34,7 +34,7 @@ function pathOf(conversation) {
   return path;
 }
 
-/** Adds a message behind another one, or as a first one where that is null, and shows it. */
+/** Adds a message after `parent`, or as a first one if that is null, and shows it. */
 function addMessage(conversation, parent, message) {
   const added = { id: newId(), parent: parent?.id ?? null, children: [], shown: 0, ...message };
   conversation.messages[added.id] = added;
@@ -46,7 +46,7 @@ function addMessage(conversation, parent, message) {
 const titleOf = (conversation) =>
   conversation.title || pathOf(conversation).find((message) => message.role === "user")?.text.trim().slice(0, 80) || "New chat";
 
-/** The conversation of an untrusted JSON value. Raises a Failure. */
+/** The conversation in an untrusted JSON value. Throws a Failure. */
 function readConversation(value) {
   if (!value?.messages || typeof value.messages !== "object" || !Array.isArray(value.children)) {
     throw new Failure("This file has no conversations of this page in it.");
@@ -58,9 +58,9 @@ function readConversation(value) {
   if (ID.test(value.id)) conversation.id = value.id;
   Object.assign(conversation, { title: string(value.title).slice(0, 200), named: figure(value.named), chosen: figure(value.chosen) });
   conversation.changed = figure(value.changed) ?? conversation.changed;
-  const copyBehind = (source, parent) => {
+  const copyChildren = (source, parent) => {
     const waiting = [[source, parent]], seen = new Set();
-    while (waiting.length) { // a loop, since a conversation may be longer than the stack
+    while (waiting.length) { // not recursive, since a conversation may be deeper than the stack
       const [from, to] = waiting.pop();
       for (const id of Array.isArray(from.children) ? from.children : []) {
         const found = Object.hasOwn(value.messages, id) ? value.messages[id] : null;
@@ -88,7 +88,7 @@ function readConversation(value) {
       holder.shown = Math.min(Math.max(0, shown), Math.max(0, holder.children.length - 1));
     }
   };
-  copyBehind(value, null);
+  copyChildren(value, null);
   return conversation;
 }
 
@@ -98,18 +98,18 @@ const NOT_KEPT = "This browser keeps nothing here (a private window, or storage 
 const GONE = "This conversation was deleted in another tab. It is shown here until you leave it; a message brings it back.";
 const NO_ROOM = "The browser’s storage is full: what changed last is not kept. Delete conversations, or export them to a file.";
 
-let database = null; // null where the browser keeps nothing
-let otherTabs = null; // they hear the id of each conversation that has changed
-try { otherTabs = new BroadcastChannel(DATABASE); } catch { /* forbidden where storage is, in some browsers */ }
+let database = null; // null if the browser keeps nothing
+let otherTabs = null; // the channel that gets the id of each conversation that has changed
+try { otherTabs = new BroadcastChannel(DATABASE); } catch { /* some browsers forbid it along with storage */ }
 
-const shelved = new Set(); // ids of conversations that have been kept: one that is not there any more was deleted
+const shelved = new Set(); // ids of conversations that were kept: one that the database lacks was deleted
 
 const granted = (request) => new Promise((resolve, reject) => {
   request.onsuccess = () => resolve(request.result);
   request.onerror = () => reject(request.error);
 });
 
-/** Every conversation that is kept. */
+/** Opens the database and returns its conversations. */
 async function openShelf() {
   try {
     const request = indexedDB.open(DATABASE, 1);
@@ -127,7 +127,7 @@ async function openShelf() {
 
 const taken = (id) => granted(database.transaction(SHELF).objectStore(SHELF).get(id));
 
-/** Does `change` to the shelf, in one transaction. */
+/** Applies `change` to the database in one transaction, and tells other tabs. */
 async function shelve(id, change) {
   if (!database) return;
   try {
@@ -143,11 +143,11 @@ async function shelve(id, change) {
 }
 
 /**
- * Keeps a conversation, with all that other tabs have kept of it.
+ * Keeps a conversation, merged with what other tabs have kept of it.
  *
- * One that another tab has deleted stays deleted, however its answers, settings and versions change here. It stays on the
- * page where it is shown, with all that is typed there, and only what somebody does on purpose brings all of it back
- * (`again`): a message, Undo, an import.
+ * A conversation that another tab has deleted stays deleted, however its answers, settings and versions change here. It
+ * stays on the page that shows it, with all that is typed there, and only a deliberate act restores it (`again`): a
+ * message, Undo, an import.
  */
 const keepConversation = (conversation, again = false) => shelve(conversation.id, async (shelf) => {
   const { id } = conversation, kept = await granted(shelf.get(id));
@@ -162,7 +162,7 @@ const keepConversation = (conversation, again = false) => shelve(conversation.id
 
 const removeConversation = (id) => shelve(id, (shelf) => shelf.delete(id));
 
-/** Says, or stops saying, that conversations are not kept. */
+/** Shows a sentence about conversations that are not kept; hides it if the sentence is empty. */
 function warn(sentence) {
   if ($("unkept").textContent !== sentence) $("unkept").textContent = sentence;
 }

@@ -1,1 +1,1 @@
-"""A request's JSON becomes an engine's prompt, options and sampling parameters."""
+"""Reads a request's JSON into an engine's prompt, options and sampling parameters."""

@@ -1,4 +1,4 @@
-"""Reading what an answer must look like: JSON in, the fields of SamplingParams that constrain it out."""
+"""Reads the constraint of an answer from JSON into the fields of SamplingParams."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _strict(constraint: dict[str, Any]) -> dict[str, Any]:
     schema = constraint["schema"]
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError):  # refused with the reason, where it is compiled
+    except (ValueError, RecursionError):  # compiling it fails with the reason
         return constraint
     return {"schema": {**schema, **STRICT}} if isinstance(schema, dict) else constraint
 
@@ -86,7 +86,7 @@ def _choice(field: str, value: Any) -> dict[str, Any]:
 
 
 def _structured(field: str, value: Any) -> dict[str, Any]:
-    """vLLM's object, whose one field says what the answer must look like."""
+    """The constraint in vLLM's object, which has one field."""
     if not isinstance(value, dict):
         raise wrong(field, "an object", value)
     given = {name: part for name, part in value.items() if part is not None and part is not False}

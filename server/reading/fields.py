@@ -1,9 +1,9 @@
 """How this server treats every field of a completion request that OpenAI, llama-server or vLLM defines.
 
 A field is *honoured*, *harmless* (the answer is the same with it and without it), or *refused* by name, unless its
-value is the default. Fields that none of the three defines are ignored: clients send extra names, and expect no effect
-of names without a definition. Over HTTP they get a warning. fields.json lists the fields of each kind; a row has the
-APIs, a sentence, and of a refused field the values without effect. docs/http-fields.md is generated from it.
+value is the default. Fields that none of the three defines are ignored, since clients send extra names and expect no
+effect; over HTTP they get a warning. fields.json lists the fields of each kind; a row has the APIs, a sentence, and for
+a refused field the values that have no effect. docs/http-fields.md is generated from it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Field:
     apis: str  # as "OpenAI, vLLM"; "here alone" for this server's own
     standing: Literal["honoured", "harmless", "refused"]
     says: str
-    neutral: tuple[Any, ...] = ()  # values of a refused field that have no effect, unless it is one of RULES
+    neutral: tuple[Any, ...] = ()  # values of a refused field that have no effect, if RULES does not have the field
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which values of a refused field have no effect, and their text in the documentation."""
+    """The values of a refused field that have no effect, and how the documentation describes them."""
 
     text: str
     holds: Callable[[Any, Body], bool]
@@ -49,7 +49,7 @@ def complaint(body: Body) -> tuple[str, str] | None:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether they are the same in JSON, where true and false are not numbers."""
+    """Whether two values are equal in JSON, where true and false are not numbers."""
     return value == other and _is_flag(value) == _is_flag(other)
 
 
@@ -62,7 +62,7 @@ def _is_number(value: Any) -> bool:
 
 
 SAMPLERS = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
-"""Their order, under llama-server's names."""
+"""The samplers in their order, under llama-server's names."""
 
 _ALIASES = {"temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "nucleus": "top_p"}
 _OFF = ("top_n_sigma", "top-n-sigma", "typ_p", "typ-p", "typical", "typical_p", "xtc", "infill", "adaptive_p")

@@ -1,6 +1,6 @@
-"""Prompts for the middle of a text, for models that were trained to write it: the beginning, the end, then the middle.
+"""Prompts for models that were trained to fill in the middle of a text: its beginning, its end, then the middle.
 
-Models have tokens of their own for this, whose names differ from family to family.
+Such models have special tokens, whose names differ from family to family.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Mixed = list[int | str]
 
 @dataclass(frozen=True)
 class Infill:
-    """The tokens of a vocabulary before the beginning, the end and the middle of a text; others where it has them."""
+    """The tokens of a vocabulary that precede the beginning, the end and the middle of a text, and related tokens."""
 
     bos: int | None
     prefix: int
@@ -37,14 +37,14 @@ class Infill:
     middle: int
     repository: int | None
     file: int | None
-    ends: tuple[int, ...]  # that come after a middle, where the model writes on
+    ends: tuple[int, ...]  # tokens that a model generates after a complete middle
 
     def prompt(
         self, prefix: str, suffix: str, begun: str = "", files: Iterable[tuple[str, str]] = (), name: str = "filename"
     ) -> Mixed:
-        """The prompt for the text between `prefix` and `suffix`, which begins with `begun`.
+        """The prompt for the text between `prefix` and `suffix`; `begun` is the beginning of that text.
 
-        files: names and texts of other files; its own name is `name`.
+        files: (name, text) of other files. name: the name of this file.
         """
         parts: Mixed = [] if self.bos is None else [self.bos]
         files = list(files)
@@ -60,7 +60,7 @@ class Infill:
 
 
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
-    """The tokens of a vocabulary; None for a model that was not trained for it."""
+    """The tokens of a vocabulary for filling in the middle; None if the model was not trained for it."""
 
     def token(name: str) -> int | None:
         ids = tokenizer.tokenize(name, control=True)
@@ -82,7 +82,7 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
 
 
 def infilled(field: str, asked: ParsedRequest, infill: Infill | None, prompts: list[Mixed]) -> ParsedRequest:
-    """`asked` for these prompts, whose texts are the client's and hold no control tokens.
+    """`asked` with these prompts; names of control tokens in the client's texts stay text.
 
     Raises BadRequest, which names `field`, for a model without the tokens.
     """

@@ -1,4 +1,4 @@
-"""Reading requests: JSON in, an engine's prompt, options and sampling parameters out.
+"""Reads a request from JSON into an engine's prompt, options and sampling parameters.
 
 `server.reading.fields` lists how every field that other servers define is treated here.
 """
@@ -25,17 +25,17 @@ MAX_ANSWERS = 16  # n
 class ParsedRequest:
     """A request that has been read and validated."""
 
-    prompt: Prompt  # messages have "role" and "content" alone, both text
+    prompt: Prompt  # in messages, "role" and "content" are text
     options: PromptOptions
     params: SamplingParams
     stream: bool
     n: int  # answers to each prompt
-    include_usage: bool  # stream_options
-    progress: bool = False  # whether pieces tell how much of the prompt has been computed
-    more_prompts: tuple[Prompt, ...] = ()  # that are answered alike; of APIs that take several in a request
+    include_usage: bool  # that of stream_options
+    progress: bool = False  # whether pieces report how much of the prompt has been computed
+    more_prompts: tuple[Prompt, ...] = ()  # prompts with the same options; in APIs that accept several in a request
     tools: Tools | None = None
-    constrained_by: str | None = None  # the field that says what an answer must look like
-    reasoning: Literal["apart", "inline", "dropped"] = "apart"  # from the text; only of answers to messages
+    constrained_by: str | None = None  # the field that constrains the answer
+    reasoning: Literal["apart", "inline", "dropped"] = "apart"  # apart from the text, in it, or left out
 
     @property
     def answers(self) -> int:
@@ -57,10 +57,10 @@ def read(
 ) -> ParsedRequest:
     """The request in a JSON object: a prompt under one of the names in `takes`, and parameters.
 
-    tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are
-    asked for as in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
-    parse_special: see `read_options`. null stands for the default everywhere. Unknown fields are ignored.
-    Raises BadRequest.
+    tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are requested as
+    in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
+    parse_special: see `read_options`. null stands for the default everywhere. Unknown fields are ignored. Raises
+    BadRequest.
     """
     body = {name: value for name, value in body.items() if value is not None}
     refused = complaint(body)
@@ -71,7 +71,7 @@ def read(
         raise wrong("stream_options", "an object", streaming)
     usage = streaming.get("include_usage")
     if "model" in body:
-        text("model", body["model"])  # any name will do
+        text("model", body["model"])  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
     tools = read_tools(body)
     params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)

@@ -1,4 +1,4 @@
-"""Reading the prompt of a request: JSON in, an engine's Prompt and PromptOptions out."""
+"""Reads the prompt of a request from JSON into an engine's Prompt and PromptOptions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
-    """The options of a prompt; parse_special: the default, whether a raw prompt has control tokens.
+    """The options of a prompt. Raises BadRequest.
 
-    Raises BadRequest.
+    parse_special: the default of whether names of control tokens in a raw prompt become these tokens.
     """
     cache_prompt, salt = body.get("cache_prompt"), body.get("cache_salt")
     special = body.get("parse_special")
@@ -50,7 +50,7 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
     """Whether the answer continues with the last message, which is the assistant's. Raises BadRequest.
 
-    It does so unless the request says otherwise, as at llama-server, or by two fields that vLLM has.
+    As at llama-server, it does unless the request says otherwise, by either of two fields of vLLM's.
     """
     asks = {
         name: flag(name, body[name]) is wanted
@@ -72,7 +72,7 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bo
 
 
 def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
-    """Variables of the model's template, and those that an effort of reasoning stands for, where they do not say so."""
+    """Variables of the model's template: those in `value`, and those that an effort of reasoning implies."""
     field = "chat_template_kwargs"
     asked = {} if effort is None else _reasoning(text("reasoning_effort", effort))
     if value is None:
@@ -90,7 +90,7 @@ def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
 
 
 def _reasoning(effort: str) -> dict[str, Any]:
-    """Whether the model reasons before it answers; how much is up to the model's template."""
+    """The template's variables that say whether the model reasons before it answers, and with which effort."""
     if len(effort) > _LONGEST_EFFORT:
         raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
@@ -108,7 +108,7 @@ def read_salt(value: Any) -> str:
 def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
     """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}.
 
-    An array is one prompt if a token id is in it. Raises BadRequest.
+    An array that contains a token id is one prompt. Raises BadRequest.
     """
     if not isinstance(value, list) or any(_is_id(part) for part in value):
         return [_raw_prompt(field, value)]
@@ -124,7 +124,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
-    """A string, in an object or by itself, or an array of token ids and strings."""
+    """The prompt in a string, an object with a string, or an array of token ids and strings. Raises BadRequest."""
     if isinstance(value, dict):
         if value.get("multimodal_data"):
             raise BadRequest(f"{field}.multimodal_data", f"{field}.multimodal_data: this server takes text alone")
@@ -141,7 +141,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise wrong("messages", "an array with at least one message", value)
     messages: list[dict[str, Any]] = []
-    open_calls: list[dict[str, Any]] = []  # whose results have not come
+    open_calls: list[dict[str, Any]] = []  # calls without a result so far
     for index, given in enumerate(value):
         field = f"messages[{index}]"
         message = _message(field, given)
@@ -156,7 +156,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _called(field: str, message: Mapping[str, Any], calls: Collection[dict[str, Any]]) -> dict[str, Any]:
-    """The call that a message has the result of: the one with its id, or else the next one. Raises BadRequest."""
+    """The call whose result a message has: the one with its id, or else the next one. Raises BadRequest."""
     if not calls:
         raise BadRequest(field, f"{field}: a message of role tool must follow the call that it has the result of")
     id = message.get("tool_call_id")

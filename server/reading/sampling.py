@@ -1,4 +1,4 @@
-"""Reading sampling parameters: JSON in, SamplingParams out, every field validated."""
+"""Reads sampling parameters from JSON into SamplingParams, and validates every field."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Tokenize = Callable[[str], list[int]]
 _MEANT: dict[tuple[str, float], float] = {
     ("top_k", -1): 0,
     ("top_p", 0): 1e-9,
-}  # off, and the best token alone, as other servers spell them
+}  # other servers' spellings of "off" and of "the best token alone" → ours
 
 
 def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logprobs: bool) -> SamplingParams:
-    """Raises BadRequest. See `server.reading.parameters.read`."""
+    """The sampling parameters of a request. See `server.reading.parameters.read`. Raises BadRequest."""
     chosen: dict[str, Any] = {}
     for field, (name, read) in _FIELDS.items():
         if field in body:
@@ -38,7 +38,7 @@ def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logpr
 
 
 def _within_limits(field: str, name: str, value: Any) -> Any:
-    """`value` of a field that stands for parameter `name`. Raises BadRequest where it is out of the limits."""
+    """`value` of a field that sets the parameter `name`. Raises BadRequest if it is out of the limits."""
     if wrong := complaint(SAMPLING, name, value):
         raise BadRequest(field, f"{field} {wrong}")
     return value
@@ -76,7 +76,7 @@ def _texts(field: str, value: Any) -> tuple[str, ...]:
     return texts(field, value, MAX_STOPS, MAX_STOP_LENGTH)
 
 
-# Field → (parameter, how a value is read). Of several fields of one parameter, the last one that is given counts.
+# Field → (parameter, how a value is read). If several fields of one parameter are given, the last in this table counts.
 _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "temperature": ("temperature", number),
     "top_p": ("top_p", number),
@@ -110,7 +110,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
 
 
 def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
-    """The biases in an object, or in an array of pairs. A string that is not an id stands for all of its tokens."""
+    """The biases in an object or an array of pairs. A string that is not an id stands for all of its tokens."""
     if isinstance(value, dict):
         pairs: Iterable[Any] = ((_id_or_text(token), bias) for token, bias in value.items())
     elif isinstance(value, list):
@@ -136,7 +136,7 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
 
 
 def _id_or_text(token: str) -> int | str:
-    """The id that a name in an object spells, else the name: JSON has strings alone there."""
+    """The id that the name of a member spells, else the name: in JSON, names are strings."""
     if re.fullmatch("-?[0-9]+", token) is None:
         return token
     if re.fullmatch("[0-9]{1,18}", token) is None:

@@ -1,4 +1,4 @@
-"""Reading tools: JSON in, the functions that an answer may call out."""
+"""Reads tools from JSON into the functions that an answer may call."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "requir
 class Tools:
     """The functions of a request."""
 
-    given: tuple[dict[str, Any], ...]  # in OpenAI's form, as chat templates take them
-    callable: tuple[dict[str, Any], ...]  # those of them that this answer may call
+    given: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
+    callable: tuple[dict[str, Any], ...]  # those that this answer may call
     calls: Literal["may", "must", "none"]
     several: bool  # whether there may be more than one call
 
@@ -65,7 +65,7 @@ def read_tools(body: Mapping[str, Any]) -> Tools | None:
 def _allowed(
     tools: tuple[dict[str, Any], ...], named: Mapping[str, dict[str, Any]], allowed: Any, several: bool
 ) -> Tools:
-    """The tools of a request that lets an answer call some of them alone."""
+    """The tools of a request whose answer may call only some of them."""
     field = "tool_choice.allowed_tools"
     if not isinstance(allowed, dict):
         raise wrong(field, "an object with a mode and tools", allowed)
@@ -79,7 +79,7 @@ def _allowed(
 
 
 def _name(field: str, value: Any, named: Mapping[str, Any]) -> str:
-    """The name of the function that an object such as _FUNCTION stands for, one of `named`."""
+    """The name of the function in an object such as _FUNCTION. Raises BadRequest unless it is one of `named`."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         if isinstance(value, dict):
@@ -125,7 +125,7 @@ def read_name(field: str, value: Any) -> str:
 
 
 def check_depth(field: str, value: Any) -> None:
-    """Raises BadRequest for JSON that is nested too deeply, or has strings that are not text."""
+    """Raises BadRequest for JSON that is nested too deeply or has strings that are not text."""
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [inner for each in level for inner in _inside(field, each)]
@@ -168,7 +168,7 @@ def _call(field: str, value: Any) -> dict[str, Any]:
 
 
 def _arguments(field: str, value: Any) -> str:
-    """The text of a call's arguments. It need not be that of a JSON object: an answer may end inside a call."""
+    """The text of a call's arguments. It need not be a JSON object: an answer may end inside a call."""
     if isinstance(value, str):
         return text(field, value) or "{}"
     try:

@@ -1,4 +1,4 @@
-"""Reading and validating values of a client's JSON; every error is a sentence that names the field."""
+"""Reads and validates values of a client's JSON. Every error is a sentence that names the field."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ LARGEST = 2**63 - 1
 
 
 class BadRequest(Exception):
-    """A request that is malformed or asks for an unsupported feature. The message is a sentence for the client.
+    """A request is malformed or asks for an unsupported feature. The message is a sentence for the client.
 
-    `field` is the path of the field that is wrong, such as "messages[2].content"; None for the request as a whole.
+    `field` is the path of the wrong field, such as "messages[2].content"; None for the request as a whole.
     """
 
     def __init__(self, field: str | None, message: str) -> None:
@@ -24,7 +24,7 @@ class BadRequest(Exception):
 def read_json(data: bytes) -> dict[str, Any]:
     """The JSON object in `data`. Raises BadRequest for anything else."""
     try:
-        # Some shells write a mark at the beginning. NaN and Infinity are taken: `number` refuses them by name.
+        # Some shells write a byte order mark. NaN and Infinity are accepted here: `number` refuses them by name.
         value = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise BadRequest(None, "the request is not UTF-8 text") from None
@@ -57,7 +57,7 @@ def count(field: str, value: Any, low: int, high: int) -> int:
 
 
 def number(field: str, value: Any) -> float:
-    """A finite number: JSON has 1e999, too, which no float can hold."""
+    """A finite number: JSON also allows 1e999, which no float can hold."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise wrong(field, "a number", value)
     if not (-LARGEST <= value <= LARGEST and math.isfinite(value)):
@@ -66,7 +66,7 @@ def number(field: str, value: Any) -> float:
 
 
 def text(field: str, value: Any) -> str:
-    """A string that has a UTF-8 form: JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    """A string that has a UTF-8 form: JSON can spell half of a surrogate pair, which no tokenizer accepts."""
     if not isinstance(value, str):
         raise wrong(field, "a string", value)
     try:
@@ -77,7 +77,7 @@ def text(field: str, value: Any) -> str:
 
 
 def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
-    """A string, or an array of at most `most`, each with 1 to `longest` characters."""
+    """The strings in a string or an array of at most `most`, each of 1 to `longest` characters."""
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list):
         raise wrong(field, "a string or an array of strings", value)
@@ -95,7 +95,7 @@ def wrong(field: str, wanted: str, value: Any) -> BadRequest:
 
 
 def shown(value: Any) -> str:
-    """A value in a sentence: as JSON where that is short, otherwise its type."""
+    """A value as part of a sentence: its JSON if that is short, otherwise its type."""
     if isinstance(value, (list, dict)) or value is None:
         return _kind(value)
     written = ascii(value) if isinstance(value, str) else json.dumps(value)

@@ -1,1 +1,1 @@
-"""What runs from start to end: listening sockets, the driver, its threads, the log and the counters."""
+"""What runs as long as the server does: listening sockets, the driver, its threads, the log and the counters."""

@@ -1,4 +1,4 @@
-"""Counters of the server's requests, tokens and seconds."""
+"""The server's counters of requests, tokens and seconds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Protocol
 from polarlm.engine import Chunk
 from polarlm.engine.outputs import Times
 
-_WHOLE = {"stop", "length"}  # outcomes of answers that came to their end
+_WHOLE = {"stop", "length"}  # outcomes of complete answers
 
 
 class Timed(Protocol):
     """The times of a request, on the clock of `time.monotonic`."""
 
     started: float
-    appended: float  # when the engine's thread gave the newest chunk
-    token_came: float | None  # when the newest one with a token; None before the first
+    appended: float  # when the engine's thread appended the newest chunk
+    token_came: float | None  # the same of the newest chunk with a token; None before the first
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Totals:
     """The counters since the server's start; only the event loop writes them."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """By how they ended: "stop", "length", "saved", "cancelled", "error", a refusal's code, …"""
+    """By outcome: "stop", "length", "saved", "cancelled", "error", a refusal's code, …"""
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of answers that came to their end, as the four below
+    cached_tokens: int = 0  # of complete answers, as are the next five counters
     cached_from: Counter[str] = field(default_factory=Counter)  # `cached_tokens`, by place
     prefill_seconds: float = 0.0
     generation_seconds: float = 0.0
@@ -36,15 +36,15 @@ class Totals:
     accepted_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0  # from arrival to the end, summed over requests
-    answers: int = 0  # generation requests that have ended
-    answer_seconds: float = 0.0  # their part of `seconds`
+    answers: int = 0  # requests for answers that have ended
+    answer_seconds: float = 0.0  # the part of `seconds` that these took
     first_token: Times = field(default_factory=Times)  # from arrival to an answer's first token
     gaps: Times = field(default_factory=Times)  # between the tokens of an answer
     latency: Times = field(default_factory=Times)  # from arrival to the end of an answer
-    active: int = 0  # in a snapshot: requests under way, which wait, are computed, or are being sent
+    active: int = 0  # in a snapshot: requests that wait, are computed, or are being sent
 
     def ended(self, outcome: str, seconds: float, *, answer: bool) -> None:
-        """Count a request that has ended; answer: whether it counts in the mean time of an answer."""
+        """Count a request that has ended. answer: whether it counts in the mean time of an answer."""
         self.requests[outcome] += 1
         self.seconds += seconds
         if outcome in _WHOLE:
@@ -59,7 +59,7 @@ class Totals:
             self.completion_tokens += tokens
             if timed.token_came is None:
                 self.first_token.add(timed.appended - timed.started)
-            else:  # tokens that come together share the time
+            else:  # the tokens of a chunk share the time
                 self.gaps.add((timed.appended - timed.token_came) / tokens, tokens)
             timed.token_came = timed.appended
         if chunk.usage is not None:

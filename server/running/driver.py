@@ -30,12 +30,12 @@ T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
 _TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
-_LAST_SECONDS = 5.0  # for a session that is being saved when the server ends
+_LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
 
 
 @dataclass
 class _Queue:
-    """Requests under way that count against the same limit."""
+    """Current requests that count against the same limit."""
 
     room: int
     jobs: set[Job] = field(default_factory=set)
@@ -44,7 +44,7 @@ class _Queue:
 class Driver:
     """Lets coroutines of one event loop stream from an engine. All methods belong to that loop.
 
-    The driver owns neither: `stop` leaves the engine open.
+    The driver owns neither the loop nor the engine: `stop` leaves the engine open.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, sessions: SessionFolder | None = None) -> None:
@@ -53,13 +53,13 @@ class Driver:
         self._sessions = sessions
         self._totals = Totals()
         self._answers = _Queue(engine.config.parallel + config.max_queue)
-        self._transfers = _Queue(1 + config.max_queue)  # apart: a hanging disk delays only sessions
-        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: they generate nothing
+        self._transfers = _Queue(1 + config.max_queue)  # of its own: a hanging disk delays only sessions
+        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # of its own: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
         self._closing = False
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
-        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # delays no prompt
-        # Those whose constraint is compiled wait in threads, as do those whose constraint is known: these do not stay.
+        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # of its own: delays no prompt
+        # A request whose constraint is being compiled waits in a thread, so each request may need one.
         self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
 
@@ -73,7 +73,7 @@ class Driver:
         self._thread = EngineThread(self.engine, self._failed)
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, wait for those under way, and end those left after `seconds`."""
+        """Accept no more requests, wait for the current ones, and end those that are left after `seconds`."""
         self._closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -81,7 +81,7 @@ class Driver:
             self._end_all(refused.closing())
 
     async def stop(self) -> None:
-        """End all requests; returns when the engine's thread has ended, even if a disk hangs."""
+        """End all requests; return when the engine's thread has ended, even if a disk hangs."""
         self._closing = True
         self._end_all(refused.closing())
         await self._loop.run_in_executor(None, self._thread.stop)
@@ -99,11 +99,11 @@ class Driver:
 
     @property
     def room(self) -> int:
-        """How many answers may be under way at the same time, waiting ones included."""
+        """The number of answers that may wait or be computed at the same time."""
         return self._answers.room
 
     def _failed(self, error: Exception) -> None:
-        """Called in the engine's thread."""
+        """End all requests with an error of the engine. Called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._end_all, error)
 
     def _end_all(self, reason: Exception) -> None:
@@ -123,10 +123,10 @@ class Driver:
         submit: Submit | None = None,
         compiles: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
-        """The answer to `prompt`, chunk by chunk; the last one has a finish_reason and the usage.
+        """Yield the answer to `prompt` in chunks; the last one has a finish_reason and the usage.
 
         progress: also yield chunks without text while the prompt is computed. submit: called in a thread in place of
-        `Engine.submit`; compiles: whether it adds a constraint.
+        `Engine.submit`. compiles: whether `submit` adds a constraint.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
@@ -144,13 +144,13 @@ class Driver:
                     job.outcome = item.finish_reason or job.outcome
                     yield item
             finally:
-                if not last:  # no usage has come
+                if not last:  # no chunk had the usage
                     entry.cached_tokens += ticket.cached_tokens()
 
     async def embed(
         self, prompts: Sequence[Prompt], options: PromptOptions, write: Callable[[Embedding], T]
     ) -> list[T]:
-        """`write` of the embedding of each prompt, in a thread; they are computed one after the other.
+        """What `write`, called in a thread, returns for each prompt's embedding. They are computed one by one.
 
         Raises Refused or EngineError. Cancelling the task that waits for it cancels the request.
         """
@@ -171,7 +171,7 @@ class Driver:
         return found
 
     async def _next(self, job: Job) -> Any:
-        """The next item that a job's thread has appended. Raises Refused or EngineError in place of one."""
+        """The next item that a thread appends to a job. Raises Refused or EngineError in place of one."""
         try:
             return await job.next()
         except Exception as error:
@@ -179,9 +179,9 @@ class Driver:
 
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
-        """A job in `queue` for as long as --request-seconds allow, and its entry in the log.
+        """Yields a job in `queue`, which ends after --request-seconds, and its entry in the log.
 
-        Raises Refused where the queue is full, or the server is about to end.
+        Raises Refused if the queue is full or the server is about to end.
         """
         entry = journal.current() or journal.Entry("", "")
         job = self._admit(entry, queue)
@@ -213,9 +213,9 @@ class Driver:
 
     def _leave(self, job: Job, queue: _Queue) -> None:
         job.close()
-        self._thread.wake()  # for the engine to drop it
+        self._thread.wake()  # so that the engine drops the request
         queue.jobs.discard(job)
-        answer = queue is self._answers and job.outcome != "error"  # most errors come before anything is computed
+        answer = queue is self._answers and job.outcome != "error"  # most errors precede any computation
         self._totals.ended(job.outcome, time.monotonic() - job.started, answer=answer)
         if not any(queue.jobs for queue in self._queues):
             self._idle.set()
@@ -233,7 +233,7 @@ class Driver:
     async def _submitted(
         self, entry: journal.Entry, job: Job, prompt: Prompt, start: Submit, *, compiles: bool = False
     ) -> Ticket:
-        """Submit a request with `start`, in a thread of a pool: the engine takes it between two units of work."""
+        """Submit a request with `start`, in a thread of a pool; the engine accepts it between two units of work."""
 
         def submit() -> Ticket:
             ticket = start(into=job, gone=lambda: job.closed)
@@ -245,7 +245,7 @@ class Driver:
         try:
             ticket = await self._aside(submit, self._grammar_pool if compiles else self._pool)
         except EngineError:
-            if job.closed:  # while its constraint was compiled: the reason is that of its end
+            if job.closed:  # ended while its constraint was compiled: raises the reason for that
                 await self._next(job)
             raise
         self._totals.prompt_tokens += ticket.prompt_tokens
@@ -255,7 +255,7 @@ class Driver:
     # -- sessions ------------------------------------------------------------------------------------------------
 
     async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
-        """Save the stored part of `prompt`; returns its number of tokens. Raises Refused or EngineError."""
+        """Save the stored part of `prompt`; return its number of tokens. Raises Refused or EngineError."""
         folder = self._folder
 
         def save() -> int:
@@ -265,7 +265,7 @@ class Driver:
         return await self._on_disk("saved", save)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
-        """Load a session into the store; returns its number of tokens. Raises Refused or EngineError."""
+        """Load a session into the store; return its number of tokens. Raises Refused or EngineError."""
         file = self._folder.file(name)
 
         def load() -> int:
@@ -292,7 +292,7 @@ class Driver:
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
         """The result of `work`, which runs in the thread for sessions, one at a time.
 
-        A timeout or a cancellation ends the wait for it, but not the work once it has begun.
+        A timeout or a cancellation ends the wait, but not `work` once it has begun.
         """
         return await self._counted(self._transfers, self._disk.submit, outcome, work)
 
@@ -310,11 +310,11 @@ class Driver:
         return replace(self._totals, requests=self._totals.requests.copy(), active=active)
 
     async def status(self) -> Status:
-        """The engine's load; waits for the current unit of work."""
+        """The engine's status, which waits for the current unit of work."""
         return await self._aside(self.engine.status, self._pool)
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
-        """The result of `work`, run in a thread for texts and counted as `outcome`. Raises its errors and Refused."""
+        """The result of `work`, run in a thread for texts and counted as `outcome`. Raises Refused or EngineError."""
         return await self._counted(self._texts, self._text_pool.submit, outcome, work)
 
     async def _counted(self, queue: _Queue, submit: Callable[[Any], Any], outcome: str, work: Callable[[], T]) -> T:

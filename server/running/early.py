@@ -1,4 +1,4 @@
-"""Clients of a server that still loads its model: probes are told so, and all others wait for it."""
+"""Clients that connect while the model is being loaded: health probes are told so, all others wait."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ANSWER = (
 
 
 class EarlyClients:
-    """Accepts connections at a listening socket until `hand_over`, in a thread. A context manager.
+    """Accepts connections at a listening socket in a thread, until `hand_over`. A context manager.
 
-    Probes of health are answered with 503 at once. Every other connection is kept, with what its client has sent.
+    Health probes are answered with 503 at once. Every other connection is kept, with what its client has sent.
     """
 
     def __init__(self, bound: socket.socket) -> None:
@@ -43,7 +43,7 @@ class EarlyClients:
             connected.close()
 
     def hand_over(self) -> list[socket.socket]:
-        """Accept no more connections; returns those that are kept, once."""
+        """Accept no more connections; return those that were kept. A second call returns none."""
         self._wake.close()
         self._thread.join()
         kept, self._kept = self._kept, []
@@ -64,7 +64,7 @@ class EarlyClients:
     def _accept(self) -> None:
         try:
             connected, _ = self._bound.accept()
-        except OSError:  # it has hung up meanwhile
+        except OSError:  # the client has hung up
             return
         connected.setblocking(False)
         self._kept.append(connected)
@@ -73,7 +73,7 @@ class EarlyClients:
             self._selector.unregister(self._bound)  # the system holds further ones
 
     def _look_at(self, connected: socket.socket) -> None:
-        """Answer a probe; of anything else, the first bytes are looked at once and stay with the connection."""
+        """Answer a probe. The first bytes of any other request are peeked at once, and stay in the socket's buffer."""
         self._selector.unregister(connected)
         try:
             start = connected.recv(_PEEKED, socket.MSG_PEEK)
@@ -83,7 +83,7 @@ class EarlyClients:
             return
         if start:
             with suppress(OSError):
-                while connected.recv(1 << 16):  # else closing would reset the connection before the answer is read
+                while connected.recv(1 << 16):  # unread data would reset the connection before the answer is read
                     pass
             with suppress(OSError):
                 connected.sendall(_ANSWER if start.startswith(b"HEAD") else _ANSWER + _BODY)

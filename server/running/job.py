@@ -1,4 +1,4 @@
-"""A job: what the server knows of a request that a coroutine waits for."""
+"""A job: a request that a coroutine waits for, and what the server knows of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polarlm.engine.requests.mailbox import Mailbox
 
 
 class Job(Mailbox):
-    """A mailbox with what the log and the counters say of its request."""
+    """A mailbox with what the log and the counters need of its request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -20,20 +20,20 @@ class Job(Mailbox):
         self.outcome = "cancelled"
         self.appended = self.started
         self.token_came: float | None = None
-        self._times: deque[float] = deque()  # when each item was appended that has not been read yet
+        self._times: deque[float] = deque()  # when each unread item was appended
 
     def append(self, item: Any, /) -> None:
         self._times.append(time.monotonic())
         super().append(item)
 
     async def next(self) -> Any:
-        """The next item, which came at `appended`; raises it if it is an exception."""
+        """The next item; sets `appended` to the time when it was appended. Raises it if it is an exception."""
         item = await super().next()
         self.appended = self._times.popleft()
         return item
 
     def do(self, work: Callable[[], Any]) -> None:
-        """Append the result or the error of `work`; nothing if the job is closed already."""
+        """Call `work` and append its result or its error; do nothing if the job is closed already."""
         try:
             if not self.closed:
                 self.append(work())

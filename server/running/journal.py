@@ -1,4 +1,4 @@
-"""The log: a line for each request and each warning; JSON, or plain sentences on a terminal."""
+"""The log: a line for each request and each warning, as JSON, or as plain sentences on a terminal."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from polarlm.engine.requests.prompts import Prompt
 
 _REQUESTS = logging.getLogger("server.requests")
 _MOST_PATH = 200  # characters of a path, which clients choose
-# By every open page, and by monitors. Their lines would hide all others, as long as nothing is wrong.
+# Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
 _ASKED_ALL_THE_TIME = {"/stats", "/health", "/v1/health", "/ping"}
 
 
 @dataclass
 class Entry:
-    """The facts of a request for its line in the log. Several answers to one request share an entry."""
+    """A request's fields for its line in the log. Several answers to one request share an entry."""
 
     client: str
     route: str
-    status: int | None = None  # of an HTTP response
+    status: int | None = None  # that of an HTTP response
     outcome: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    warning: str | None = None  # about what has no effect in the request
-    prompt: Prompt | None = None  # where prompts are logged
+    warning: str | None = None  # about fields of the request that have no effect
+    prompt: Prompt | None = None  # None unless prompts are logged
     answer: str | None = None
-    _routine: bool = False  # has no line
+    _routine: bool = False  # whether it gets no line
     _started: float = field(default_factory=time.monotonic)
 
     def count(self, chunk: Chunk) -> None:
@@ -49,7 +49,7 @@ class Entry:
             self.answer = (self.answer or "") + chunk.text
 
     def line(self) -> dict[str, Any]:
-        """The fields of the line, without those that do not apply."""
+        """The fields of the line that apply, by name."""
         known = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
         return known | {"seconds": round(time.monotonic() - self._started, 6)}
 
@@ -58,13 +58,13 @@ _CURRENT: ContextVar[Entry | None] = ContextVar("entry", default=None)
 
 
 def current() -> Entry | None:
-    """The entry of this task's request."""
+    """The entry of this task's request; None outside of one."""
     return _CURRENT.get()
 
 
 @contextmanager
 def entry(client: str, route: str) -> Iterator[Entry]:
-    """The entry of a request while it is under way; writes its line at the end, unless it is routine."""
+    """Yields the entry of a request, and writes its line at the end, unless it is routine."""
     new = Entry(client, route)
     token = _CURRENT.set(new)
     try:
@@ -119,7 +119,7 @@ class _ForPeople(logging.Formatter):
 
 
 def _visible(line: str) -> str:
-    """`line` with control characters replaced: clients choose paths, which must not move the cursor or start a line."""
+    """`line` with control characters replaced: a path, which clients choose, must not move the cursor or end a line."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 

@@ -1,15 +1,15 @@
-"""Tells routers which blocks this server has, over ZeroMQ, with messages as vLLM's (0.26 and later) have them.
+"""Tells routers which blocks this server has, in messages over ZeroMQ in the format of vLLM 0.26 and later.
 
 A message has three parts: the topic, its number (8 bytes, big-endian), and a batch in MessagePack:
-[seconds since 1970, [events], 0]. An event is a map whose "type" is its name. The first message of a server is
-AllBlocksCleared, and so is its last one. A subscriber that has missed messages asks the replay socket for those from
-a number on, and gets (topic, number, batch) of each that is still kept, then (nothing, -1, nothing).
+[seconds since 1970, [events], 0]. An event is a map whose "type" is its name. The first and the last message of a
+server are AllBlocksCleared. A subscriber that has missed messages asks the replay socket for those from a number on,
+and gets (topic, number, batch) of each that is still kept, then (empty, -1, empty).
 
-Numbers grow by one, from the milliseconds since 1970: a subscriber takes what has a lower number than the message
-before for old, and has to believe a server that was started again.
+Numbers increase by one, starting with the milliseconds since 1970. A subscriber takes a message with a lower number
+than the previous one for an old message, so a restarted server must begin with a higher number.
 
-The engine's thread only puts what changes into a queue. A block's hash is the first 8 bytes of its key in the prefix
-cache, as a number. Blocks with a cache salt are left out: a salt keeps clients apart, and a message has the tokens.
+The engine's thread only puts changes into a queue. A block's hash is the first 8 bytes of its key in the prefix cache,
+as a number. Blocks with a cache salt are left out: a salt keeps clients apart, and a message contains tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from polarlm.engine import Engine
 from polarlm.engine.state.block_events import BlockRemoved, BlockStored
 from polarlm.server.running.listening import ListenError
 
-_BATCH = 256  # events of a message at most
+_BATCH = 256  # most events of a message
 _REPLAY_BYTES = 32 << 20  # of messages that are kept for subscribers that missed them
-_WAITING = 100_000  # messages that wait for a slow subscriber; it misses further ones
-_LAST_MILLISECONDS = 500  # for the last messages to leave
+_WAITING = 100_000  # messages that wait for a slow subscriber, which misses further ones
+_LAST_MILLISECONDS = 500  # time for the last messages to be sent
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
-    """Blocks in a row; their fields are vLLM's."""
+    """Consecutive blocks of a sequence; the fields are vLLM's."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -67,7 +67,7 @@ class _Batch(msgspec.Struct, array_like=True):
 
 
 class KVEvents:
-    """Publishes what becomes of an engine's blocks, from `watch` until `close`."""
+    """Publishes changes of an engine's blocks, from `watch` until `close`."""
 
     def __init__(self, address: str, replay: str | None = None, topic: str = "") -> None:
         """Listens at `address`, and at `replay` for subscribers that missed messages. Raises ListenError."""
@@ -76,7 +76,7 @@ class KVEvents:
         self._context = zmq.Context()
         self._sent: deque[tuple[bytes, bytes]] = deque()  # (number, batch)
         self._sent_bytes = 0
-        self._next = time.time_ns() // 1_000_000  # far fewer messages than one in a millisecond are sent
+        self._next = time.time_ns() // 1_000_000  # on average, far less than one message a millisecond is sent
         self._threads: list[threading.Thread] = []
         try:
             self._publisher = self._bound(zmq.PUB, "--kv-events", address)
@@ -96,7 +96,7 @@ class KVEvents:
         return bound
 
     def watch(self, engine: Engine) -> None:
-        """Publish the blocks that `engine`, which has answered no request yet, will store and remove."""
+        """Publish the blocks that `engine` stores and removes from now on. It must not have served a request yet."""
         self._windows = [window for window, _ in engine.cache_shape.groups]
         self._block_size = engine.cache_shape.block_size
         self._medium = "GPU" if engine.status().threads is None else None
@@ -108,7 +108,7 @@ class KVEvents:
         engine.watch_blocks(self._queue.put)
 
     def close(self) -> None:
-        """Publish what is left and that all blocks are gone, and stop."""
+        """Publish the remaining events and that all blocks are gone, then stop."""
         self._queue.put(None)
         if self._threads:
             self._threads[0].join()
@@ -128,7 +128,7 @@ class KVEvents:
             self._send([_Cleared()])
 
     def _next_events(self) -> list[BlockStored | BlockRemoved] | None:
-        """What has happened since the last call, as much as a message takes; waits for it. None at the end."""
+        """The next events, as many as a message may have; waits for the first. None at the end."""
         events = [self._queue.get()]
         while events[-1] is not None and len(events) < _BATCH:
             try:
@@ -142,7 +142,7 @@ class KVEvents:
     def _messages(
         self, events: Iterable[BlockStored | BlockRemoved], present: set[tuple[int, bytes]]
     ) -> list[_Stored | _Removed]:
-        """The events as vLLM has them, those in a row as one. present: published blocks; brought up to date."""
+        """The events in vLLM's shape, with those of consecutive blocks joined. present: published blocks; updated."""
         found: list[_Stored | _Removed] = []
         end: bytes | None = None  # the key of the last block, if that was stored
         for event in events:
@@ -156,7 +156,7 @@ class KVEvents:
                 else:
                     found.append(self._stored(event))
                 end = event.key
-            elif block in present:  # a block with a salt is not
+            elif block in present:  # blocks with a salt are not
                 present.remove(block)
                 if isinstance(last, _Removed):
                     last.block_hashes.append(number)
@@ -185,7 +185,8 @@ class KVEvents:
         if self._replay is not None:
             self._sent.append((number, batch))
             self._sent_bytes += len(batch)
-            # A replay has to fit into a socket, which may count half of its places as taken when they are free again.
+            # A replay has to fit into the socket's queue, which may count up to half of its places as taken after they
+            # were freed.
             while self._sent_bytes > _REPLAY_BYTES or len(self._sent) > _WAITING // 2:
                 self._sent_bytes -= len(self._sent.popleft()[1])
         self._publisher.send_multipart((self._topic, number, batch))
@@ -193,7 +194,7 @@ class KVEvents:
     # -- replaying ---------------------------------------------------------------------------------------------
 
     def _replay_all(self) -> None:
-        """Answer [client, nothing, number] with all kept messages from that number on, until the context ends."""
+        """Answer [client, empty, number] with all kept messages from that number on, until the context ends."""
         assert self._replay is not None
         with self._replay as socket:
             try:
@@ -214,7 +215,7 @@ def _number(key: bytes) -> int:
 
 @contextmanager
 def kv_events(address: str, replay: str | None, topic: str) -> Iterator[KVEvents]:
-    """`KVEvents` for as long as the context lasts. Raises ListenError."""
+    """Yields a `KVEvents`, and closes it at the end. Raises ListenError."""
     events = KVEvents(address, replay, topic)
     try:
         yield events

@@ -1,4 +1,4 @@
-"""Sockets that listen before a model is loaded, so that a port in use is reported at once; open files; lost peers."""
+"""Sockets that listen before a model is loaded, so that a port in use is reported at once; limits; lost peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 BACKLOG = 128  # connections that the system holds until they are accepted
-_OTHER_FILES = 256  # that the process opens in addition to its connections
+_OTHER_FILES = 256  # files that the process opens in addition to its connections
 _LOG = logging.getLogger(__name__)
 _LOST_AFTER = 20  # seconds without an answer until a peer counts as lost
 
@@ -25,7 +25,7 @@ class ListenError(Exception):
 
 
 def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket bound to `host`, by IPv4 where it has both, that listens. Raises ListenError; flag: of `port`.
+    """A listening socket bound to `host`, by IPv4 if it has both. Raises ListenError. flag: the flag of `port`.
 
     Clients that connect wait until the connection is accepted.
     """
@@ -39,7 +39,7 @@ def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
         if os.name == "posix":  # elsewhere this option shares a port that is in use
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(BACKLOG)  # two that are only bound could share the port
+        bound.listen(BACKLOG)  # here already: two sockets that are only bound could share the port
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
@@ -50,7 +50,7 @@ def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A listening socket at `path` that only its owner can open; its file is removed at the end.
+    """Yields a listening socket at `path` that only its owner can open; its file is removed at the end.
 
     A socket file without a listener is replaced. Raises ListenError.
     """
@@ -60,7 +60,7 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
             bound.bind(path)
-            os.chmod(path, 0o600)  # before it listens: until then no client can connect
+            os.chmod(path, 0o600)  # before `listen`, since no client can connect until then
             bound.listen(BACKLOG)
             inode = os.stat(path).st_ino
         except OSError as error:
@@ -74,11 +74,11 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
 
 
 def _remove_unused(path: str) -> None:
-    """Remove a socket file without a listener. Raises ListenError where another file or server is there."""
+    """Remove a socket file without a listener. Raises ListenError if another file or server is at the path."""
     try:
         mode = os.stat(path, follow_symlinks=False).st_mode
     except OSError:
-        return  # there is none, or `bind` fails with a better reason
+        return  # there is no file, or `bind` fails with a better reason
     if not stat.S_ISSOCK(mode):
         raise ListenError(f"--unix {path}: there is a file that is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -103,15 +103,15 @@ def address_of(bound: socket.socket) -> str:
 
 
 def is_local(bound: socket.socket) -> bool:
-    """Whether only programs of this machine can connect."""
+    """Whether only programs on this machine can connect."""
     name = bound.getsockname()
     return isinstance(name, str) or ipaddress.ip_address(name[0].split("%")[0]).is_loopback
 
 
 def allow_open_files(connections: int) -> str | None:
-    """Raise the limit of open files for so many connections; returns a warning where the system refuses.
+    """Raise the limit of open files for so many connections; return a warning if the system refuses.
 
-    The usual limit is a soft one of 1024 files, up to a hard one that is higher.
+    The soft limit, usually 1024 files, can be raised up to the hard limit.
     """
     try:
         import resource
@@ -137,7 +137,7 @@ def allow_open_files(connections: int) -> str | None:
 def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]:
     """An event loop's exception handler that logs at most once a second that a connection could not be accepted.
 
-    The loop itself would log a traceback for each place in the backlog, at every attempt.
+    The loop itself would log a traceback for each waiting connection, at every attempt.
     """
     last = -1.0
 
@@ -145,7 +145,7 @@ def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]
         nonlocal last
         error, message = context.get("exception"), str(context.get("message")).lower()
         if isinstance(error, ValueError) and "_start_serving" in message:
-            return  # a further attempt after the server has stopped listening
+            return  # the loop retried after the server had stopped listening
         if not isinstance(error, OSError) or "accept" not in message:
             loop.default_exception_handler(context)
         elif time.monotonic() - last >= 1:
@@ -156,7 +156,7 @@ def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]
 
 
 def notice_lost_peers(connected: socket.socket) -> None:
-    """Have the system close the connection when its peer's machine no longer answers."""
+    """Have the system close a connection whose peer's machine no longer answers."""
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Reasons why the server refuses a request, with the codes of its answers."""
+"""The reasons for which the server refuses a request, with their codes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import random
 from polarlm.engine import EngineError
 
 _LOG = logging.getLogger(__name__)
-_COMPILED_SECONDS = 2  # that constraints which wait take to be compiled, at the least
+_COMPILED_SECONDS = 2  # least time in which the waiting constraints may be compiled
 
 
 class Refused(Exception):
-    """A request that the server refuses or ends early. The message is a sentence for the client.
+    """The server refuses a request or ends it early. The message is a sentence for the client.
 
     `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal",
-    "sessions_off" (there is no folder for them), "unknown_session".
+    "sessions_off" (the server has no folder for sessions), "unknown_session".
     """
 
     def __init__(self, code: str, message: str, retry_after: int | None = None) -> None:
@@ -42,7 +42,7 @@ def busy(message: str, seconds: int) -> Refused:
 
 
 def for_clients(error: Exception) -> Exception:
-    """`error` if clients may see it, else a generic Refused; then the log has it."""
+    """`error` if clients may see it; otherwise a generic Refused, and `error` goes to the log."""
     if isinstance(error, EngineError) and error.code == "busy":
         return busy(str(error), _COMPILED_SECONDS)
     if isinstance(error, (Refused, EngineError)):

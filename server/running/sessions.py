@@ -1,4 +1,4 @@
-"""Sessions by name: files in one folder that clients may save and load; no name leads to another file."""
+"""Named sessions: files in one folder that clients may save and load; no name can lead to a file elsewhere."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Saved:
 
     name: str
     bytes: int
-    seconds: int  # since 1970: when it was saved
+    seconds: int  # since 1970, when it was saved
 
 
 @dataclass(frozen=True)
 class SessionFile(os.PathLike[str]):
-    """The path of a session's file; sentences for clients show its name alone."""
+    """The path of a session's file. Messages for clients show only its name."""
 
     folder: Path
     name: str
@@ -46,7 +46,7 @@ class SessionFolder:
     """The sessions of a server. Its methods block on the disk."""
 
     def __init__(self, folder: str, most: int) -> None:
-        """Make the folder, for its owner alone, if it does not exist. Raises EngineError if it cannot be made.
+        """Make the folder, which only its owner can open, if it does not exist. Raises EngineError if that fails.
 
         most: limit of the bytes of all sessions together.
         """
@@ -79,7 +79,7 @@ class SessionFolder:
         return found
 
     def limit(self, name: str) -> Callable[[int, int], None]:
-        """A `progress` function for saving a session that raises EngineError where the file is too large.
+        """A `progress` function for saving a session, which raises EngineError if the file is too large.
 
         A session that this one replaces does not count.
         """
@@ -96,8 +96,8 @@ class SessionFolder:
         return check
 
     def remove(self, name: str) -> bool:
-        """Remove a session; returns whether it existed. Raises EngineError where it cannot be removed, and for another
-        file of the folder."""
+        """Remove a session; return whether it existed. Raises EngineError if it cannot be removed, and for other files
+        in the folder."""
         file = self.file(name)
         try:
             if os.path.lexists(file) and not is_session(file):

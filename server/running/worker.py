@@ -8,9 +8,9 @@ from queue import Empty, SimpleQueue
 
 
 class Worker:
-    """Runs functions one after the other, in order, in a thread that does not keep the process from ending.
+    """Runs functions in order, in a thread that does not keep the process from ending.
 
-    Threads of a pool are joined at exit: a disk that hangs would keep the process from ending.
+    Threads of a pool are joined at exit, so a disk that hangs would keep the process from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -19,7 +19,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """`work` must not raise."""
+        """Queue `work`, which must not raise."""
         self._queue.put(work)
 
     def stop(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""One client of the socket: lines of JSON in, several requests at a time, lines of JSON out."""
+"""One client of the socket: lines of JSON in both directions, several requests at a time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from polarlm.server.running.sessions import read_name
 from polarlm.server.socket.lines import Lines
 from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
 
-SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
-MOST_PENDING = 1 << 20  # bytes after a whole message that are kept for a client that does not read them
-KEY_SECONDS = 10.0  # until a client has to have shown the key
-IDLE_SECONDS = 1800.0  # for which a client may have no request under way
+SLOW_SECONDS = 10.0  # how long a client may leave more unread than the system and the transport buffer
+MOST_PENDING = 1 << 20  # bytes, and one more message, that are kept for a client that does not read them
+KEY_SECONDS = 10.0  # time for a client to send the key
+IDLE_SECONDS = 1800.0  # how long a client may have no request
 PROBE_SECONDS = 0.25
 
 _LOG = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ Work = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Connection(asyncio.Protocol):
-    """Reads requests, and runs each as a task that writes its lines as they come.
+    """Reads requests, and runs each as a task that writes its answer's lines.
 
     The connection closes, and its requests are cancelled, when the client is gone or does not read its answers. A
-    client that has closed its sending side alone still gets its answers. Both look alike from here, so the server sends
-    it white space in the meantime, which JSON ignores: writing fails once the client is gone.
+    client that has closed only its sending side still gets its answers. The server cannot tell the two apart, so it
+    sends white space, which JSON ignores, until the answers are complete: writing fails once the client is gone.
     """
 
     def __init__(self, driver: Driver, others: set[Connection]) -> None:
@@ -48,10 +48,10 @@ class Connection(asyncio.Protocol):
         self._lines = Lines(self._config.max_body)
         self._requests: dict[Id, asyncio.Task[None]] = {}
         self._known = self._config.api_key is None
-        self._greeted = False  # a JSON object has come
-        self._ended = False  # the client has closed its sending side
-        self._full = False  # the transport's buffer is
-        self._waiting = bytearray()  # to be written when it has room
+        self._greeted = False  # whether a JSON object has arrived
+        self._ended = False  # whether the client has closed its sending side
+        self._full = False  # whether the transport's buffer is full
+        self._waiting = bytearray()  # data to write when it has room
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.lost = asyncio.Event()
 
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
     # -- messages in -------------------------------------------------------------------------------------------
 
     def _take(self, line: bytes | None) -> None:
-        """Start or cancel the request on a line; None stands for a line that is too long."""
+        """Start or cancel the request on a line; None for a line that is too long."""
         if line is not None and not line.strip():
             return
         request_id: Id | None = None
@@ -128,10 +128,10 @@ class Connection(asyncio.Protocol):
                 self._hang_up(f"{error}; this is no port for HTTP or TLS, and the first line has to be a message")
 
     def _read(self, line: bytes | None) -> dict[str, Any]:
-        """The message on a line.
+        """The message on a line. Raises BadRequest.
 
-        A first line without one ends the connection: a web page can make a browser send lines of the page's choice
-        after lines of the browser's own, in the body of an HTTP request or in a TLS handshake.
+        A first line that is not a message closes the connection: a web page can make a browser send lines of the page's
+        choice after lines of the browser's own, in the body of an HTTP request or in a TLS handshake.
         """
         if line is None:
             raise BadRequest(None, f"a line may have {self._config.max_body} bytes at most")
@@ -140,7 +140,8 @@ class Connection(asyncio.Protocol):
         return message
 
     def _greet(self, message: dict[str, Any]) -> bool:
-        """Check a message's key and return whether it has one; a first message without the right key closes."""
+        """Check a message's key and return whether it has one. A first message without the right key closes the
+        connection."""
         key, wanted = message.get("api_key"), self._config.api_key
         if not self._known and wanted is not None:
             given = key if isinstance(key, str) else ""
@@ -167,7 +168,7 @@ class Connection(asyncio.Protocol):
         self._requests[request_id] = self._loop.create_task(self._serve(request_id, work))
 
     def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
-        """The coroutine function of a message's request; its result is the last message to the client."""
+        """The coroutine function of a message's request, which returns the last message to the client."""
         if message.get("save") is not None and message.get("load") is not None:
             raise BadRequest("load", "give either save or load, not both")
         if message.get("save") is not None:
@@ -189,7 +190,7 @@ class Connection(asyncio.Protocol):
         return lambda: self._answer(request_id, asked)
 
     def _cancel(self, request_id: Id, value: Any) -> None:
-        """Cancel a request; a request that has ended meanwhile has sent its last message already."""
+        """Cancel a request, unless it has ended and sent its last message already."""
         if value is not True:
             raise BadRequest("cancel", "cancel must be true")
         if request_id in self._requests:
@@ -251,7 +252,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
         elif len(self._waiting) > MOST_PENDING:
             self._transport.abort()
-        else:  # not in the transport, whose cost per write grows with the number of writes that wait
+        else:  # not written to the transport, whose cost per write grows with the number of waiting writes
             self._waiting += data
 
     def _flush(self) -> None:
@@ -275,7 +276,7 @@ class Connection(asyncio.Protocol):
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def close(self, seconds: float) -> None:
-        """Wait up to `seconds` for the requests' last messages, then close; returns once the connection is lost."""
+        """Wait up to `seconds` for the last messages of requests, then close; return once the connection is lost."""
         try:
             if self._requests:
                 await asyncio.wait(self._requests.values(), timeout=seconds)
@@ -287,6 +288,6 @@ class Connection(asyncio.Protocol):
 
 
 async def _transferred(session: Awaitable[int], counted: bool = True) -> dict[str, Any]:
-    """The last message of a request that saves or loads a session; with its number of tokens if `counted`."""
+    """The last message of a request that saves or loads a session, with the number of tokens if `counted`."""
     tokens = await session
     return {"done": True} | ({"tokens": tokens} if counted else {})

@@ -14,7 +14,7 @@ class Lines:
         self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes | None]:
-        """The lines that `data` completes, without their line ends; None for a line as soon as it is too long."""
+        """The lines that `data` completes, without line ends; None for a line as soon as it is too long."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             if self._outgrown(end):

@@ -25,7 +25,7 @@ def read_id(message: dict[str, Any]) -> Id:
 
 
 def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
-    """A token's log-probability, and those of the most likely tokens at its place."""
+    """A token's log-probability, and those of the most likely tokens at its position."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -50,7 +50,7 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
 
 
 def error_of(error: Exception) -> dict[str, Any]:
-    """The message with an error."""
+    """The message that reports an error."""
     message = in_flags(error) if isinstance(error, EngineError) else str(error)
     fields: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
     for name in ("field", "retry_after"):

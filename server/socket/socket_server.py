@@ -9,7 +9,7 @@ from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import BACKLOG
 from polarlm.server.socket.connection import Connection
 
-_LAST_SECONDS = 5.0  # for clients to read their last messages
+_LAST_SECONDS = 5.0  # time for clients to read their last messages
 
 
 class SocketServer:
@@ -34,6 +34,6 @@ class SocketServer:
         self._server.close()
 
     async def close(self) -> None:
-        """Close all connections after their last messages are sent; the driver has been drained before."""
+        """Close all connections after their last messages are sent. The driver must have been drained."""
         self.refuse()
         await asyncio.gather(*(connection.close(_LAST_SECONDS) for connection in list(self._connections)))

@@ -1,4 +1,4 @@
-"""The writer of Anthropic's Messages: a message of blocks, and the events in which it comes."""
+"""The writer of Anthropic's Messages: a message of blocks, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Writer:
     model: str
     tells_cached: bool  # whether the usage has the number of cached tokens
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
-    _blocks: int = 0  # that have begun
-    _open: str = ""  # the type of the block that is under way
+    _blocks: int = 0  # blocks that have begun
+    _open: str = ""  # the type of the current block
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
@@ -55,9 +55,9 @@ class Writer:
         return self._message(content) | end | {"usage": self._usage(answer.usage)}
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece; the `first` one has the message's beginning before it."""
+        """The events of a piece; before the `first` one, those that begin the message."""
         if first:
-            usage = {"input_tokens": 0, "output_tokens": 0}  # the counts come at the end
+            usage = {"input_tokens": 0, "output_tokens": 0}  # the last event has the counts
             empty = {"stop_reason": None, "stop_sequence": None, "usage": usage}
             yield {"type": "message_start", "message": self._message([]) | empty}
             yield {"type": "ping"}
@@ -79,7 +79,7 @@ class Writer:
             yield {"type": "message_delta", "delta": end, "usage": self._usage(piece.usage)}
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """The event after the end."""
+        """The event that ends the stream."""
         yield {"type": "message_stop"}
 
     def failure(self, error: ApiError) -> Event:
@@ -87,7 +87,7 @@ class Writer:
         return error_body(error)
 
     def _begin(self, kind: str, empty: Mapping[str, Any]) -> Iterator[Event]:
-        """The events up to the beginning of a block of this type, unless it is under way."""
+        """The events up to the beginning of a block of type `kind`; none if that is the current block's type."""
         if self._open == kind:
             return
         yield from self._stop()
@@ -100,7 +100,7 @@ class Writer:
         return {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
 
     def _stop(self) -> Iterator[Event]:
-        """The end of the block that is under way."""
+        """The event that ends the current block, if there is one."""
         if self._open:
             yield {"type": "content_block_stop", "index": self._blocks - 1}
         self._open = ""
@@ -109,7 +109,7 @@ class Writer:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """Tokens that were read from the cache do not count as input."""
+        """The usage; tokens that were read from the cache do not count as input."""
         cached = usage.cached_tokens if self.tells_cached else 0
         return {
             "input_tokens": usage.prompt_tokens - cached,
@@ -120,7 +120,7 @@ class Writer:
 
 
 def _end(reason: str, stopped_by: str | None) -> dict[str, Any]:
-    """Why the message ends."""
+    """The fields that say why the message ends."""
     stop = "stop_sequence" if stopped_by is not None else _STOP_REASONS[reason]
     return {"stop_reason": stop, "stop_sequence": stopped_by}
 
@@ -131,12 +131,12 @@ _SCALAR = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?|true|false|null")
 
 
 def begun(text: str) -> dict[str, Any]:
-    """The JSON object that begins as `text` does and has nothing but what is complete there.
+    """The JSON object that `text` begins, with only the members and values that are complete.
 
-    So Anthropic's own clients read a call that is cut off in a stream. The text of a whole object gives that object.
+    Anthropic's own clients read a call that is cut off in a stream this way.
     """
     at = end = 0
-    closers = rest = ""  # that close what is open, at `at` and at `end`
+    closers = rest = ""  # brackets that close what is open, at `at` and at `end`
     sign = ""  # the last part, if it is : or ,
     while found := _PART.match(text, at):
         part, at = found[1], found.end()
@@ -148,7 +148,7 @@ def begun(text: str) -> dict[str, Any]:
         elif part in "}]":
             closers = closers[1:]
         elif part[0] == '"' and closers[0] == "}" and sign != ":":
-            continue  # a name
+            continue  # a name, whose value may be missing
         elif part[0] != '"' and not _SCALAR.fullmatch(part):
             break
         sign, end, rest = "", at, closers

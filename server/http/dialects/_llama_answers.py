@@ -54,7 +54,7 @@ class Completion:
         return asked, _writer(asked, about, own, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """About unknown fields."""
+        """Sentences about unknown fields."""
         return unknown_fields(body, FIELDS)
 
 
@@ -81,12 +81,12 @@ class Infilling:
         return asked, _writer(asked, about, own, several=False)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """About unknown fields."""
+        """Sentences about unknown fields."""
         return unknown_fields(body, {*FIELDS, *_INFILLED, "input_extra"})
 
 
 def _files(value: Any) -> list[tuple[str, str]]:
-    """Names and texts of the files in `input_extra`. Raises BadRequest."""
+    """(name, text) of each file in `input_extra`. Raises BadRequest."""
     if value is None:
         return []
     if not isinstance(value, list) or len(value) > _MOST_FILES:
@@ -102,7 +102,7 @@ def _files(value: Any) -> list[tuple[str, str]]:
 
 
 def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
-    """What llama-server's own shape has more of, taken out of `body`. Raises BadRequest."""
+    """The fields that only llama-server's own shape has, removed from `body`. Raises BadRequest."""
     given = {name: body.pop(name, None) for name in ("return_tokens", "timings_per_token")}
     return {name: value is not None and flag(name, value) for name, value in given.items()}
 
@@ -121,8 +121,8 @@ class Writer:
     returns_tokens: bool
     times_tokens: bool
     _begun: float = field(default_factory=time.monotonic)
-    _first: dict[int, float] = field(default_factory=dict)  # of each answer: when its first token came
-    _counts: dict[int, int] = field(default_factory=dict)  # of each answer: tokens so far
+    _first: dict[int, float] = field(default_factory=dict)  # answer → when its first token was generated
+    _counts: dict[int, int] = field(default_factory=dict)  # answer → number of tokens so far
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         """The body of a response that is not streamed."""
@@ -160,7 +160,7 @@ class Writer:
             yield self._end(index, piece, "", (), ())
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """Nothing: an answer's last event says that it is the last."""
+        """No events: an answer's last event says that it is the last."""
         yield from ()
 
     def failure(self, error: ApiError) -> Event:
@@ -170,7 +170,7 @@ class Writer:
     def _end(
         self, index: int, last: Answer | Piece, content: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
-        """A whole answer, or the last event of one."""
+        """A whole answer, or the last event of a streamed one."""
         usage, one = last.usage, self.asked.each()[index // self.asked.n]
         assert usage is not None
         word = last.stopped_by or ""
@@ -198,7 +198,7 @@ class Writer:
 
 
 def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
-    """Counts, milliseconds and rates of an answer's two parts."""
+    """Counts, milliseconds and rates of prompt and answer."""
     read = usage.prompt_tokens - (usage.cached_tokens if tells_cached else 0)
     drafts = {"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens}
     return {
@@ -210,7 +210,7 @@ def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
 
 
 def _rates(name: str, count: int, seconds: float) -> dict[str, float]:
-    """Of tokens in this time; none where they took none, as the first token does, which comes with the prompt."""
+    """Count, milliseconds and rate of tokens. The rate is 0 if `seconds` is: the prefill yields the first token."""
     return {
         f"{name}_n": count,
         f"{name}_ms": 1000 * seconds,
@@ -228,7 +228,7 @@ def _probabilities(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list
 
 
 def generation_settings(model: Model, params: SamplingParams, context: int) -> dict[str, Any]:
-    """How tokens are chosen, with the model's defaults filled in, under llama-server's names."""
+    """The sampling parameters, with the model's defaults filled in, under llama-server's names."""
     used = resolve(params, model.generation)
     return {
         "n_ctx": context,

@@ -29,7 +29,7 @@ class Writer:
     content: Callable[[dict[str, Any]], dict[str, Any]]
     logprobs: ChatLogprobs | None
     _since: float = field(default_factory=time.monotonic)
-    _call: Call | None = None  # the one that is under way: it is written when it is complete
+    _call: Call | None = None  # the current call, which is written when it is complete
     _calls: int = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Writer:
             yield self._object({"content": ""}, Piece()) | self._end(piece)
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """No line: the last one is that of the last piece."""
+        """No lines: the last piece has written the last one."""
         yield from ()
 
     def failure(self, error: ApiError) -> Event:
@@ -72,7 +72,7 @@ class Writer:
         return error_body(error)
 
     def _written(self, call: Call | None) -> list[dict[str, Any]]:
-        """A whole call; nothing for one that was cut off."""
+        """A list with a whole call; empty for one that was cut off."""
         if call is None or (arguments := arguments_of(call.arguments)) is None:
             return []
         self._calls += 1
@@ -108,5 +108,5 @@ def head(model: str) -> dict[str, Any]:
 
 
 def nanoseconds(seconds: float) -> int:
-    """A duration as this API has it."""
+    """`seconds` in whole nanoseconds, the unit of this API."""
     return round(seconds * 1e9)

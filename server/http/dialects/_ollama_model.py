@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about the model: which one there is, its shape, and whether it is loaded."""
+"""Ollama's endpoints about the model: its name, its shape, and whether it is loaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from polarlm.server.reading.infill import infill_of
 from polarlm.server.reading.values import flag, text
 from polarlm.server.running.driver import Driver
 
-_NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
+_NEVER = "9999-12-31T23:59:59Z"  # the time at which the model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")
 
 
 class ModelFacts:
-    """The endpoints that tell about the one model of this server, whatever name they are asked about."""
+    """Endpoints about the one model of this server, whatever name a request gives."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -60,7 +60,7 @@ class ModelFacts:
         )
 
     async def pull(self, request: Request) -> Response:
-        """POST /api/pull: there is nothing to do for the model that there is. Raises ApiError or BadRequest."""
+        """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
         body = await read_body(request, self._driver.config.max_body)
         name, own = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
         if name.removesuffix(":latest") != own:
@@ -70,18 +70,18 @@ class ModelFacts:
         return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
 
     async def version(self, _request: Request) -> Response:
-        """GET /api/version: this server's own."""
+        """GET /api/version: this server's version."""
         return JSONResponse({"version": release() or "0.0.0"})
 
     @cached_property
     def _capabilities(self) -> list[str]:
-        """What the model can be asked for; "insert" is writing before a suffix."""
+        """What the model can do; "insert" is writing text before a suffix."""
         inserts = infill_of(self._driver.engine.model.tokenizer) is not None
         return ["completion", "tools", "embedding", *(["insert"] if inserts else [])]
 
     @cached_property
     def _entry(self) -> dict[str, Any]:
-        """The model in a list of models. Its digest tells it from others, but is not that of its bytes."""
+        """The model as an entry of a list. Its digest identifies it, but is not computed from its bytes."""
         model = self._driver.engine.model
         files = _files(model.path)
         status = [file.stat() for file in files]
@@ -111,7 +111,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _parameters(config: ModelConfig) -> int:
-    """How many numbers the matrices of a model have."""
+    """The number of parameters in a model's matrices."""
     columns = sum(2 * (one.heads + one.kv_heads) * one.head_dim for one in config.attentions.values())
     columns += sum(3 * layer.ffn.size for layer in config.layers)
     return config.hidden_size * columns + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)

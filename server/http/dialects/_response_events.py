@@ -1,4 +1,4 @@
-"""The writer of OpenAI's Responses: an object with items, and the events in which it comes."""
+"""The writer of OpenAI's Responses: an object with items, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of i
 
 @dataclass
 class _Item:
-    """An item of the output that is under way."""
+    """An item of the output that is not complete."""
 
     kind: str
     id: str
     call: CallStart | None = None
     named: dict[str, str] = field(default_factory=dict)  # the name of the call, and its namespace
-    text: list[str] = field(default_factory=list)  # of a call: its arguments
+    text: list[str] = field(default_factory=list)  # for a call: its arguments
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def written(self, status: str) -> dict[str, Any]:
@@ -62,11 +62,11 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
     _open: _Item | None = None
-    _tokens: list[TokenLogprob] = field(default_factory=list)  # whose text has not come yet
+    _tokens: list[TokenLogprob] = field(default_factory=list)  # those whose text has not been written yet
     _number: int = 0  # of the next event
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed: what the last event of a stream has."""
+        """The body of a response that is not streamed: the response in the last event of a stream."""
         (answer,) = answers
         calls = [
             Piece(call=CallStart(index, call.id, call.name), arguments=call.arguments)
@@ -80,7 +80,7 @@ class ResponseWriter:
         return response
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece; the `first` one has the response's beginning before it."""
+        """The events of a piece; before the `first` one, those that begin the response."""
         if first:
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress"))
@@ -109,7 +109,7 @@ class ResponseWriter:
             yield self._event(f"response.{status}", response=self._response(status, piece.usage))
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """No event: the last one is that of the last piece."""
+        """No events: the last piece has written the last one."""
         yield from ()
 
     def failure(self, error: ApiError) -> Event:
@@ -120,7 +120,7 @@ class ResponseWriter:
     # -- items -----------------------------------------------------------------------------------------------------
 
     def _begin(self, kind: str, call: CallStart | None = None) -> Iterator[Event]:
-        """The events up to the beginning of an item of this kind, unless it is under way."""
+        """The events up to the beginning of an item of this kind; none if that is the current item's kind."""
         if self._open is not None and self._open.kind == kind:
             return
         yield from self._end("completed")
@@ -136,7 +136,7 @@ class ResponseWriter:
         yield self._of_item(f"response.{name}.delta", delta=delta, **more)
 
     def _end(self, status: str) -> Iterator[Event]:
-        """The events at the end of the item that is under way."""
+        """The events that end the current item."""
         item = self._open
         if item is None:
             return
@@ -158,7 +158,7 @@ class ResponseWriter:
         return {"output_index": len(self._output)}
 
     def _of_item(self, name: str, /, **fields: Any) -> Event:
-        """An event of the item that is under way."""
+        """An event of the current item."""
         assert self._open is not None
         return self._event(name, item_id=self._open.id, **self._place(), **fields)
 
@@ -196,6 +196,6 @@ class ResponseWriter:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},  # reasoning is not counted apart
+            "output_tokens_details": {"reasoning_tokens": 0},  # tokens of reasoning are not counted separately
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }

@@ -1,4 +1,4 @@
-"""Tools of OpenAI's Responses: functions, which may be in namespaces, and tools of OpenAI's own, which are left out."""
+"""Tools of OpenAI's Responses: functions, which may be in namespaces. OpenAI's own tools are left out."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from polarlm.server.http.dialects._shared import Places, items, members
 from polarlm.server.reading.values import shown, text, wrong
 
-_BETWEEN = "__"  # a namespace and a function in our name of the function
+_BETWEEN = "__"  # separates namespace and function in our name of a function
 
 
 @dataclass(frozen=True)
 class ResponseTools:
-    """The functions of a request, where a namespace is a part of the name."""
+    """The functions of a request, under names that include their namespaces."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)  # in our own names
     namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # our name → namespace, name
-    left_out: list[str] = field(default_factory=list)  # types of the tools that are no functions
+    left_out: list[str] = field(default_factory=list)  # types of the tools that are not functions
 
     def named(self, name: str) -> dict[str, str]:
-        """The fields of a call that name this function."""
+        """The fields of a call that name the function `name`."""
         namespace, inner = self.namespaced.get(name, ("", name))
         return {"name": inner, "namespace": namespace} if namespace else {"name": name}
 
@@ -45,7 +45,7 @@ def read_response_tools(value: Any) -> ResponseTools:
 
 
 def _each(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where each tool stands, the tool, and the namespace that it is in."""
+    """(path of the field, tool, its namespace) of each tool."""
     for index, one in enumerate(items(field, value)):
         at = f"{field}[{index}]"
         tool = members(at, one)
@@ -81,11 +81,11 @@ def read_choice(value: Any) -> dict[str, Any]:
 
 
 def _function(at: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a choice names a function by, in our own names. Raises BadRequest."""
+    """The function of a choice, in our own names. Raises BadRequest."""
     return {"type": "function", "function": {"name": named_function(at, given)}}
 
 
 def left_out(body: Mapping[str, Any]) -> list[str]:
-    """A sentence about the tools of a request, which has been read, that are left out; none if there are none."""
+    """A sentence about the tools that are left out of a validated request; an empty list if there are none."""
     kinds = dict.fromkeys(read_response_tools(body.get("tools") or []).left_out)
     return [f"tools of type {', '.join(map(shown, kinds))} are left out: only functions are called"] if kinds else []

@@ -1,4 +1,4 @@
-"""What dialects share: requests in our own names, parts of JSON, and the arguments of calls."""
+"""What dialects share: requests in our own names, parts of JSON, and arguments of calls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from polarlm.server.reading.values import BadRequest, wrong
 
 
 class Places(dict[str, str]):
-    """Where parts of a message, a call or a tool stand in the client's body: our name, relative, → the client's.
+    """Paths of the parts of a message, a call or a tool in the client's body: our relative path → the client's path.
 
-    "" is the whole. No JSON is of this class.
+    "" is the whole. JSON cannot contain this class, so a client cannot send one.
     """
 
 
 def read_own(
     body: Mapping[str, Any], names: Mapping[str, str], about: About, takes: Collection[str] = ("messages",)
 ) -> ParsedRequest:
-    """The request in `body`, which has our own names. Its messages, calls and tools may have "places".
+    """The request in `body`, which has our own names. Raises BadRequest.
 
-    These, and `names` (our name → the client's), are for sentences about fields that are called otherwise in the
-    client's body. Raises BadRequest.
+    Error messages use the client's names of fields: `names` maps ours to the client's, and so do the "places" that
+    messages, calls and tools may have.
     """
     places: dict[str, str] = {}
     for i, message in enumerate(body.get("messages", ())):
@@ -43,7 +43,7 @@ def read_own(
 
 
 def _absolute(at: str, given: Any) -> dict[str, str]:
-    """The client's name of each part of `given` that has a place, by our name of it; the longest one first."""
+    """Our path → the client's path, for each part of `given` that has a place; the longest path first."""
     places = given.get("places") if isinstance(given, dict) else None
     if not isinstance(places, Places):
         return {}
@@ -63,7 +63,7 @@ def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
 
 
 def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raises BadRequest for the first field of `reasons` (field → why it is refused) that `body` asks something by."""
+    """Raises BadRequest for the first field of `reasons` (field → why it is refused) that is set in `body`."""
     for name, reason in reasons.items():
         if body.get(name):
             raise BadRequest(name, f"{name}: {reason}")
@@ -84,7 +84,7 @@ def items(field: str, value: Any) -> list[Any]:
 
 
 def arguments_of(written: str) -> dict[str, Any] | None:
-    """The arguments of a call; None for those of a call that is cut off."""
+    """The arguments of a call; None for a call that is cut off."""
     try:
         arguments = json.loads(written)
     except ValueError:

@@ -23,7 +23,7 @@ PATHS = ("/v1/messages",)
 
 _SAME_NAMES = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
-    *("min_p", "seed", "ignore_eos", "cache_prompt", "cache_salt"),  # which Anthropic does not have
+    *("min_p", "seed", "ignore_eos", "cache_prompt", "cache_salt"),  # not in Anthropic's API
 )
 _NAMES = {
     "stop": "stop_sequences",
@@ -31,7 +31,7 @@ _NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
-}  # of fields that are called otherwise here
+}  # our name of a field → Anthropic's
 _REFUSED = {
     "container": "this server runs no containers; leave it out",
     "mcp_servers": "this server connects to no MCP servers; leave it out",
@@ -39,13 +39,13 @@ _REFUSED = {
 _KNOWN = {
     *(*_SAME_NAMES, *_REFUSED, "stop_sequences", "messages", "system", "tools", "tool_choice", "thinking"),
     *("output_config", "context_management"),
-    # What has no effect here:
+    # Fields without an effect here:
     *("betas", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "compaction"),
     *("user_profile_id", "workspace_id", "billing_policy", "fallbacks", "fallback_credit_token", "thread"),
-    *("anthropic_version", "anthropic_beta"),  # in the bodies of clients that are made for other hosts of the API
+    *("anthropic_version", "anthropic_beta"),  # sent by clients that are made for other hosts of the API
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_BILLING = "x-anthropic-billing-header:"  # begins a block for Anthropic alone, which differs from request to request
+_BILLING = "x-anthropic-billing-header:"  # begins a block that is for Anthropic only and changes with every request
 
 
 def routes(driver: Driver) -> list[Route]:
@@ -68,7 +68,7 @@ class Messages:
         return asked, Writer(about.model.name, about.tells_cached)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """About unknown fields."""
+        """Sentences about unknown fields."""
         return unknown_fields(body, _KNOWN)
 
 
@@ -87,7 +87,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _system(value: Any) -> list[dict[str, Any]]:
-    """The message of the system; none for an empty one."""
+    """The system message; no message for an empty one."""
     if isinstance(value, str):
         prompt = text("system", value)
     else:
@@ -112,7 +112,7 @@ def _messages(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """An answer: its text, its reasoning and its calls."""
+    """The message of an answer: its text, its reasoning and its calls."""
     texts, reasoning, calls = "", "", []
     for index, block in enumerate(blocks):
         at = f"{place}[{index}]"
@@ -124,14 +124,14 @@ def _assistant(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> It
             places = Places({"": at, ".function.name": f"{at}.name", ".function.arguments": f"{at}.input"})
             id = text(f"{at}.id", block.get("id"))
             calls.append({"id": id, "type": "function", "function": function, "places": places})
-        elif kind != "redacted_thinking":  # nobody but its maker can read it
+        elif kind != "redacted_thinking":  # which only Anthropic can read
             texts += _text(at, block)
     message: dict[str, Any] = {"role": role, "content": texts}
     yield message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
 
 
 def _others(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A message of the user's or the system's; each result of a tool becomes a message of its own, before the text."""
+    """A message of the user or the system; each result of a tool becomes a message of its own, before the text."""
     texts: list[str] = []
     results = 0
     for index, block in enumerate(blocks):
@@ -157,7 +157,7 @@ def _result(place: str, value: Any) -> str:
 
 
 def _text(place: str, value: Any) -> str:
-    """The text of a block. Raises BadRequest for blocks that hold something else."""
+    """The text of a block. Raises BadRequest for blocks of other types."""
     block = members(place, value)
     kind = block.get("type")
     if kind != "text":
@@ -199,7 +199,7 @@ def _tool_choice(value: Any) -> dict[str, Any]:
 
 
 def _check_edits(value: Any) -> None:
-    """Raises BadRequest for an edit that leaves out something of the conversation."""
+    """Raises BadRequest for an edit that removes a part of the conversation."""
     edits = items("context_management.edits", members("context_management", value).get("edits", []))
     for index, edit in enumerate(edits):
         place = f"context_management.edits[{index}]"
@@ -208,7 +208,7 @@ def _check_edits(value: Any) -> None:
 
 
 def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the model reasons before it answers; how much is up to the model's template."""
+    """The template's variables that say whether the model reasons before it answers, and with which effort."""
     variables: dict[str, Any] = {}
     if "thinking" in body:
         kind = members("thinking", body["thinking"]).get("type")
@@ -223,7 +223,7 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the answer has to look like."""
+    """The constraint of the answer, in our own names."""
     given = members("output_config", body.get("output_config", {})).get("format")
     if given is None:
         return {}

@@ -1,4 +1,4 @@
-"""llama-server's own endpoints: /completion, /infill, and what its clients ask about the server."""
+"""llama-server's own endpoints: /completion, /infill, and those about the server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Server:
         self._driver = driver
 
     async def props(self, _request: Request) -> Response:
-        """The model, its template, and how tokens are chosen where a request says nothing."""
+        """The model, its template, and the default sampling parameters."""
         engine = self._driver.engine
         defaults = {
             "n_ctx": engine.context,
@@ -61,7 +61,7 @@ class _Server:
                 "model_alias": engine.model.name,
                 "model_path": engine.model.path.name,
                 "chat_template": engine.model.template.source,
-                "chat_template_is_default": engine.model.template.is_default,  # ours: the model has none of its own
+                "chat_template_is_default": engine.model.template.is_default,  # whether the model has none of its own
                 "chat_template_caps": {},
                 "modalities": {"vision": False, "audio": False},
                 "build_info": f"polarlm {release()}".rstrip(),
@@ -70,7 +70,7 @@ class _Server:
         )
 
     async def slots(self, request: Request) -> Response:
-        """One for each request that may be computed at the same time."""
+        """One slot for each request that may be computed at the same time."""
         engine, now = self._driver.engine, await self._driver.status()
         busy = min(now.running + now.waiting, engine.config.parallel)
         if request.query_params.get("fail_on_no_slot") and busy == engine.config.parallel:
@@ -89,7 +89,7 @@ class _Server:
         )
 
     async def apply_template(self, request: Request) -> Response:
-        """{"messages"} → {"prompt"}: their text, as the model's template writes it."""
+        """{"messages"} → {"prompt"}: the messages as text, as the model's template writes them."""
         asked = await self._asked(request)
         work = self._driver.counted(
             "templated", lambda: chat_text(asked.prompt, self._driver.engine.model, asked.options)
@@ -108,7 +108,7 @@ class _Server:
 
 
 def _not_here(why: str) -> Any:
-    """An endpoint of llama-server's that is refused."""
+    """An endpoint that refuses requests to one of llama-server's."""
 
     async def refuse(_request: Request) -> Response:
         raise ApiError(501, f"This server does not do this: {why}", "not_supported")

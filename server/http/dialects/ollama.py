@@ -1,4 +1,4 @@
-"""Ollama's API: /api/chat and /api/generate, and what its clients ask about a model."""
+"""Ollama's API: /api/chat, /api/generate, /api/embed, and endpoints about the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OPTIONS = {
     **{name: name for name in ("typical_p", "tfs_z", "mirostat", "logit_bias")},
     "penalize_newline": "penalize_nl",
     "num_predict": "max_tokens",
-}  # that change an answer, and our names for them; the others are about memory and speed
+}  # option that changes an answer → our name; other options are about memory and speed
 _NAMES = {
     **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
     "response_format.json_schema.schema": "format",
@@ -84,8 +84,8 @@ def routes(driver: Driver) -> list[Route]:
 class Endpoint:
     """One of the two endpoints that generate."""
 
-    own: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names; none to load a model
-    content: Callable[[dict[str, Any]], dict[str, Any]]  # where text, reasoning and calls stand in an answer
+    own: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
+    content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
     framing: Framing = LINES
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
@@ -96,14 +96,14 @@ class Endpoint:
         return asked, Writer(about.model.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """About unknown fields, those of `options` included."""
+        """Sentences about unknown fields, including those of `options`."""
         options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
         return unknown_fields(body, _KNOWN) + options
 
 
 @dataclass(frozen=True)
 class _Served:
-    """An endpoint, where a request without a prompt asks for the model to be loaded, as it always is."""
+    """An endpoint. A request without a prompt asks to load the model, which is always loaded."""
 
     driver: Driver
     endpoint: Endpoint
@@ -142,7 +142,7 @@ class _Embedded:
         return Response(f'{json.dumps(counts)[:-1]},"embeddings":[{vectors}]}}', media_type="application/json")
 
     async def serve_older(self, request: Request) -> Response:
-        """POST /api/embeddings: {"prompt"} → {"embedding"}; of an empty text it has no numbers. Raises as `serve`."""
+        """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `serve` does."""
         body = await read_body(request, self.driver.config.max_body)
         prompt = text("prompt", body.get("prompt") or "")
         found = await self._embed(request, body, [prompt] if prompt else [])
@@ -151,7 +151,7 @@ class _Embedded:
     async def _embed(
         self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt]
     ) -> Sequence[tuple[str, int]]:
-        """The JSON of each vector, and the tokens of its text."""
+        """(JSON of the vector, tokens of the text) for each prompt."""
         text("model", body.get("model") or "")
         options = replace(read_options({}, parse_special=self.driver.config.parse_special), pooling="mean")
 
@@ -162,12 +162,12 @@ class _Embedded:
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What both endpoints take in addition to the prompt, in our own names. Raises BadRequest."""
+    """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
     own: dict[str, Any] = {"model": body.get("model"), "stream": body.get("stream", True)}
     for name, value in members("options", body.get("options", {})).items():
         if name in _OPTIONS:
             own[_OPTIONS[name]] = value
-    if own.get("max_tokens") == -2:  # what the context holds, as -1 is here
+    if own.get("max_tokens") == -2:  # as many as the context holds, which is -1 in our names
         own["max_tokens"] = -1
     format = body.get("format", "")
     if format == "json":
@@ -184,7 +184,7 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(value: Any) -> dict[str, Any]:
-    """Whether the model reasons before it answers; how much is up to the model's template."""
+    """The template's variables that say whether the model reasons before it answers, and with which effort."""
     if isinstance(value, bool):
         return {"enable_thinking": value}
     if value not in _EFFORTS:
@@ -193,8 +193,8 @@ def _thinking(value: Any) -> dict[str, Any]:
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The messages of /api/chat, and the tools."""
-    calls: list[tuple[str, str]] = []  # (name, id) of calls without a result so far
+    """The messages and the tools of /api/chat."""
+    calls: list[tuple[str, str]] = []  # (name, id) of calls that have no result yet
     messages = [
         _message(f"messages[{index}]", one, calls) for index, one in enumerate(items("messages", body.get("messages")))
     ]
@@ -228,7 +228,7 @@ def _message(at: str, value: Any, calls: list[tuple[str, str]]) -> dict[str, Any
 
 
 def _call(at: str, index: int, value: Any) -> dict[str, Any]:
-    """A call; without an id of its own, as Ollama's clients send it, its number is one."""
+    """A call. Ollama's clients send calls without ids, whose ids are then made of their numbers."""
     call = members(at, value)
     function = members(f"{at}.function", call.get("function"))
     name = text(f"{at}.function.name", function.get("name"))
@@ -237,7 +237,7 @@ def _call(at: str, index: int, value: Any) -> dict[str, Any]:
 
 
 def _answered(calls: list[tuple[str, str]], name: str) -> str:
-    """The id of the call that a result without an id belongs to: the first of its tool's, else the first."""
+    """The id of the call that a result without an id answers: the first call of its tool, else the first of all."""
     found = next((call for call in calls if call[0] == name), calls[0] if calls else ("", "call_0"))
     if found in calls:
         calls.remove(found)
@@ -264,7 +264,7 @@ def _refuse_images(at: str, holder: Mapping[str, Any]) -> None:
 
 
 def _as_response(content: dict[str, Any]) -> dict[str, Any]:
-    """/api/generate has the text as "response"."""
+    """The fields of an answer of /api/generate, where the text is called "response"."""
     return {("response" if name == "content" else name): value for name, value in content.items()}
 
 

@@ -30,7 +30,7 @@ PATHS = ("/v1/responses", "/responses")
 
 _SAME_NAMES = (
     *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
-    *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt", "cache_salt"),  # which this API does not have
+    *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt", "cache_salt"),  # not in OpenAI's API
 )
 _NAMES = {
     "max_tokens": "max_output_tokens",
@@ -40,7 +40,7 @@ _NAMES = {
     "tool_choice.allowed_tools": "tool_choice",
     "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
-}  # of fields that are called otherwise here
+}  # our name of a field → this API's
 _KEEPS_NONE = "this server keeps no responses: send the earlier items in input"
 _REFUSED = {
     "previous_response_id": _KEEPS_NONE,
@@ -52,7 +52,7 @@ _REFUSED = {
 _KNOWN = {
     *(*_SAME_NAMES, *_REFUSED, "input", "instructions", "max_output_tokens", "top_logprobs", "include", "text"),
     *("tools", "tool_choice", "reasoning", "metadata", "truncation"),
-    # What has no effect here:
+    # Fields without an effect here:
     *("store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "stream_options", "max_tool_calls", "moderation", "client_metadata", "image"),
     *("background_options", "access_programs"),
@@ -107,7 +107,7 @@ class Responses:
         return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """About unknown fields, and tools that are left out."""
+        """Sentences about unknown fields and about tools that are left out."""
         return left_out(body) + unknown_fields(body, _KNOWN)
 
 
@@ -127,7 +127,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _included(value: Any) -> list[Any]:
-    """The names of what a response should have in addition to its text; what there is none of here is left out."""
+    """The names of what a response should contain besides its text; unknown names have no effect."""
     return [text(f"include[{index}]", name) for index, name in enumerate(items("include", value))]
 
 
@@ -162,13 +162,13 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if message["role"] == "assistant" and reasoning:
             message["reasoning_content"], reasoning = reasoning, ""
         elif message["role"] != "assistant":
-            reasoning = ""  # of an answer that is missing
+            reasoning = ""  # its answer is missing
         _append(found, {**message, "places": Places({"": at} | message.get("places", {}))})
     return found
 
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message; a call joins the answer that it follows, whose items all belong to one turn."""
+    """Append a message. A call that follows an answer joins it: its items belong to one turn."""
     last = messages[-1] if messages else {}
     calls = message.get("tool_calls")
     if calls and last.get("role") == "assistant" and "reasoning_content" not in message:
@@ -203,7 +203,7 @@ def _part(at: str, value: Any) -> str:
 
 
 def _thoughts(at: str, item: Mapping[str, Any]) -> str:
-    """The reasoning in an item; nobody but its maker can read what is encrypted there."""
+    """The reasoning in an item, without encrypted parts, which only their maker can read."""
     parts = items(f"{at}.content", item.get("content", []))
     found = [members(f"{at}.content[{index}]", part).get("text", "") for index, part in enumerate(parts)]
     return "".join(text(f"{at}.content[{index}].text", one) for index, one in enumerate(found))
@@ -226,7 +226,7 @@ def _choice(own: Any, tools: ResponseTools) -> Any:
 
 
 def _text_settings(value: Any) -> dict[str, Any]:
-    """What the answer has to look like."""
+    """The constraint and the verbosity of the answer, in our own names."""
     if value is None:
         return {}
     settings = members("text", value)
@@ -248,7 +248,7 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(value: Any) -> dict[str, str]:
-    """Pairs of strings, which a response repeats."""
+    """The request's metadata, pairs of strings, which a response repeats. Raises BadRequest."""
     pairs = members("metadata", value)
     if len(pairs) > _MOST_PAIRS:
         raise BadRequest("metadata", f"metadata has {len(pairs)} pairs, but at most {_MOST_PAIRS} are taken")

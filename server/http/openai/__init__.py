@@ -1,1 +1,1 @@
-"""OpenAI's endpoints for chats, plain prompts and embeddings, and its shapes of answers."""
+"""OpenAI's endpoints for chats, raw prompts and embeddings, and its shapes of answers."""

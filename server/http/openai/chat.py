@@ -40,5 +40,5 @@ class OpenAI:
         return asked, Writer(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """About unknown fields."""
+        """Sentences about unknown fields."""
         return unknown_fields(body, FIELDS)

@@ -1,4 +1,4 @@
-"""OpenAI's endpoint for plain prompts: /v1/completions, with several prompts, `echo` and `suffix`."""
+"""OpenAI's endpoint for raw prompts: /v1/completions, with several prompts, `echo` and `suffix`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Completions:
         return asked, writer
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """About unknown fields."""
+        """Sentences about unknown fields."""
         return unknown_fields(body, FIELDS)
 
 
@@ -70,7 +70,7 @@ def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:
         ("prompt",),
         parse_special=about.parse_special,
     )
-    assert prompts is not None  # or else `read` has raised an error
+    assert prompts is not None  # otherwise `read` has raised an error
     return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
 
 
@@ -86,7 +86,7 @@ def _with_suffix(asked: ParsedRequest, suffix: str, tokenizer: Tokenizer) -> Par
 
 @dataclass(frozen=True)
 class PromptText:
-    """The text of a raw prompt: as it was given, and of token ids as the tokenizer has it."""
+    """The text of a raw prompt: strings as they were given, token ids detokenized when it is written."""
 
     prompt: Prompt
     tokenizer: Tokenizer
@@ -103,7 +103,7 @@ class PromptText:
 class TextWriter(Writer):
     """Makes the JSON objects of one response."""
 
-    echoes: Sequence[PromptText] = field(default=())  # where answers begin with their prompts: one for each prompt
+    echoes: Sequence[PromptText] = field(default=())  # the prompts, if answers begin with theirs
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompts = [self._prompt(index, answer) for index, answer in enumerate(answers if self.echoes else ())]
@@ -121,7 +121,7 @@ class TextWriter(Writer):
         yield from super().events(index, piece, first=first)
 
     def _prompt(self, index: int, begin: Piece | Answer) -> tuple[str, dict[str, Any] | None]:
-        """The text of answer `index`'s prompt, and its log-probabilities if they are requested."""
+        """The text of answer `index`'s prompt, and its log-probabilities if those are requested."""
         prompt = str(self.echoes[index // self.n])
         if not self.logprobs:
             return prompt, None

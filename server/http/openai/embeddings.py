@@ -20,7 +20,7 @@ from polarlm.server.reading.prompts import read_options, read_prompts
 from polarlm.server.reading.values import BadRequest, text, wrong
 from polarlm.server.running.driver import Driver
 
-MOST_INPUTS = 2048  # as many as OpenAI takes
+MOST_INPUTS = 2048  # as at OpenAI
 
 _POOLINGS = ("mean", "last")
 _ENCODINGS = ("float", "base64")
@@ -35,7 +35,7 @@ class _Asked:
 
 
 class Embeddings:
-    """Three endpoints, which read a request alike."""
+    """Three endpoints, which read requests in the same way."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -90,7 +90,7 @@ class Embeddings:
         return _Asked(prompts, replace(options, pooling=pooling), pooling, encoding == "base64")
 
     async def _embed(self, asked: _Asked) -> list[tuple[str, int]]:
-        """The JSON of each vector, and the tokens of its text."""
+        """(JSON of the vector, tokens of the text) for each prompt."""
 
         def written(found: Embedding) -> tuple[str, int]:
             vector = found.vector.astype("<f4")
@@ -102,7 +102,7 @@ class Embeddings:
 
 
 def _one_of(field: str, value: Any, names: tuple[str, ...]) -> str:
-    """`value`, which is one of `names`; the first one for None."""
+    """`value`, which must be one of `names`; the first of them for None. Raises BadRequest."""
     if value is None:
         return names[0]
     if not isinstance(value, str) or value not in names:

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI writes them, in answers to conversations and to plain prompts."""
+"""Log-probabilities in OpenAI's shapes, for answers to conversations and to raw prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 
 
 class ChatLogprobs:
-    """/v1/chat/completions: a list of tokens. `bytes` is exact where `token` has U+FFFD for half a character."""
+    """/v1/chat/completions: a list of tokens. `bytes` is exact even if `token` has U+FFFD for a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -30,18 +30,18 @@ class ChatLogprobs:
 class TextLogprobs:
     """/v1/completions: lists of equal length. `text_offset` counts the complete characters before a token.
 
-    The most likely tokens are keys of an object, and the chosen one is always among them; of several tokens with the
-    same text it has the most likely.
+    The most likely tokens are keys of an object, which always has the chosen one. Of several tokens with the same text,
+    the object has the most likely one.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
-        """at_start: whether the prompt comes before the answer."""
+        """at_start: whether the text begins with the prompt, not with the answer."""
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, at_start=at_start)
         self._offset = 0
 
     def prompt(self, ids: Sequence[int], tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Those of a prompt; `tokens` are all but the first, for which there are none."""
+        """The log-probabilities of a prompt. tokens: those of all ids except the first, which has none."""
         first = {"tokens": [self._text(ids[0])], "text_offset": [self._place(ids[0])]}
         return {name: first.get(name, [None]) + found for name, found in self.write(tokens).items()}
 
@@ -63,7 +63,7 @@ class TextLogprobs:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _place(self, token_id: int) -> int:
-        """The offset of the next token's text in the answer's."""
+        """The offset of the next token, `token_id`, in the text."""
         begin = self._offset
         self._offset += len(self._detokenizer.push([token_id]))
         return begin

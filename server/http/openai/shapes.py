@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole and streamed ones, to conversations and to plain prompts."""
+"""Answers in OpenAI's shapes, whole and streamed, to conversations and to raw prompts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from polarlm.server.http.streams import Event
 
 @dataclass(frozen=True)
 class Shapes:
-    """The difference between the endpoints for conversations and for plain prompts."""
+    """The difference between the endpoints for conversations and for raw prompts."""
 
-    takes: str  # field of the prompt
-    prefix: str  # of an answer's id
-    whole: str  # names of the objects
-    part: str
+    takes: str  # the field of the prompt
+    prefix: str  # that of a response's id
+    whole: str  # the name of the object of a whole response
+    part: str  # the name of the object of an event
     switched_logprobs: bool  # whether log-probabilities are requested by true, with a count in another field
     answer: Callable[[Answer], dict[str, Any]]  # fields of a choice for a whole answer
-    opening: dict[str, Any] | None  # of a streamed answer's first choice, before any text; None for no such choice
-    piece: Callable[[Piece, int], dict[str, Any]]  # of a choice for a piece and the number of the call that it is in
-    logprobs: Callable[[Tokenizer], Logprobs]  # writes those of one answer
+    opening: dict[str, Any] | None  # fields of a streamed answer's first choice, before any text; None: no such choice
+    piece: Callable[[Piece, int], dict[str, Any]]  # fields of a choice for a piece, given the number of its call
+    logprobs: Callable[[Tokenizer], Logprobs]  # makes the writer of one answer's log-probabilities
 
 
 def _message(answer: Answer) -> dict[str, Any]:
@@ -97,14 +97,14 @@ class Writer:
 
     shapes: Shapes
     model: str
-    with_usage: bool  # whether a streamed response ends with the usage; it is null in all events before
+    with_usage: bool  # whether a streamed response ends with the usage, which is null in all earlier events
     logprobs: Sequence[Logprobs] = ()  # one for each answer, if requested
     tells_cached: bool = True  # whether the usage has the number of cached tokens
     n: int = 1  # answers to each prompt
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _began: float = field(default_factory=time.monotonic)
-    _calls: dict[int, int] = field(default_factory=dict)  # of each answer, the number of the call that began last
+    _calls: dict[int, int] = field(default_factory=dict)  # answer → number of the call that began last
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
@@ -115,9 +115,9 @@ class Writer:
         return self._object(self.shapes.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a streamed answer's piece; the answer's `first` one has the opening before it.
+        """The events of a piece of a streamed answer; before the `first` one, the answer's opening.
 
-        A token whose text is held back has an event where it has log-probabilities.
+        A token whose text is held back gets an event if it has log-probabilities.
         """
         if first and self.shapes.opening is not None:
             yield self._part(self._choice(index, self.shapes.opening))
@@ -144,7 +144,7 @@ class Writer:
         return error.body()
 
     def _progress(self, progress: Progress) -> dict[str, Any]:
-        """As llama-server has it."""
+        """The progress in llama-server's shape."""
         seconds = time.monotonic() - self._began
         return {
             "total": progress.total,
@@ -183,7 +183,7 @@ class Writer:
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     """The usage of `n` answers to each prompt, which counts once; cached tokens are those that every answer found.
 
-    Where some were put back from a tier, "cached_from" has their numbers, by place.
+    If some were restored from a tier, "cached_from" has the number of tokens from each place.
     """
     prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
     prompt = sum(answers[0].prompt_tokens for answers in prompts)

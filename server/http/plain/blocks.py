@@ -20,22 +20,22 @@ from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.running.job import Job
 from polarlm.server.running.worker import Worker
 
-_READING_BYTES = 256 << 20  # of blocks that are being sent here, all of them together, or one block if that is larger
+_READING_BYTES = 256 << 20  # limit of all blocks being received together, or one block if that is larger
 _MOST_WAITING = 64  # requests for blocks at the same time
-_SECONDS = 10.0  # for the disk
+_SECONDS = 10.0  # timeout of the disk
 _TYPE = "application/octet-stream"
 
 T = TypeVar("T")
 
 
 class Blocks:
-    """The endpoint over a place."""
+    """The endpoint for the blocks of a tier."""
 
     def __init__(self, place: TierStore, most: int) -> None:
-        """most: bytes of the largest block that there can be."""
+        """most: bytes of the largest possible block."""
         self._place, self._most = place, most
         self._room = Budget(max(_READING_BYTES, most))
-        self._worker = Worker("blocks")  # a thread that does not keep a process with a hanging disk from ending
+        self._worker = Worker("blocks")  # unlike a pool's thread, it lets the process end even if the disk hangs
         self._waiting = 0
 
     def routes(self) -> list[Route]:
@@ -46,7 +46,7 @@ class Blocks:
         ]
 
     async def get(self, request: Request) -> Response:
-        """The bytes of a block; with "Range: bytes=N-" those from N on."""
+        """The bytes of a block; with "Range: bytes=N-", those from N on."""
         name = _read_name(request)
         if request.method == "HEAD":
             if not await self._do(partial(self._place.has, name)):
@@ -69,14 +69,14 @@ class Blocks:
         return Response(bytes(content[start:stop]), 206, media_type=_TYPE, headers=headers)
 
     async def put(self, request: Request) -> Response:
-        """Keep a block, whose own checksum and name have to be right. The same again changes nothing."""
+        """Keep a block, whose checksum and name must be right. Sending the same block again changes nothing."""
         name = _read_name(request)
         announced = announced_bytes(request)
         if announced is not None and announced > self._most:
             raise too_large(self._most)
         size = self._most if announced is None else announced
         if not self._room.take(size):
-            raise _busy(CLOSE)  # its body has not been read
+            raise _busy(CLOSE)  # closes the connection, since the body has not been read
         try:
             body = await read_bytes(request, self._most)
             try:
@@ -89,7 +89,7 @@ class Blocks:
         return Response(status_code=204)
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """The result of `work`, in the thread. Raises ApiError."""
+        """The result of `work`, run in the worker's thread. Raises ApiError."""
         if self._waiting >= _MOST_WAITING:
             raise _busy()
         job = Job(asyncio.get_running_loop())

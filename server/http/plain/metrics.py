@@ -1,7 +1,7 @@
 """/metrics: counters, times and the load of the server, in Prometheus' text format. docs/server.md lists them all.
 
-Beside our own names stand those of vLLM that routers read by default (the model server protocol of the Gateway API's
-inference extension): requests in the queue and under way, the used part of the KV store, and the size of its blocks.
+The page has our own names, and those of vLLM that routers read by default (the model server protocol of the Gateway
+API's inference extension): queued and running requests, the used part of the KV store, and the size of its blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Numbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         done, now = self._done, self._now
-        requests = CounterMetricFamily("polarlm_requests", "Requests that have ended, by how", labels=["outcome"])
+        requests = CounterMetricFamily("polarlm_requests", "Requests that have ended, by outcome", labels=["outcome"])
         for outcome, count in sorted(done.requests.items()):
             requests.add_metric([outcome], count)
         yield requests
@@ -119,9 +119,7 @@ class _Constraints(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counts = self._counts
-        ended = CounterMetricFamily(
-            "polarlm_constraints", "New constraints, by what became of them", labels=["outcome"]
-        )
+        ended = CounterMetricFamily("polarlm_constraints", "New constraints, by outcome", labels=["outcome"])
         for outcome in ("compiled", "refused", "abandoned", "too_many"):
             ended.add_metric([outcome], counts.outcomes[outcome])
         yield ended
@@ -154,13 +152,13 @@ class _ForRouters(Collector):
             gauge.add_metric([engine.model.name], value)
             yield gauge
         shape = engine.cache_shape
-        most = max(shape.quantized_blocks(engine.context))  # of the groups of layers
+        most = max(shape.quantized_blocks(engine.context))  # the largest of the groups of layers
         blocks = {"block_size": str(shape.block_size), "num_gpu_blocks": str(most)}
         yield InfoMetricFamily("vllm:cache_config", "The KV store: tokens of a block, and blocks", value=blocks)
 
 
 def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> bytes:
-    """The page that Prometheus reads; its type is prometheus_client.CONTENT_TYPE_LATEST.
+    """The page that Prometheus reads, of type prometheus_client.CONTENT_TYPE_LATEST.
 
     without_cached: whether to leave out the number of tokens that were found in the cache.
     """

@@ -1,4 +1,4 @@
-"""/sessions: a conversation's part of the store, saved and loaded by name."""
+"""/sessions: saves and loads a conversation's part of the KV store by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polarlm.server.running.sessions import read_name
 
 
 class Sessions:
-    """Four endpoints, which answer 501 where the server has no folder for sessions."""
+    """Four endpoints, which answer 501 if the server has no folder for sessions."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -29,11 +29,11 @@ class Sessions:
         ]
 
     async def all(self, _request: Request) -> Response:
-        """{"sessions": [{"name", "bytes", "seconds"}]}, seconds since 1970"""
+        """{"sessions": [{"name", "bytes", "seconds"}]}; seconds since 1970"""
         return JSONResponse({"sessions": [asdict(saved) for saved in await self._driver.list_sessions()]})
 
     async def save(self, request: Request) -> Response:
-        """{"name", "messages" or "prompt"} → {"name", "tokens"}: the number of the prompt's tokens in the store.
+        """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store.
 
         The prompt is read as for an answer, with "parse_special" and "cache_salt".
         """
@@ -45,7 +45,7 @@ class Sessions:
         return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
 
     async def load(self, request: Request) -> Response:
-        """{"name"} → {"name", "tokens"}; with the "cache_salt" that it was saved with, whose prompts alone find it."""
+        """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""
         body = await read_body(request, self._driver.config.max_body)
         name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
         return JSONResponse({"name": name, "tokens": await self._driver.load_session(name, salt)})

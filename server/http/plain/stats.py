@@ -16,7 +16,7 @@ from polarlm.server.running.counters import Totals
 
 
 def asked_tokens(query: Mapping[str, str]) -> int | None:
-    """`tokens` of a query: the length of a sequence whose memory is asked for. Raises BadRequest."""
+    """`tokens` of a query: the length of a sequence whose memory to report; None if absent. Raises BadRequest."""
     given = query.get("tokens")
     if given is None:
         return None
@@ -26,13 +26,13 @@ def asked_tokens(query: Mapping[str, str]) -> int | None:
 
 
 def _window(cache: CacheShape) -> int | None:
-    """The last tokens that any layer can see; None where a layer sees all."""
+    """The largest window of a layer, in tokens; None if a layer sees all tokens."""
     windows = [layer.window for layer in cache.layers]
     return None if None in windows else max(window for window in windows if window is not None)
 
 
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
-    """A JSON object; with `tokens`, also the memory of a sequence of so many, here and if all blocks were halves."""
+    """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
     (_, type_k), (_, type_v) = chosen(engine.config)
     found: dict[str, Any] = {

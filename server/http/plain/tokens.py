@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: text to ids and back."""
+"""/tokenize and /detokenize: convert text to ids and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from polarlm.server.reading.prompts import read_continues, read_options, read_pr
 from polarlm.server.reading.values import LARGEST, count, flag, text, wrong
 from polarlm.server.running.driver import Driver
 
-MOST_TOKENS = 1 << 18  # of a text; as JSON, a token takes several times its bytes
+MOST_TOKENS = 1 << 18  # in a response; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15
 
 
 class Tokens:
-    """Two endpoints, whose requests are counted and queued as those for answers are."""
+    """Two endpoints, whose requests are counted and queued as requests for answers are."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -37,8 +37,8 @@ class Tokens:
     async def tokenize(self, request: Request) -> Response:
         """{"content": text} → {"tokens": [ids]}
 
-        With "add_special", the token that begins every text, where the model wants one; with "parse_special", names of
-        control tokens become these tokens, as in raw prompts; with "with_pieces", {"id", "piece"} in place of ids.
+        "add_special" adds the token with which every text begins, if the model requires one. With "parse_special",
+        names of control tokens become these tokens, as in raw prompts. "with_pieces": {"id", "piece"} in place of ids.
         """
         body = await read_body(request, self._driver.config.max_body)
         if body.get("content") is None and any(body.get(name) is not None for name in ("prompt", "messages")):
@@ -86,7 +86,7 @@ class Tokens:
         return [{"id": i, "piece": _piece(self._tokenizer, i)} for i in ids] if with_pieces else ids
 
     async def detokenize(self, request: Request) -> Response:
-        """{"tokens": [ids]} → {"content": text}, with the names of control tokens, as llama-server has it."""
+        """{"tokens": [ids]} → {"content": text}, with names of control tokens, as at llama-server."""
         tokens = (await read_body(request, self._driver.config.max_body)).get("tokens")
         if not isinstance(tokens, list):
             raise wrong("tokens", "an array of token ids", tokens)
@@ -94,7 +94,7 @@ class Tokens:
         return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(ids))})
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens. A token may have many bytes: the text may be no longer than a request's body."""
+        """The text of the tokens. Raises EngineError if it is longer than a request's body: tokens can be long."""
         most = room = self._driver.config.max_body
         names = {token: len(name.encode()) for name, token in self._tokenizer.control_tokens().items()}
         for token in tokens:
@@ -107,7 +107,7 @@ class Tokens:
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
-    """A token's text, or a control token's name; its bytes where these are not whole characters."""
+    """A token's text, or a control token's name; a list of bytes if these are not whole characters."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode() or tokenizer.token_name(token)
