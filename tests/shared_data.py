@@ -11,5 +11,5 @@ def shared(*parts: str) -> Path:
     """Path of a file in the data folder beside the checkout; skips the calling test where it is absent."""
     path = _ROOT.joinpath(*parts)
     if not path.exists():
-        pytest.skip(f"needs {'/'.join(parts)} from the data folder beside the checkout, which is not there")
+        pytest.skip(f"needs {path}: real models and texts, which are no part of the project")
     return path

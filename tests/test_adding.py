@@ -41,7 +41,7 @@ def _int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     codecs._modules.cache_clear()
     yield
     codecs._modules.cache_clear()
-    sys.modules.pop("engine.codecs.int8", None)
+    sys.modules.pop("polarlm.engine.codecs.int8", None)
     vars(codecs).pop("int8", None)
 
 

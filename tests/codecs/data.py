@@ -6,8 +6,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from polarlm.engine import codecs
 from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.streams import pack, unpack
+
+
+def _has_points(codec: Codec) -> bool:
+    return isinstance(codec, PairCodec) and codec.points is not None
+
+
+TABLED = [name for name in codecs.available() if _has_points(codecs.get(name))]
+"""The cache types whose codes each stand for a point of a table: kernels of a CPU and of a GPU read them all alike."""
 
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:

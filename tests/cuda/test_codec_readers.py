@@ -12,14 +12,15 @@ from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.records import Layout
-from tests.codecs.data import stored_norms
+from tests.codecs.data import TABLED, stored_norms
 from tests.cuda.programs import Program
 from tests.cuda.readers import ENCODE, PACK, READ, read, text
+from tests.pairs import each
 
 SEEDS = [0, 1, 2]
 HALF_EPS, HALF_TINY = 2.0**-10, 2.0**-24  # distance of halves: relative to them, and of the smallest
 
-TABLED = ["ring3", "ring3.5", "ring4", "ring5", "ring3.5+norm16", "turbo2", "turbo3", "turbo4"]
+NAMES = [*TABLED, "ring3.5+norm16"]
 # (head dim, block size): every number of tokens and channels that differs in kind appears with every codec.
 SHAPES = [(64, 64), (8, 16), (48, 32), (144, 64), (16, 128), (80, 32), (256, 16), (24, 64)]
 
@@ -27,7 +28,7 @@ SHAPES = [(64, 64), (8, 16), (48, 32), (144, 64), (16, 128), (80, 32), (256, 16)
 def cases() -> list[tuple[str, bool, int, int]]:
     """(codec, values, head dim, block size): two shapes for each codec and side, taking turns."""
     found = []
-    for i, name in enumerate(TABLED):
+    for i, name in enumerate(NAMES):
         for values in (False, True):
             found += [(name, values, *SHAPES[(i + 3 * values + step) % len(SHAPES)]) for step in (0, 3)]
     return found
@@ -37,7 +38,8 @@ def random_codes(layout: Layout, rng: np.random.Generator) -> tuple[np.ndarray, 
     """Codes of any value, (N, D / width), and norms (N,) float32 that are stored as anything a norm can be."""
     shape, points = layout.record.geometry, layout.record.constants["POINTS"]
     width = layout.record.constants["WIDTH"]
-    codes = rng.integers(0, points, (shape.block_size, shape.head_dim // width)).astype(np.uint16)
+    dtype = np.uint8 if points <= 256 else np.uint16
+    codes = rng.integers(0, points, (shape.block_size, shape.head_dim // width), dtype)
     norms = np.exp2(rng.uniform(-26, 17, shape.block_size)).astype(np.float32)
     norms[:3] = 0, 1, np.inf
     norms[3:11] = ByteNorm().thresholds[rng.integers(0, 255, 8)]  # a norm on a threshold takes the code above
@@ -51,7 +53,7 @@ def test_readers_give_the_points_of_codes_and_the_stored_norms(
     codec = codecs.get(name)
     layout = records.layout(codec, values, block_size, head_dim)
     codes, norms = random_codes(layout, rng)
-    fields = codec.rounding.assemble(codes.astype(np.uint16 if name == "ring5" else np.uint8), norms)
+    fields = codec.rounding.assemble(codes, norms)
     decoded = codec.decode(fields)
     stored = stored_norms(codec, norms)
     for seed in SEEDS:
@@ -97,11 +99,11 @@ def test_packing_on_the_device_gives_the_bytes_of_numpy(
     codec = codecs.get(name)
     layout = records.layout(codec, values, block_size, head_dim)
     codes, norms = random_codes(layout, rng)
-    expected = layout.pack(codec.rounding.assemble(codes.astype(np.uint16 if name == "ring5" else np.uint8), norms))
+    expected = layout.pack(codec.rounding.assemble(codes, norms))
     shared = 4 * norms.size + 2 * codes.size
     for seed in SEEDS:
         record = np.zeros(layout.nbytes, np.uint8)
-        args = (record, codes, norms, layout.tables)
+        args = (record, codes.astype(np.uint16), norms, layout.tables)
         Program(text(PACK, layout)).launch("pack_kernel", (1,), (96,), *args, shared=shared, seed=seed)
         np.testing.assert_array_equal(record, expected)
 
@@ -166,20 +168,9 @@ def test_tables_of_both_sides_share_rows_without_overlap(
         np.testing.assert_array_equal(outs, expected)
 
 
-COMPILED = [
-    ("ring3", 128),
-    ("ring3.5", 128),
-    ("ring4", 256),
-    ("ring5", 80),
-    ("turbo2", 64),
-    ("turbo3", 96),
-    ("f16", 128),
-]
-
-
 # Product: a codec's codes lie in another order for keys, which have a mean, and registers may run out in either.
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("name", "head_dim"), COMPILED)
+@pytest.mark.parametrize(("name", "head_dim"), each([*TABLED, "f16"], [128, 128, 256, 80, 64, 96]))
 @pytest.mark.parametrize("values", [False, True])
 def test_readers_compile_without_spills(name: str, head_dim: int, values: bool) -> None:
     try:

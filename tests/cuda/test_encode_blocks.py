@@ -23,6 +23,7 @@ from polarlm.engine.quantization.metric import Metric, key_metric, value_metric,
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.records.pair_table import PairRecord
+from tests.codecs.data import TABLED
 from tests.cuda.programs import Program
 
 
@@ -130,7 +131,6 @@ def assert_same(side: Side, x: np.ndarray, seed: int = 0) -> None:
         assert {**fields, **mean}[name].dtype == field.dtype
 
 
-CODECS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
 # Head dims of whole and of half tiles, blocks of one part and of several, all tokens in shared memory or some of them.
 SHAPES = [
     BlockShape(16, 16, 16, 8),
@@ -143,7 +143,7 @@ SHAPES = [
 # Product: a codec packs its codes in another order for keys than for values, and keys have a mean.
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize(("number", "name"), list(enumerate([*CODECS, "ring4+norm16"])))
+@pytest.mark.parametrize(("number", "name"), list(enumerate([*TABLED, "ring4+norm16"])))
 def test_codes_without_a_metric_equal_those_of_numpy(
     rng: np.random.Generator, number: int, name: str, values: bool
 ) -> None:
@@ -246,7 +246,7 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> 
 
 # Product: a metric of keys and one of values have other terms, and each codec rounds by them in its own way.
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize(("number", "name"), list(enumerate(CODECS)))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(TABLED)))
 def test_codes_with_a_metric_equal_those_of_numpy(
     rng: np.random.Generator, number: int, name: str, values: bool
 ) -> None:

@@ -14,6 +14,7 @@ from polarlm.engine.backends.cuda.heads import rotate_defines
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
+from polarlm.engine.records.fragments import Geometry
 
 Define = int | float | str
 
@@ -65,6 +66,8 @@ class Variant:
 _TYPES = ("float", "__half", "__nv_bfloat16")
 _SHORT = _TYPES[1:]
 _HEAD_DIMS = (64, 80, 96, 128, 256)
+# Every cache type that the kernels read.
+_CACHE_TYPES = [name for name in codecs.available() if records.record_of(codecs.get(name), Geometry(False, 64, 128))]
 _MOST_SEQUENCES = 256  # of a step, for shared memory
 
 
@@ -96,6 +99,13 @@ def _exact(kernel: str) -> list[Variant]:
     return [Variant(kernel, {}, Cache("f16", "f16", d, mean_bits=0)) for d in _HEAD_DIMS]
 
 
+def _others(caches: list[Cache]) -> list[Cache]:
+    """A cache for each cache type that none of these has; values are in half precision where it stores keys alone."""
+    named = {name for cache in caches for name in (cache.keys, cache.values)}
+    missing = [name for name in _CACHE_TYPES if name not in named]
+    return [Cache(name, name if "v" in codecs.get(name).serves else codecs.FULL, 128) for name in missing]
+
+
 def _decode_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
@@ -106,6 +116,7 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarquant", "ring5", 128), Cache("ring4", "polarquant", 128), Cache("ring5", "polarquant", 128)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
+    caches += _others(caches)
     variants, results = [], itertools.cycle(_TYPES)
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
         for rows in (1, STEP_ROWS):
@@ -124,6 +135,7 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("ring4", "ring4", 128, block_size=n) for n in (16, 32, 128)]
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
+    caches += _others(caches)
     variants = []
     for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
@@ -136,6 +148,7 @@ def _encode_blocks() -> list[Variant]:
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
     caches = [Cache(keys, values, *next(shapes)) for keys in types for values in types]
     caches += [Cache("ring4+norm16", "ring4+norm16", 8, mean_bits=16), Cache("polarpair-m4n4", "polarquant", 128)]
+    caches += _others(caches)
     variants = []
     for cache in caches:
         config = launch_configs.encode_blocks(*cache.layouts())

@@ -11,10 +11,12 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+import llvmlite.binding as llvm
+
 from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.generic import Generic
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
@@ -26,6 +28,15 @@ def name_of(value: object) -> str | None:
 
 
 every_level = pytest.mark.parametrize("level", levels(), ids=name_of)
+
+
+def special_levels(test: object) -> object:
+    """Parametrizes a test with the levels that have instructions of their own. Any x86 CPU can compile for them."""
+    here = llvm.get_process_triple().startswith("x86_64")
+    skip = pytest.mark.skipif(not here, reason="kernels are compiled for another kind of CPU here")
+    special = [level for level in LEVELS if "avx2" in level.needs]
+    return skip(pytest.mark.parametrize("level", special, ids=lambda level: level.name)(test))
+
 
 Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 _scratch = np.zeros(1 << 20, np.uint8)

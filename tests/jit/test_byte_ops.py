@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.jit.levels import declared, every_level, run
+from tests.jit.levels import declared, every_level, run, special_levels
 
 from polarlm.engine.jit.lang.byte_ops import (  # isort: skip
     PairTable,
@@ -56,11 +56,9 @@ def test_lookup(count: int, level: Level) -> None:
     np.testing.assert_array_equal(out[:, 2], entries[1][index])
 
 
-@every_level
+@special_levels
 def test_instructions(level: Level) -> None:
     """A pair of tables of 256 bytes: with VBMI four lookups, with AVX-512 eight of words, else 32 of 16 bytes."""
-    if "avx2" not in level.needs:
-        pytest.skip("this level has no instruction for it")
     entries = np.random.default_rng(1).integers(0, 256, (2, 256), np.uint8)
     text = assembly(lookup(entries), level)
     wanted = "vperm[it]2b" if "avx512vbmi" in level.needs else "vperm[it]2w" if "avx512bw" in level.needs else "vpshufb"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def test_a_file_is_enough_for_a_level(tmp_path: Path, monkeypatch: pytest.Monkey
     (generic, made_up, *others) = found()
     assert (generic, *others) == LEVELS
     assert (generic.name, made_up.name, made_up.features) == ("generic", "made-up", "+a feature")
+
+
+def test_the_table_of_the_readme_has_every_level() -> None:
+    text = (Path(__file__).resolve().parents[2] / "engine" / "jit" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| (\d+) \|$", text, re.M)
+    assert rows == [(level.name, str(level.lanes)) for level in LEVELS]
 
 
 def test_a_kernel_takes_its_operations_from_the_level() -> None:

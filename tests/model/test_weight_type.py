@@ -99,7 +99,7 @@ def test_the_format_that_a_matrix_gets(stored: str, columns: int, wanted: str | 
     assert format_for(NumpyOps(), stored, columns, wanted and get(wanted)) is get(format)
 
 
-@pytest.mark.parametrize("dtype", ["IQ1_S", "IQ2_XS", "TQ2_0", "NVFP4"])
+@pytest.mark.parametrize("dtype", [dtype for dtype in ("IQ1_S", "IQ2_XS", "TQ2_0", "NVFP4") if find(dtype) is None])
 def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: str, tmp_path: Path) -> None:
     quantized_model(tmp_path / "model.gguf", dtype)
     config, source, _ = open_weights(tmp_path / "model.gguf")

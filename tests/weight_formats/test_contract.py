@@ -151,6 +151,6 @@ def test_damage_is_not_hidden(name: str) -> None:
     """A row with NaN has NaN or infinity afterwards."""
     quantize = get(name).quantize
     assert quantize is not None
-    x = np.ones((3, 64), np.float32)
+    x = np.ones((3, 256), np.float32)
     x[1, 5] = np.nan
     assert np.isfinite(dequantized(name, quantize(x))).all(axis=1).tolist() == [True, False, True]

@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-import llvmlite.binding as llvm
-
 from polarlm.engine.jit.compile.compiler import Kernel, assembly
 from polarlm.engine.jit.isa.levels import LEVELS, Level
+from tests.jit.levels import special_levels as special_levels
 
 # Dot products of 4 bytes and of 2 words: the instructions that `byte_ops.dot4` and `dot2` exist for. Without VNNI bytes
 # are multiplied as such where pairs of products fit 16 bits.
@@ -20,14 +19,6 @@ OF_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddwd" f
 OF_WORDS = {level.name: "vpdpwssd" if "vnni" in level.features else "vpmaddwd" for level in LEVELS}
 
 _VECTOR = re.compile("%[xyz]mm")
-
-
-def special_levels(test: object) -> object:
-    """Parametrizes a test with the levels that have instructions of their own. Any x86 CPU can compile for them."""
-    here = llvm.get_process_triple().startswith("x86_64")
-    skip = pytest.mark.skipif(not here, reason="kernels are compiled for another kind of CPU here")
-    special = [level for level in LEVELS if "avx2" in level.needs]
-    return skip(pytest.mark.parametrize("level", special, ids=lambda level: level.name)(test))
 
 
 class Loop:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
+from tests.codecs.data import TABLED
 from tests.jit.levels import every_level, run
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -16,10 +17,7 @@ from polarlm.engine.backends.native.kernels.attention.decoding import Decoding, 
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 
-NAMES = (
-    *("f16", "ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4", "q8_0", "q4_0"),
-    *("polarquant", "polarquant+none"),
-)
+NAMES = (*TABLED, "ring4+norm16", "f16", "q8_0", "q4_0", "polarquant", "polarquant+none")
 
 
 def check(name: str, level: Level, n: int, d: int, seed: int) -> None:

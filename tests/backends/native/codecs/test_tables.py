@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
-from tests.codecs.data import streams
+from tests.codecs.data import TABLED, streams
 from tests.jit.levels import every_level, name_of
 from tests.pairs import each, pairs
 
@@ -20,15 +20,15 @@ from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
-NAMES = ("ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4")
+NAMES = (*TABLED, "ring4+norm16")
+OF_EACH_SIZE = ("ring3", "ring3.5", "ring4", "ring5")
 every_codec = pytest.mark.parametrize("name", NAMES)
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
 levels_and_codecs = pytest.mark.parametrize(
     ("level", "name"),
     [
-        *pairs(levels(), ["ring3", "ring3.5", "ring5"]),
-        *each(levels(), ["ring4", "ring4+norm16"]),
-        *each(levels(), ["turbo2", "turbo3", "turbo4"]),
+        *pairs(levels(), OF_EACH_SIZE),
+        *each(levels(), [name for name in NAMES if name not in OF_EACH_SIZE]),
     ],
     ids=name_of,
 )
