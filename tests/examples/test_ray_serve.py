@@ -39,7 +39,7 @@ STEP_SECONDS = 0.02
 def slow_replica(hangs: Path) -> type:
     """A replica whose steps take their time, so that tests can do something while an answer comes.
 
-    Those of the replica that the file `hangs` names take forever.
+    While the file `hangs` exists, those of the replica that it names, or of all if it is empty, do not begin.
 
     The class is made here for Ray to send it to its processes, which need not import this module.
     """
@@ -52,7 +52,10 @@ def slow_replica(hangs: Path) -> type:
 
             def slow(*arguments: Any) -> Any:
                 time.sleep(STEP_SECONDS)
-                while hangs.exists() and hangs.read_bytes() == getattr(self, "_name", None):  # none while it loads
+                while hangs.exists() and hangs.read_bytes() in (
+                    b"",
+                    getattr(self, "_name", None),
+                ):  # none while it loads
                     time.sleep(STEP_SECONDS)
                 return step(*arguments)
 
@@ -69,7 +72,7 @@ class Cluster:
     http: httpx.Client
     settings: dict[str, Any]
     disk: Path  # where replicas keep conversations for each other
-    hangs: Path  # a file, with the name of a replica that shall hang
+    hangs: Path  # a file that exists while steps shall not begin, with the name of a replica, or empty for all
 
     def written(self) -> int:
         """How many files the replicas have written there."""
@@ -354,9 +357,11 @@ def test_both_replicas_work_at_once(cluster: Cluster) -> None:
     streams = []
     with ExitStack() as open_streams:
         for question in cluster.conversations().values():
-            body = {"messages": [{"role": "user", "content": question}], "max_tokens": 60, "stream": True, **ALWAYS}
+            body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "stream": True, **ALWAYS}
             response = open_streams.enter_context(cluster.http.stream("POST", "/v1/chat/completions", json=body))
             streams.append((response.headers["x-replica"], events(response)))
+        cluster.hangs.touch()  # neither answer ends before it is looked at
+        open_streams.callback(cluster.hangs.unlink)
         assert len({replica for replica, _ in streams}) == 2
         begun = [next(stream) for _, stream in streams]
         assert not any(event["choices"][0]["finish_reason"] for event in begun)

@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,16 +133,19 @@ def test_two_processes_have_fair_shares_of_two_cpus() -> None:
     player = Player()
     cpus = sorted(allowed_cpus())[:2]
 
-    def play(threads: int, begin: float) -> tuple[int, float]:
+    def play(threads: int, number: int, is_ready: mmap) -> tuple[int, float]:
         os.sched_setaffinity(0, cpus)
         own = Workers()
         own.start(threads)
+        is_ready[number] = 1
+        while not all(is_ready[:2]):  # a busy machine forks one long before the other
+            time.sleep(0.001)
         cpu = time.process_time()
-        return player.runs(own, threads, begin, TURN), time.process_time() - cpu
+        return player.runs(own, threads, time.monotonic() + 0.01, TURN), time.process_time() - cpu
 
     def turn(threads: int) -> Turn:
-        begin = time.monotonic() + 0.1
-        children = [begun_in_child(lambda: play(threads, begin)) for _ in range(2)]
+        is_ready = mmap(-1, 2)  # shared with children
+        children = [begun_in_child(partial(play, threads, number, is_ready)) for number in range(2)]
         (first, cpu), (second, more) = (child() for child in children)
         return Turn((first, second), cpu + more)
 
