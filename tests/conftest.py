@@ -22,6 +22,7 @@ from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+from tests.compiled import KERNELS, SETS
 from tests.cuda.kept import keeping
 
 if TYPE_CHECKING:
@@ -89,12 +90,10 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _caches_stay_here(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep statistics of test models in a folder of the tests, compiled kernels in those of this checkout, for all
     processes and runs, and the demonstration model in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
-    kernels = pytestconfig.rootpath / ".pytest_cache" / "kernels"
-    cubins = kernels.with_name("cubins")
     with pytest.MonkeyPatch.context() as patch:
 
         def here() -> Path:
@@ -102,12 +101,13 @@ def _caches_stay_here(pytestconfig: pytest.Config, tmp_path_factory: pytest.Temp
 
         patch.setattr(calibration, "cache_folder", here)
         patch.setattr(opening, "cache_folder", here)
-        patch.setattr(nvrtc, "run_compiler", keeping(nvrtc.run_compiler, cubins))
+        patch.setattr(nvrtc, "run_compiler", keeping(nvrtc.run_compiler, KERNELS.with_name("cubins")))
         if importlib.util.find_spec("llvmlite"):
             from polarlm.engine.jit.compile import object_cache
 
+            patch.setattr(object_cache, "_SETS", SETS)
             patch.setattr(
-                object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else kernels
+                object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else KERNELS
             )
         yield
 
