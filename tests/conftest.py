@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from polarlm.bench.gpu import nvrtc
 from polarlm.engine import Engine
 from polarlm.engine.loading import calibration
 from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+from tests.compiled import KERNELS, SETS
+from tests.cuda.kept import keeping
 
 if TYPE_CHECKING:
     from tests.model_loaders.hub_server import Hub
@@ -87,11 +90,10 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _caches_stay_here(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep statistics of test models in a folder of the tests, compiled kernels in one of this checkout, for all
+def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep statistics of test models in a folder of the tests, compiled kernels in those of this checkout, for all
     processes and runs, and the demonstration model in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
-    kernels = pytestconfig.rootpath / ".pytest_cache" / "kernels"
     with pytest.MonkeyPatch.context() as patch:
 
         def here() -> Path:
@@ -99,11 +101,13 @@ def _caches_stay_here(pytestconfig: pytest.Config, tmp_path_factory: pytest.Temp
 
         patch.setattr(calibration, "cache_folder", here)
         patch.setattr(opening, "cache_folder", here)
+        patch.setattr(nvrtc, "run_compiler", keeping(nvrtc.run_compiler, KERNELS.with_name("cubins")))
         if importlib.util.find_spec("llvmlite"):
             from polarlm.engine.jit.compile import object_cache
 
+            patch.setattr(object_cache, "_SETS", SETS)
             patch.setattr(
-                object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else kernels
+                object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else KERNELS
             )
         yield
 

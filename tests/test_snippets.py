@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from polarlm.model_loaders import demo
+from tests.compiled import share_kernels
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.process import Process
 from tests.tiny import make_model
@@ -108,7 +109,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", os.pathsep.join([str(programs), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("POLARLM_CACHE", str(share_kernels(tmp_path / "cache")))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     return tmp_path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,12 +47,21 @@ def compile_text(text: str, arch: int) -> list[Usage]:
 
 def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
     """As `compile_text`, with the compiled binary, which nvdisasm reads. Raises EngineError."""
-    nvrtc, headers = compiler()
+    _, headers = compiler()
+    options = [*OPTIONS, *_OF_CUPY, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
+    message, binary = run_compiler(text, options)
+    if not binary:
+        raise EngineError(f"NVRTC does not compile the kernel for sm_{arch}:\n{message}")
+    return [_usage(entry) for entry in _ENTRY.finditer(message)], binary
+
+
+def run_compiler(text: str, options: Sequence[str]) -> tuple[str, bytes]:
+    """What the compiler says of `text`, and the binary, which is empty if it does not compile."""
+    nvrtc, _ = compiler()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
-    options = [*OPTIONS, *_OF_CUPY, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
@@ -61,10 +70,7 @@ def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
     binary = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, binary)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    message = log.value.decode()
-    if status != 0:
-        raise EngineError(f"NVRTC does not compile the kernel for sm_{arch}:\n{message}")
-    return [_usage(entry) for entry in _ENTRY.finditer(message)], binary.raw
+    return log.value.decode(), b"" if failed else binary.raw
 
 
 def version() -> str:

@@ -19,5 +19,5 @@ class GpuSizes:
     large_blocks: tuple[int, ...] = (500, 3, 40, 3, 9)
 
 
-SMALL = GpuSizes(schedules=1, prompt=21, steps=12, long=1280, large_blocks=(5, 2))
+SMALL = GpuSizes(schedules=1, prompt=29, steps=5, long=1280, large_blocks=(5, 2))
 SIZES = GpuSizes() if os.environ.get("POLARLM_TEST_GPU") else SMALL

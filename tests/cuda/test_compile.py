@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
 from polarlm.engine.backends.cuda.device.kernel_source import folder
 from polarlm.engine.errors import EngineError
+from tests.cuda.kept import keeping
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 
 COVERING = list(covering())
@@ -142,6 +145,20 @@ def test_a_kernel_does_not_compile_with_other_bytes_of_shared_memory(kernel: str
     more = replace(variant, defines={**variant.defines, "SHARED": int(variant.defines["SHARED"]) + 16})
     with pytest.raises(EngineError, match="static assertion failed"):
         compile_text(more.text(), 90)
+
+
+def test_what_is_compiled_is_kept_for_the_same_text_and_options(tmp_path: Path) -> None:
+    compiled = []
+
+    def compile(text: str, options: Sequence[str]) -> tuple[str, bytes]:
+        compiled.append((text, *options))
+        return f"{text} with {options}", b"\0binary\0" * len(compiled)
+
+    for _ in range(2):
+        kept = keeping(compile, tmp_path)
+        for number, (text, options) in enumerate([("a", ["b"]), ("a", ["c"]), ("ab", []), ("a", ["b", "c"])], 1):
+            assert kept(text, options) == (f"{text} with {options}", b"\0binary\0" * number)
+    assert len(compiled) == len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_compile_error_names_file_and_line() -> None:

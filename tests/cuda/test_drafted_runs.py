@@ -18,7 +18,7 @@ from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_differ
 from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny
 
 TYPES = ["quality", "balanced", "compact", "polarquant", "polarpair-m4n4/ring4", "turbo3", "turbo4", "f16"]
-COUNT = 30  # prompts for each
+COUNT = 15  # prompts for each
 PARAMS = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 CLOSE = 0.02  # nats
 FLIPPED = 1e-3  # of the codes, at most, where sums are added in another order

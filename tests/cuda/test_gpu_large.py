@@ -62,13 +62,13 @@ def opened(make: Callable[[Device], CudaOps]) -> Gpu:
 def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens (steps, B) of ragged sequences whose blocks are random, over two block ends; and the last logits."""
     made, n = sizes(), sizes().block_size
-    cell = tuple(blocks * n + n // 2 for blocks in SIZES.large_blocks)
+    cell = tuple((blocks + 1) * n - 2 for blocks in SIZES.large_blocks)
     content = Content.random(made.blocks, n, made.config.attention.kv_heads, made.config.attention.head_dim)
     random = RandomModel(opened(make), made, content, kind, [cell])
     model, store = random.model, random.model.store
     sequences, ids, chosen = [random.stored_sequence(context) for context in cell], [1] * len(cell), []
     sampler_inputs = [SamplerInput(GREEDY, [], 0.5, model.config.vocab_size)] * len(cell)
-    for _ in range(n + n // 2 + 2):
+    for _ in range(n + 4):
         spans = [store.open_step(sequence) for sequence in sequences]
         ids = [token for token in model.step(spans, ids, sampler_inputs) if isinstance(token, int)]
         assert len(ids) == len(cell), "a step gave no token"

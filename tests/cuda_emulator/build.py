@@ -32,7 +32,6 @@ _KERNEL = [
     "-fno-gnu-unique",
     "-Wno-unknown-pragmas",
     "-Wno-attributes",
-    f"-I{_HERE}",
     "-include",
     "device.h",
 ]
@@ -68,7 +67,7 @@ def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
         with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
             source, objects, linked = (Path(folder) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
             source.write_text(whole)
-            _run(["g++", f"-I{_precompiled(flags)}", *flags, "-c", str(source), "-o", str(objects)])
+            _run(["g++", f"-I{_precompiled(flags)}", f"-I{_HERE}", *flags, "-c", str(source), "-o", str(objects)])
             _run([*_LINK, str(objects), str(machine()), "-o", str(linked)])
             os.replace(linked, path)
     return path
@@ -83,7 +82,7 @@ def _precompiled(flags: list[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             header = Path(unfinished) / target.name
             header_flags = [flag for flag in flags if flag not in ("-include", "device.h")]
-            _run(["g++", *header_flags, "-x", "c++-header", str(_HERE / "device.h"), "-o", str(header)])
+            _run(["g++", f"-I{_HERE}", *header_flags, "-x", "c++-header", str(_HERE / "device.h"), "-o", str(header)])
             os.replace(header, target)
     return folder
 

@@ -20,6 +20,7 @@ import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from polarlm.server.running.listening import tcp_socket
+from tests.compiled import share_kernels
 from tests.server.http_server import serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import load_tiny
@@ -123,7 +124,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Iterat
     listener = tcp_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
-    workers = {"PYTHONPATH": str(ROOT), CACHE_VARIABLE: str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
+    cache = share_kernels(tmp_path_factory.mktemp("cache"))
+    workers = {"PYTHONPATH": str(ROOT), CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "1"}
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,  # sockets need a short path

@@ -23,6 +23,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from examples.ray_serve.__main__ import main
 from examples.ray_serve.settings import read
+from tests.compiled import share_kernels
 from tests.examples.quiet import QUIET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +70,7 @@ def test_two_replicas_answer_until_ctrl_c(tmp_path: Path, tiny_path: Path) -> No
     file, errors = tmp_path / "config.yaml", tmp_path / "stderr"
     file.write_text(yaml.safe_dump(config))
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder, errors.open("w") as written:
-        environment = {**os.environ, **QUIET, "RAY_TMPDIR": folder, CACHE_VARIABLE: str(tmp_path)}
+        environment = {**os.environ, **QUIET, "RAY_TMPDIR": folder, CACHE_VARIABLE: str(share_kernels(tmp_path))}
         process = subprocess.Popen(
             [sys.executable, "-m", "examples.ray_serve", str(file)],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Drafted and plain runs of 500 prompts on each backend of a CPU, with every cache type: the same text and codes."""
+"""Drafted and plain runs of 300 prompts on each backend of a CPU, with every cache type: the same text and codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def types_of(name: str) -> str:
 
 
 TYPES = [*map(types_of, NAMES), *PRESETS]
-PROMPTS = 500 // len(TYPES) + 1
+PROMPTS = 300 // len(TYPES) + 1
 CLOSE = 0.02  # nats: a best and a second token between which rounding may decide
 IN_NUMPY = ("kivi4", "trellis", "polarquant-online")  # no compiled kernel attends to these
 PathOf = Callable[[str], Path]  # from a cache type to a model

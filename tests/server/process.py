@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+from tests.compiled import share_kernels
 from tests.server.lines import PATIENCE, Client
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +58,8 @@ class Process:
         self.errors = folder / "stderr"
         program = ["-c", prelude + (TROUBLED if troubled else PLAIN)] if troubled or prelude else ["-m", "server"]
         plain = ["--weights", str(model), "--device", "cpu", "--no-calibration", "--port", "0"]
-        surroundings = {"TROUBLE": str(self.trouble), CACHE_VARIABLE: str(folder), "OMP_NUM_THREADS": "1"}
+        cache = share_kernels(folder)
+        surroundings = {"TROUBLE": str(self.trouble), CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "1"}
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, *program, *plain, *flags],
