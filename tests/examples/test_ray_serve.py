@@ -53,10 +53,8 @@ def slow_replica(hangs: Path) -> type:
 
             def slow(*arguments: Any) -> Any:
                 time.sleep(STEP_SECONDS)
-                while hangs.exists() and hangs.read_bytes() in (
-                    b"",
-                    getattr(self, "_name", None),
-                ):  # none while it loads
+                # While it loads it has no name.
+                while hangs.exists() and hangs.read_bytes() in (b"", getattr(self, "_name", None)):
                     time.sleep(STEP_SECONDS)
                 return step(*arguments)
 
