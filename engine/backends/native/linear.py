@@ -15,6 +15,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.packing import PackArguments, pack
 from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
@@ -30,7 +31,7 @@ from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
-_SLAB_BYTES = 1 << 20  # bytes of the file that are packed into tiles at a time
+_SLAB_BYTES = 8 << 20  # bytes of the file that a launch packs: enough for all threads, little beside the weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ class LinearOps:
         loaded = []
         for group in _joined(matrices):
             format, rows, columns = _size(group)
+            self._launch.library.expect([pack(format)])
             tile_count = -(-rows // tiles.ROWS)
             shape = tile_count, tiles.tile_bytes(format, rows, columns) // tile_count
             loaded.append(Matrix(format, _Tiles(np.broadcast_to(np.uint8(0), shape)), (rows, columns)))
@@ -74,11 +76,27 @@ class LinearOps:
         first = 0
         for matrix in matrices:
             for slab, raw in matrix.slabs(step * row_size):
-                packed = tiles.pack(raw, format)
-                start = (first + slab.start) // tiles.ROWS
-                memory[start : start + len(packed)] = packed
+                self._pack(raw, format, memory[(first + slab.start) // tiles.ROWS :])
             first += matrix.shape[0]
         return Matrix(format, _Tiles(memory), (rows, columns))
+
+    def _pack(self, raw: np.ndarray, format: WeightFormat, target: np.ndarray) -> None:
+        """Pack raw (rows, bytes of a row) uint8, as in the file, into the first tiles of `target`."""
+        whole = len(raw) // tiles.ROWS
+        parts = [(raw, target, whole)]
+        if rest := len(raw) % tiles.ROWS:
+            last = np.zeros((tiles.ROWS, raw.shape[1]), np.uint8)
+            last[:rest] = raw[whole * tiles.ROWS :]
+            parts.append((last, target[whole:], 1))
+        for rows, memory, count in parts:
+            arguments = PackArguments(
+                raw=rows,
+                tiles=memory,
+                row_bytes=raw.shape[1],
+                blocks=raw.shape[1] // format.nbytes,
+                tile_bytes=target.shape[1],
+            )
+            self._launch(pack(format), count, arguments)
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)

@@ -9,6 +9,7 @@ from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
+from tests.backends.native.packed_tiles import pack
 from tests.jit.levels import every_level, name_of, run
 from tests.pairs import each, pairs
 
@@ -37,7 +38,7 @@ def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tupl
         raw = weights.random_blocks(rng, name, rows, columns)
     values = np.empty((rows, columns), np.float32)
     format.dequantize(raw, values)
-    return format, tiles.pack(raw, format), values
+    return format, pack(raw, format), values
 
 
 def _rows(x: np.ndarray, out: np.ndarray, weight: np.ndarray | None = None) -> RowArguments:

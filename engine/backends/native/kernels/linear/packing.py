@@ -1,0 +1,205 @@
+"""Packing of weights: rows as they lie in a file become tiles (`engine.backends.native.tiles`), without rounding.
+
+How a format stores its codes and scales is said in one place, `unpack` of its module. `Origins` finds out by unpacking
+blocks of a single bit from which bit of a stored block each bit of a field comes, and a kernel moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.native.tiles import ROWS, TileLayout, layout
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
+from polarlm.engine.jit.lang.values import I8, I16, I32, I64, Value, vector
+from polarlm.engine.weight_formats import WeightFormat
+
+_PART = 32  # inputs whose codes lie together
+
+
+class PackArguments(NamedTuple):
+    """Arguments of `pack`. row_bytes: of a row in the file."""
+
+    raw: Pointer
+    tiles: Pointer
+    row_bytes: Int64
+    blocks: Int64
+    tile_bytes: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Origins:
+    """The bits of a field of an unpacked block: each is a bit of the stored block, that bit flipped, or constant.
+
+    bits: int32 (bytes of the field, 8), the number of the stored bit, 8 · byte + bit; -1 where there is none.
+    flips: uint8 (bytes of the field), the bits that are flipped, or the constants.
+    """
+
+    bits: np.ndarray
+    flips: np.ndarray
+
+    def __getitem__(self, part: slice) -> Origins:
+        return Origins(self.bits[part], self.flips[part])
+
+    def moves(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """The same as moves of whole bytes: (shift, bytes, masks). Byte i of the field has the bits masks[i] of the
+        stored byte bytes[i], shifted right by `shift`, from each move; bytes[i] is -1 where masks[i] is 0."""
+        found: list[tuple[int, np.ndarray, np.ndarray]] = []
+        for place, bit in np.argwhere(self.bits >= 0):
+            byte, shift = int(self.bits[place, bit]) // 8, int(self.bits[place, bit]) % 8 - int(bit)
+            for move in found:
+                if move[0] == shift and move[1][place] in (-1, byte):
+                    break
+            else:
+                found.append(move := (shift, np.full(len(self.bits), -1), np.zeros(len(self.bits), np.uint8)))
+            move[1][place] = byte
+            move[2][place] |= np.uint8(1 << int(bit))
+        return found
+
+
+@cache
+def origins(format: WeightFormat) -> dict[str, Origins]:
+    """Field of `Grouped` → the origins of its bytes in a block; not for scales that are powers of two.
+
+    Raises ValueError if a bit is not that of one stored bit.
+    """
+    assert format.unpack is not None
+    single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
+    blocks = format.unpack(np.concatenate([np.zeros((1, format.nbytes), np.uint8), single]))
+    found = {}
+    for name in ("codes", "scale", "sub_scale", "offset", "sub_offset"):
+        field = getattr(blocks, name)
+        if field is None or (name == "scale" and layout(format).is_power):
+            continue
+        content = np.ascontiguousarray(field).view(np.uint8).reshape(len(field), -1)
+        changes = np.unpackbits(content[1:] ^ content[0], axis=1, bitorder="little")
+        if (changes.sum(axis=0) > 1).any():
+            raise ValueError(f"{format.name}: a bit of {name} depends on several stored bits.")
+        bits = np.where(changes.any(axis=0), changes.argmax(axis=0), -1).astype(np.int32)
+        found[name] = Origins(bits.reshape(-1, 8), content[0])
+    return found
+
+
+@cache
+def pack(format: WeightFormat) -> Kernel[PackArguments]:
+    """Rows of a matrix, as in the file → tiles; a unit is a tile of 16 rows, all of which exist.
+
+    For a format without codes `blocks` is the number of inputs.
+    """
+    emit_tile = _emit_numbers if format.unpack is None else _emit_blocks
+
+    def emit(e: Emitter, args: PackArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as number:
+            source, target = args.raw + number * (args.row_bytes * ROWS), args.tiles + number * args.tile_bytes
+            emit_tile(e, format, source, target, args)
+
+    return Kernel(f"pack_{format.name}", emit, PackArguments)
+
+
+def _emit_numbers(e: Emitter, format: WeightFormat, source: Value, target: Value, args: PackArguments) -> None:
+    """The transpose of 16 rows of numbers."""
+    element, size = {2: I16, 4: I32}[format.nbytes], format.nbytes
+    whole = (args.blocks // ROWS) * ROWS
+    with e.loop(0, whole, ROWS) as column:
+        at = source + column * size
+        rows = [e.load(at + args.row_bytes * row, vector(element, ROWS)) for row in range(ROWS)]
+        for place, values in enumerate(e.transposed(rows)):
+            e.store(values, target + column * (ROWS * size), place * ROWS * size)
+    with e.loop(whole, args.blocks) as column, e.loop(0, ROWS) as row:
+        value = e.load(source + row * args.row_bytes + column * size, element)
+        e.store(value, target + (column * ROWS + row) * size)
+
+
+def _emit_blocks(e: Emitter, format: WeightFormat, source: Value, target: Value, args: PackArguments) -> None:
+    place, fields = layout(format), origins(format)
+    powers = _powers(format) if place.is_power else None
+    table = None if powers is None else e.constant_bytes(powers[1].tobytes())
+    with e.loop(0, args.blocks) as block, e.loop(0, ROWS) as row:
+        at, out = source + row * args.row_bytes + block * format.nbytes, target + block * place.nbytes
+        if powers is not None and table is not None:
+            exponent = e.load(at, I8, powers[0]).zext(I64)
+            e.store(e.load(table + exponent * 2, I16), out + row * 2, place.scale)
+        for name in ("scale", "offset"):
+            start: int | None = getattr(place, name)
+            if start is not None and name in fields:
+                e.store(_emit_bytes(e, at, fields[name]).bits(I16), out + row * 2, start)
+        for name in ("sub_scale", "sub_offset"):
+            start = getattr(place, name)
+            if start is not None:
+                numbers = _emit_bytes(e, at, fields[name])
+                for group in range(numbers.lanes):
+                    e.store(e.extract(numbers, group), out + row, start + ROWS * group)
+        for part in range(format.values // _PART):
+            codes = _emit_bytes(e, at, fields["codes"][_PART * part : _PART * (part + 1)])
+            _emit_codes(e, codes, place, out + row * 4, place.codes + part * place.part_bytes)
+
+
+def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: int) -> None:
+    """The codes of 32 inputs of a row, int8 (32,), to their planes at `out` + `start` bytes."""
+    low = 0
+    for bits in place.planes:
+        if bits == 8:
+            plane = codes ^ 128
+        else:
+            plane = codes if low == 0 else codes >> low
+            plane = plane if low + bits == sum(place.planes) else plane & (1 << bits) - 1
+        # Halves of the inputs are joined until 2 · bits words are left: first bytes to words, then words shifted.
+        words = e.shuffle(plane, plane, [lane + 16 * half for lane in range(16) for half in (0, 1)])
+        words = words.bits(vector(I16, 16))
+        while words.lanes > 2 * bits:
+            half = words.lanes // 2
+            words = e.part(words, 0, half) | e.part(words, half, half) << half // 2
+        pairs = words.bits(vector(I32, bits))
+        for number in range(bits):
+            e.store(e.extract(pairs, number), out, start + 64 * number)
+        start += 64 * bits
+        low += bits
+
+
+def _emit_bytes(e: Emitter, at: Value, wanted: Origins) -> Value:
+    """Bytes of a field, from the block at `at`: int8 (bytes,)."""
+    kind, whole = vector(I8, len(wanted.flips)), None
+    for shift, places, masks in wanted.moves():
+        first, last = int(places[places >= 0].min()), int(places.max())
+        loaded = e.load(at, vector(I8, last + 1 - first), first)
+        moved = _shifted(_spread(e, loaded, np.maximum(places - first, 0)), shift)
+        kept = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
+        if (masks & kept != kept).any():
+            moved = moved & e.constant(kind, masks.tolist())
+        whole = moved if whole is None else whole | moved
+    assert whole is not None
+    return whole ^ e.constant(kind, wanted.flips.tolist()) if wanted.flips.any() else whole
+
+
+def _spread(e: Emitter, loaded: Value, lanes: Sequence[int] | np.ndarray) -> Value:
+    """The given lanes of a vector."""
+    chosen = [int(lane) for lane in lanes]
+    return loaded if chosen == list(range(loaded.lanes)) else e.shuffle(loaded, loaded, chosen)
+
+
+def _shifted(a: Value, right: int) -> Value:
+    return a >> right if right > 0 else a << -right if right < 0 else a
+
+
+def _powers(format: WeightFormat) -> tuple[int, np.ndarray]:
+    """The byte of a block that is the exponent of its scale, and the scale of each exponent as bfloat16, uint16 (256,).
+
+    Raises ValueError if the scale depends on more than one byte.
+    """
+    assert format.unpack is not None
+
+    def scales(blocks: np.ndarray) -> np.ndarray:
+        assert format.unpack is not None
+        return (format.unpack(blocks).scale[:, 0].view(np.uint32) >> 16).astype(np.uint16)
+
+    ones = scales(np.eye(format.nbytes, dtype=np.uint8)) != scales(np.zeros((1, format.nbytes), np.uint8))
+    (byte,) = np.flatnonzero(ones)
+    exponents = np.zeros((256, format.nbytes), np.uint8)
+    exponents[:, byte] = np.arange(256)
+    return int(byte), scales(exponents)

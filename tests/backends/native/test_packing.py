@@ -1,0 +1,69 @@
+"""Rows of files become tiles: every byte of what `packed_tiles` makes with NumPy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from polarlm.engine.backends.native import linear
+from polarlm.engine.backends.native.kernels.linear import packing
+from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.weight_formats import available, get
+from tests import weights
+from tests.backends.native.launching import launcher
+from tests.backends.native.packed_tiles import pack
+from tests.jit.levels import name_of
+from tests.pairs import pairs
+
+
+def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> weights.StoredBytes:
+    """A matrix of random bytes: of all codes, of scales that are NaN, infinite and denormal."""
+    return weights.StoredBytes(rng.integers(0, 256, (rows, get(name).size(columns)), np.uint8), name)
+
+
+@pytest.mark.slow(keep=16)
+@pytest.mark.parametrize(("level", "name"), pairs(levels(), available()), ids=name_of)
+def test_tiles_have_every_bit_of_the_file(level: Level, name: str) -> None:
+    """Whole tiles and the rest of one, several matrices in one; columns that fill no vector, for plain numbers."""
+    rng, ops = np.random.default_rng(0), LinearOps(launcher(level))
+    for rows, blocks in (16, 1), (48, 3), (37, 2), (3, 5):
+        columns = blocks * max(get(name).values, 27)
+        matrices = [stored(rng, name, count, columns) for count in (32, rows)]
+        (whole,) = ops.load(matrices)
+        wanted = pack(np.concatenate([matrix.raw for matrix in matrices]), get(name))
+        np.testing.assert_array_equal(whole.data.memory, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in available() if get(name).unpack])
+def test_every_bit_of_a_block_is_used_once_and_the_rest_is_constant(name: str) -> None:
+    format = get(name)
+    used = np.concatenate([field.bits.ravel() for field in packing.origins(format).values()])
+    bits, counts = np.unique(used[used >= 0], return_counts=True)
+    power = 8 if name == "mxfp4" else 0  # the exponent, whose scale is found in a table
+    assert len(bits) == 8 * format.nbytes - power
+    assert set(counts) <= {1, 2, 3}  # the sign of a number of 6 bits is three bits of a byte
+
+
+def test_a_format_whose_fields_are_no_moved_bits_is_refused() -> None:
+    """A scale that is the sum of two stored bytes, say."""
+
+    def unpack(raw: np.ndarray) -> SimpleNamespace:
+        total = raw[:, :1] + raw[:, 1:2]
+        return SimpleNamespace(codes=total, scale=raw.view("<f2"), sub_scale=None, offset=None, sub_offset=None)
+
+    format = SimpleNamespace(name="sum", nbytes=2, values=32, group=32, bits=8, unpack=unpack)
+    with pytest.raises(ValueError, match="sum: a bit of codes depends on several stored bits"):
+        packing.origins.__wrapped__(format)
+
+
+def test_a_matrix_is_packed_in_several_launches_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SLAB_BYTES", 1 << 14)
+    matrix = stored(np.random.default_rng(1), "q4_k", 500, 1024)
+    (packed,) = LinearOps(launcher(levels()[-1], threads=2)).load([matrix])
+    np.testing.assert_array_equal(packed.data.memory, pack(matrix.raw, get("q4_k")))
