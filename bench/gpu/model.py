@@ -21,6 +21,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape, LayerShape
@@ -123,4 +124,4 @@ def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric
     k = key_metric(second, queries.mean(1), ones, codec_k.rotation(dim), codec_k.rounding)
     output = rng.standard_normal((_OUTPUT_ROWS, config.attention.heads * dim), np.float32)
     correlation = _TOKEN_CORRELATION ** np.arange(sizes.block_size)
-    return k, value_metric(output, heads, dim, codec_v.rotation(dim), codec_v.rounding, correlation)
+    return k, value_metric(output_second(output, heads, dim), codec_v.rotation(dim), codec_v.rounding, correlation)

@@ -187,14 +187,12 @@ def _warm_up(
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones."""
     model, ops = source.config, warm.ops
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
-    for number, attention in model.attentions.items():
+    for number in model.attentions:
         layer = shape.kv_layers[number]
         if layer not in made:
             heads, dim = layer.kv_heads, layer.head_dim
-            output = np.tile(np.eye(dim, dtype=np.float32), attention.heads)
-            measured = neutral(heads, dim, shape.block_size) if _is_calibrated(config, shape) else None
-            one = Variances(*np.ones((2, heads, dim)))
-            made[layer] = stored(encoding, layer, one, measured, partial(np.asarray, output))
+            measured = [neutral(heads, dim, shape.block_size)] if _is_calibrated(config, shape) else []
+            (made[layer],) = stored(encoding, layer, [Variances(*np.ones((2, heads, dim)))], measured)
     conditioning, metrics = zip(
         *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
     )
@@ -235,9 +233,7 @@ def _store(
     centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
     block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
     sizes = variances(ops, source.config, weights, block_sizes)
-    conditioning, metrics = stored_layers(
-        encoding, shape, sizes, statistics, lambda layer: ops.rows(weights.layers[layer].mixer.out)
-    )
+    conditioning, metrics = stored_layers(encoding, shape, sizes, statistics)
     return KVStore(ops, plan, conditioning, metrics)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from polarlm.engine.model.kv_scales import scale, variances
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
+from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second, smoothing
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 Statistics = dict[int, LayerStatistics]  # number of the layer → its statistics
 _NAME = b"polarlm measured"  # the name of the object in the file
-_FORMAT = 2  # the version of the file and of the meaning of its numbers
+_FORMAT = 3  # the version of the file and of the meaning of its numbers
 
 
 def load_or_calibrate(
@@ -65,8 +65,13 @@ def load_or_calibrate(
             f"The KV cache is not fitted to this model, and quantized types are less precise: fitting takes two blocks "
             f"of {block_size} tokens, and the calibration text has {len(ids)} here; choose a smaller block size."
         )
-        attentions = config.attentions.items()
-        return {layer: neutral(one.kv_heads, one.head_dim, block_size) for layer, one in attentions}
+        return {
+            layer: replace(
+                neutral(one.kv_heads, one.head_dim, block_size),
+                output_second=output_second(_output(ops, weights, layer), one.kv_heads, one.head_dim),
+            )
+            for layer, one in config.attentions.items()
+        }
     key = _key(ops, config, weights, ids, block_size)
     file = _file(key, say)
     statistics = _read(file, key) if file else None
@@ -121,11 +126,18 @@ def calibrate(
             if not (np.isfinite(queries).all() and np.isfinite(keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
             mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
-            found = measure(queries, keys, mixer.score_scale, mixer.window, block_size, ops.parallel_map)
+            output = _output(ops, weights, layer)
+            found = measure(queries, keys, output, mixer.score_scale, mixer.window, block_size, ops.parallel_map)
             if not all(np.isfinite(getattr(found, field.name)).all() for field in fields(found)):  # squares overflow
                 raise EngineError(NOT_FINITE, "model_damaged")
             statistics[layer] = found
     return statistics
+
+
+def _output(ops: Ops, weights: ModelWeights, layer: int) -> np.ndarray:
+    """Return the output projection of a layer with attention, (E, H·D) float32."""
+    rows: np.ndarray = ops.rows(weights.layers[layer].mixer.out)
+    return rows
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:

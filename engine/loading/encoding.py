@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from polarlm.engine.model.kv_scales import Variances, scale
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.metric import key_metric, value_metric, without_feedback, without_tilt
+from polarlm.engine.quantization.metric import by_layer, key_metric, value_metric, without_feedback, without_tilt
 from polarlm.engine.quantization.statistics import LayerStatistics, smoothing
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import Metrics
@@ -32,21 +31,21 @@ NOT_STORED: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # for a
 
 
 def stored(
-    encoding: Encoding,
-    layer: LayerShape,
-    size: Variances,
-    measured: LayerStatistics | None,
-    output: Callable[[], np.ndarray],
-) -> tuple[Conditioning, Metrics]:
-    """Return the conditioning and the error metrics of a layer's keys and values.
+    encoding: Encoding, layer: LayerShape, sizes: Sequence[Variances], statistics: Sequence[LayerStatistics]
+) -> list[tuple[Conditioning, Metrics]]:
+    """Return how layers of one shape store keys and values. sizes: of each layer's; statistics: of each, or none.
 
-    size: their variances. measured: None without calibration. output: returns the output projection (E, H·D) float32.
+    The metrics of all layers are computed together: they take hundreds of small steps, however many layers there are.
     """
     rotations = layer.codec_k.rotation(layer.head_dim), layer.codec_v.rotation(layer.head_dim)
-    s = smoothing(measured) if measured and layer.mean_bits and encoding.smoothing else None
-    stored = Conditioning(*rotations, scale(size, s))
-    metrics = (None, None) if measured is None else _metrics(encoding, layer, stored, measured, output())
-    return stored, metrics
+    is_smooth = bool(statistics) and layer.mean_bits > 0 and encoding.smoothing
+    smooth = [smoothing(one) for one in statistics] if is_smooth else [None] * len(sizes)
+    conditioning = [Conditioning(*rotations, scale(size, s)) for size, s in zip(sizes, smooth, strict=True)]
+    if not statistics:
+        return [(one, (None, None)) for one in conditioning]
+    metrics = _metrics(encoding, layer, conditioning, statistics)
+    whole = [[None] * len(sizes) if metric is None else by_layer(metric, len(sizes)) for metric in metrics]
+    return [(one, (k, v)) for one, k, v in zip(conditioning, *whole, strict=True)]
 
 
 def stored_layers(
@@ -54,38 +53,39 @@ def stored_layers(
     shape: CacheShape,
     sizes: Sequence[Variances | None],
     statistics: Mapping[int, LayerStatistics],
-    output: Callable[[int], np.ndarray],
 ) -> tuple[list[Conditioning], list[Metrics]]:
-    """Return the results of `stored` for all layers, as two lists.
-
-    sizes: one per layer; None for a layer without K/V. output: returns a layer's output projection, given its number.
-    """
-    layers = [
-        NOT_STORED
-        if size is None
-        else stored(encoding, shape.kv_layers[layer], size, statistics.get(layer), partial(output, layer))
-        for layer, size in enumerate(sizes)
-    ]
-    return [conditioning for conditioning, _ in layers], [metrics for _, metrics in layers]
+    """Return `stored` of all layers. sizes: of each, None for one without K/V. statistics: of all with K/V, or none."""
+    alike: dict[LayerShape, dict[int, Variances]] = {}
+    for number, size in enumerate(sizes):
+        if size is not None:
+            alike.setdefault(shape.kv_layers[number], {})[number] = size
+    found: dict[int, tuple[Conditioning, Metrics]] = {}
+    for layer, group in alike.items():
+        measured = [statistics[number] for number in group if number in statistics]
+        found |= dict(zip(group, stored(encoding, layer, list(group.values()), measured), strict=True))
+    conditioning, metrics = zip(*(found.get(number, NOT_STORED) for number in range(len(sizes))), strict=True)
+    return list(conditioning), list(metrics)
 
 
 def _metrics(
     encoding: Encoding,
     layer: LayerShape,
-    stored: Conditioning,
-    measured: LayerStatistics,
-    output: np.ndarray,
+    stored: Sequence[Conditioning],
+    statistics: Sequence[LayerStatistics],
 ) -> Metrics:
-    """Return the error metrics of a layer's keys and values; None for a codec that does not round to a table."""
+    """Return the error metrics of the keys and of the values of all heads of these layers; None for a codec that does
+    not round to a table of points."""
+
+    def all_heads(name: str) -> np.ndarray:
+        return np.concatenate([getattr(one, name) for one in statistics])
+
     k = v = None
-    if layer.codec_k.rounding is not None:
-        assert stored.scale is not None
-        s, rotation = stored.scale.keys, stored.key_rotation
-        k = key_metric(measured.query_second, measured.query_mean, s, rotation, layer.codec_k.rounding)
-    if layer.codec_v.rounding is not None:
-        tokens = measured.token_correlation if encoding.token_feedback else None
-        rounding = layer.codec_v.rounding
-        v = value_metric(output, layer.kv_heads, layer.head_dim, stored.value_rotation, rounding, tokens)
+    if (rounding := layer.codec_k.rounding) is not None:
+        scales = np.concatenate([one.scale.keys for one in stored if one.scale is not None])
+        k = key_metric(all_heads("query_second"), all_heads("query_mean"), scales, stored[0].key_rotation, rounding)
+    if (rounding := layer.codec_v.rounding) is not None:
+        tokens = np.stack([one.token_correlation for one in statistics]) if encoding.token_feedback else None
+        v = value_metric(all_heads("output_second"), stored[0].value_rotation, rounding, tokens)
     if k is not None and not encoding.tilt:
         k = without_tilt(k)
     if not encoding.feedback:

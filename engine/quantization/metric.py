@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -59,31 +60,39 @@ def key_metric(
 
 
 def value_metric(
-    output: np.ndarray,
-    kv_heads: int,
-    head_dim: int,
+    output_second: np.ndarray,
     rotation: np.ndarray | None,
     rounding: Rounding | PathRounding,
     token_correlation: np.ndarray | None,
 ) -> Metric:
     """Return the metric of values stored as v @ rotation: the squared change of the layer's output.
 
-    output (E, H·D): the output projection; token_correlation (N,): E[p_t p_{t+lag}] of attention inside a block over
-    its value at lag 0, None for no feedback along tokens; rotation and rounding as in `key_metric`.
+    output_second (K, D, D): see `statistics.output_second`; token_correlation (N,), or (L, N) for the heads of L
+    layers: E[p_t p_{t+lag}] of attention inside a block over its value at lag 0, None for no feedback along tokens;
+    rotation and rounding as in `key_metric`.
     """
-    heads = output.reshape(len(output), kv_heads, -1, head_dim).transpose(1, 2, 0, 3).astype(np.float64)  # (K, G, E, D)
-    second = (heads.swapaxes(2, 3) @ heads).mean(axis=1)
+    second = output_second.astype(np.float64)
     if rotation is not None:
         second = rotation.T.astype(np.float64) @ second @ rotation
     matrix, token_feedback = _with_ridge(second), None
     if token_correlation is not None:
-        size = len(token_correlation)
+        size = token_correlation.shape[-1]
         rounds = _PATH_ROUNDS if isinstance(rounding, PathRounding) else size
         order = np.arange(size).reshape(-1, rounds).T.reshape(-1)
         lag = np.abs(np.subtract.outer(order, order))
-        factor, _ = _block_ldl(_with_ridge(token_correlation.astype(np.float64)[lag][None]), size // rounds)
-        token_feedback = factor.reshape(1, rounds, -1, size)
+        factor, _ = _block_ldl(_with_ridge(np.atleast_2d(token_correlation).astype(np.float64)[:, lag]), size // rounds)
+        token_feedback = factor.reshape(len(factor), rounds, -1, size)
     return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, 1, token_feedback)
+
+
+def by_layer(metric: Metric, layers: int) -> list[Metric]:
+    """Return the metrics of several layers with as many heads each, from that of the heads of all of them."""
+
+    def part(field: np.ndarray | None, layer: int) -> Any:
+        return None if field is None else np.split(field, layers)[layer]
+
+    arrays = "matrix", "feedback", "weights", "tilt_mean", "token_feedback"
+    return [replace(metric, **{name: part(getattr(metric, name), layer) for name in arrays}) for layer in range(layers)]
 
 
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:

@@ -1,4 +1,4 @@
-"""Statistics of one layer's queries and keys, from which its smoothing and its error metrics are computed.
+"""Statistics of one layer, from which its smoothing and its error metrics are computed.
 
 Letters: T tokens, H query heads, K KV heads, G = H / K, D head dim, N block size. Queries and keys are taken after
 RoPE, before smoothing and rotation, without the softmax scale.
@@ -34,17 +34,20 @@ class LayerStatistics:
     query_mean: np.ndarray  # (K, D) E[q], weighted by attention
     query_variance: np.ndarray  # (K, D) E[q²], unweighted
     token_correlation: np.ndarray  # (N,) E[p_t p_{t+lag}] inside blocks, over its value at lag 0; mean over heads
+    output_second: np.ndarray  # (K, D, D) see `output_second`
 
 
 def neutral(kv_heads: int, head_dim: int, block_size: int) -> LayerStatistics:
     """Return statistics without calibration: channels have variance 1; channels and tokens are uncorrelated."""
     ones = np.ones((kv_heads, head_dim), np.float32)
+    identity = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (kv_heads, head_dim, head_dim))
     return LayerStatistics(
         key_variance=ones,
-        query_second=np.broadcast_to(np.eye(head_dim, dtype=np.float32), (kv_heads, head_dim, head_dim)),
+        query_second=identity,
         query_mean=np.zeros_like(ones),
         query_variance=ones,
         token_correlation=_by_lag(np.eye(block_size)),
+        output_second=identity,
     )
 
 
@@ -59,12 +62,15 @@ class Head(NamedTuple):
 def measure(
     q: np.ndarray,
     k: np.ndarray,
+    output: np.ndarray,
     scale: float,
     window: int | None,
     block_size: int,
     parallel_map: Callable[[Callable[[int], Head], int], list[Head]],
 ) -> LayerStatistics:
     """Return statistics of q (T, H, D) and k (K, T, D) float32 under causal attention, in a sliding window if given.
+
+    output (E, H·D) float32: the output projection.
 
     parallel_map(work, count): returns [work(0), …, work(count − 1)], as `Ops.parallel_map` does. Statistics of blocks
     skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head at a time; sums over tokens
@@ -84,7 +90,22 @@ def measure(
         query_mean=np.array([np.mean([head.mean for head in one], axis=0) for one in by_kv_head], np.float32),
         query_variance=q_squares.mean(axis=(0, 2)).astype(np.float32),
         token_correlation=_by_lag(np.sum([head.token_products for head in measured], axis=0)),
+        output_second=output_second(output, kv_heads, dim),
     )
+
+
+def output_second(output: np.ndarray, kv_heads: int, head_dim: int) -> np.ndarray:
+    """Return (K, D, D) float32: for each KV head, the mean of WᵀW over its query heads, whose columns of the output
+    projection are W (E, D). An error e of a value, times its attention, changes the output by a square of e·WᵀW·eᵀ.
+
+    output (E, H·D) float32.
+    """
+    heads = output.reshape(len(output), kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # (K, G, E, D)
+    second = np.empty((kv_heads, head_dim, head_dim), np.float32)
+    for place, group in zip(second, heads, strict=True):  # a KV head at a time: float64 takes twice the memory
+        wide = group.astype(np.float64)
+        place[...] = (wide.swapaxes(1, 2) @ wide).mean(axis=0)
+    return second
 
 
 def smoothing(statistics: LayerStatistics) -> np.ndarray:

@@ -20,6 +20,7 @@ from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.quantization.encode import encode_with_metric
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_tilt
+from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.records.pair_table import PairRecord
@@ -212,7 +213,7 @@ def metric_of(side: Side, heads: int, *, tilt: bool = True, tokens: bool = True)
     if side.values:
         output = rng.standard_normal((3 * dim, heads, 2, dim)) * spread @ rotation
         correlation = 0.6 ** np.arange(side.shape.size) if tokens else None
-        return value_metric(output.reshape(3 * dim, -1), heads, dim, None, rounding, correlation)
+        return value_metric(output_second(output.reshape(3 * dim, -1), heads, dim), None, rounding, correlation)
     queries = rng.standard_normal((heads, 4 * dim, dim)) * spread @ rotation + 0.2
     second = queries.swapaxes(1, 2) @ queries / (4 * dim)
     metric = key_metric(second, queries.mean(1), np.ones((heads, dim)), None, rounding)

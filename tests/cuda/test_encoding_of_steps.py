@@ -19,6 +19,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
@@ -101,9 +102,10 @@ def metrics_of(rng: np.random.Generator, k: str, v: str) -> tuple[Metric | None,
     directions = rng.standard_normal((KV_HEADS, 5 * D, D)) * np.geomspace(1, 0.1, D) + 0.2
     second, output = directions.swapaxes(1, 2) @ directions / (5 * D), rng.standard_normal((48, 2 * KV_HEADS * D))
     means, ones = directions.mean(1), np.ones((KV_HEADS, D))
+    outputs, along = output_second(output, KV_HEADS, D), 0.6 ** np.arange(N)
     return (
         None if rounding_k is None else key_metric(second, means, ones, None, rounding_k),
-        None if rounding_v is None else value_metric(output, KV_HEADS, D, None, rounding_v, 0.6 ** np.arange(N)),
+        None if rounding_v is None else value_metric(outputs, None, rounding_v, along),
     )
 
 

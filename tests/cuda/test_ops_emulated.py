@@ -21,6 +21,7 @@ from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_s
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric
+from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.prefix import PrefixCache
@@ -647,7 +648,7 @@ def test_encoding_with_a_metric_gives_nearly_all_codes_of_numpy(rng: np.random.G
     directions = rng.standard_normal((KV_HEADS, 5 * D, D)) * np.geomspace(1, 0.1, D) + 0.2
     second, output = directions.swapaxes(1, 2) @ directions / (5 * D), rng.standard_normal((48, HEADS * D))
     metric_k = key_metric(second, directions.mean(1), np.ones((KV_HEADS, D)), None, types[0].rounding)
-    metric_v = value_metric(output, KV_HEADS, D, None, types[1].rounding, 0.6 ** np.arange(N))
+    metric_v = value_metric(output_second(output, KV_HEADS, D), None, types[1].rounding, 0.6 ** np.arange(N))
 
     def fields(ops: Ops, metrics: Any) -> list[np.ndarray]:
         """Of the first quantized block: keys' codes, norms and means, values'."""

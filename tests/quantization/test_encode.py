@@ -14,7 +14,15 @@ from polarlm.engine import codecs
 from polarlm.engine.codecs.parts.viterbi import PathSearch
 from polarlm.engine.quantization import encode
 from polarlm.engine.quantization.encode import encode_with_metric
-from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback, without_tilt
+from polarlm.engine.quantization.metric import (
+    Metric,
+    by_layer,
+    key_metric,
+    value_metric,
+    without_feedback,
+    without_tilt,
+)
+from polarlm.engine.quantization.statistics import output_second
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -126,7 +134,8 @@ def keys_metric(rounding, heads=2, dim=8):
 
 def values_metric(rounding, heads=2, dim=8, tokens=16):
     output = gaussian(24, 2 * heads * dim, seed=6) * 0.8 ** np.arange(2 * heads * dim)
-    return value_metric(output, heads, dim, orthogonal(dim), rounding, (0.9 ** np.arange(tokens)).astype(np.float32))
+    along = (0.9 ** np.arange(tokens)).astype(np.float32)
+    return value_metric(output_second(output, heads, dim), orthogonal(dim), rounding, along)
 
 
 def identity_metric(heads, dim):
@@ -185,7 +194,7 @@ def test_cost_of_a_value_error_is_its_change_of_the_output(rotated):
     kv_heads, group, dim = 2, 3, 8
     output = gaussian(20, kv_heads * group * dim)
     rotation = orthogonal(dim) if rotated else None
-    metric = value_metric(output, kv_heads, dim, rotation, rings(), None)
+    metric = value_metric(output_second(output, kv_heads, dim), rotation, rings(), None)
     stored_error = gaussian(kv_heads, 1, dim, seed=2)
     error = stored_error @ rotation.T if rotated else stored_error
     by_head = output.reshape(20, kv_heads, group, dim)
@@ -195,16 +204,37 @@ def test_cost_of_a_value_error_is_its_change_of_the_output(rotated):
     assert metric.tilt_mean is metric.token_feedback is None
 
 
+def test_the_metrics_of_several_layers_are_those_of_each():
+    """To the bit: they are computed together, and the encoder must not depend on how many layers a model has."""
+    layers, heads, dim = 3, 2, 8
+    second, mean = covariance(layers, heads, dim, dim), gaussian(layers, heads, dim)
+    scale, rotation = np.exp(gaussian(layers, heads, dim, seed=1)), orthogonal(dim)
+    along = 0.9 ** (np.arange(layers)[:, None] + 1) ** np.arange(16)
+    flat = heads * layers, dim
+    for rounding in WIDTHS.values():
+        keys = key_metric(second.reshape(*flat, dim), mean.reshape(flat), scale.reshape(flat), rotation, rounding)
+        values = value_metric(second.reshape(*flat, dim), rotation, rounding, along)
+        for layer, (k, v) in enumerate(zip(by_layer(keys, layers), by_layer(values, layers), strict=True)):
+            own = key_metric(second[layer], mean[layer], scale[layer], rotation, rounding)
+            assert_equal_metrics(k, own)
+            assert_equal_metrics(v, value_metric(second[layer], rotation, rounding, along[layer]))
+
+
+def assert_equal_metrics(a: Metric, b: Metric) -> None:
+    for name, field in vars(a).items():
+        np.testing.assert_array_equal(field, getattr(b, name))
+
+
 def test_uncorrelated_attention_gives_no_token_feedback():
     alone = np.zeros(16, np.float32)
     alone[0] = 1
-    assert not value_metric(gaussian(8, 16), 2, 8, None, rings(), alone).token_feedback.any()
+    assert not value_metric(output_second(gaussian(8, 16), 2, 8), None, rings(), alone).token_feedback.any()
 
 
 @pytest.mark.parametrize(("rounding", "rounds"), [(rings(), 16), (levels(), 16), (paths(), 4)])
 def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
     correlation = (0.9 ** np.arange(16)).astype(np.float32)
-    feedback = value_metric(gaussian(8, 16), 2, 8, None, rounding, correlation).token_feedback
+    feedback = value_metric(output_second(gaussian(8, 16), 2, 8), None, rounding, correlation).token_feedback
     assert feedback.shape == (1, rounds, 16 // rounds, 16)
     order = np.concatenate([np.arange(first, 16, rounds) for first in range(rounds)])
     lower = np.eye(16) + feedback.reshape(16, 16).astype(np.float64)

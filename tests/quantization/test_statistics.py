@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -38,7 +40,13 @@ def probabilities(q: np.ndarray, k: np.ndarray, scale: float, window: int | None
     return p
 
 
-def reference(q: np.ndarray, k: np.ndarray, scale: float, window: int | None) -> LayerStatistics:
+def projection(q: np.ndarray) -> np.ndarray:
+    """An output projection (20, H·D) for q (T, H, D)."""
+    shape = 20, q.shape[1] * q.shape[2]
+    return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+
+
+def reference(q: np.ndarray, k: np.ndarray, output: np.ndarray, scale: float, window: int | None) -> LayerStatistics:
     """The definitions in float64, one token after another."""
     q, k = q.astype(np.float64), k.astype(np.float64)
     kv_heads, tokens, dim = k.shape
@@ -58,7 +66,11 @@ def reference(q: np.ndarray, k: np.ndarray, scale: float, window: int | None) ->
             products[lag] += np.mean(pairs)
     for b in blocks:
         key_variance += np.square(k[:, b : b + N] - k[:, b : b + N].mean(1, keepdims=True)).mean(1) / len(blocks)
-    return LayerStatistics(key_variance, second, mean, variance, products / products[0])
+    outputs = np.zeros((kv_heads, dim, dim))
+    for row in output.astype(np.float64).reshape(-1, q.shape[1], dim):
+        for head, weights in enumerate(row):
+            outputs[head // group] += np.outer(weights, weights) / group
+    return LayerStatistics(key_variance, second, mean, variance, products / products[0], outputs)
 
 
 def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: float = 1e-4) -> None:
@@ -74,13 +86,13 @@ def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: flo
 @pytest.mark.parametrize("shape", [(40, 2, 2, 8), (37, 6, 2, 4), (24, 3, 1, 6)])
 def test_statistics_match_their_definitions(shape: Shape, window: int | None, rng: np.random.Generator) -> None:
     q, k = drawn(rng, shape)
-    assert_close(measure(q, k, 0.4, window, N, serial), reference(q, k, 0.4, window))
+    assert_close(measure(q, k, projection(q), 0.4, window, N, serial), reference(q, k, projection(q), 0.4, window))
 
 
 def test_window_and_scale_change_the_statistics(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (40, 2, 2, 8))
-    plain = measure(q, k, 0.4, None, N, serial)
-    for other in (measure(q, k, 0.4, 5, N, serial), measure(q, k, 0.1, None, N, serial)):
+    plain = measure(q, k, projection(q), 0.4, None, N, serial)
+    for other in (measure(q, k, projection(q), 0.4, 5, N, serial), measure(q, k, projection(q), 0.1, None, N, serial)):
         assert np.abs(other.query_second - plain.query_second).max() > 0.01 * np.abs(plain.query_second).max()
         assert np.abs(other.token_correlation - plain.token_correlation).max() > 0.01
 
@@ -88,7 +100,7 @@ def test_window_and_scale_change_the_statistics(rng: np.random.Generator) -> Non
 def test_query_heads_are_grouped_by_the_kv_head_they_read(rng: np.random.Generator) -> None:
     _, k = drawn(rng, (16, 4, 2, 2))
     q = np.broadcast_to(np.array([1, 2, 3, 4], np.float32)[:, None], (16, 4, 2))
-    statistics = measure(q, k, 1.0, None, N, serial)
+    statistics = measure(q, k, projection(q), 1.0, None, N, serial)
     squares = [(1 + 4) / 2, (9 + 16) / 2]
     np.testing.assert_allclose(statistics.query_mean, [[1.5, 1.5], [3.5, 3.5]], rtol=1e-6)
     np.testing.assert_allclose(statistics.query_variance, [[s, s] for s in squares], rtol=1e-6)
@@ -97,9 +109,9 @@ def test_query_heads_are_grouped_by_the_kv_head_they_read(rng: np.random.Generat
 
 def test_a_constant_in_the_keys_adds_no_variance(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (32, 2, 2, 4))
-    biased = measure(q, k + np.float32(100), 0.4, None, N, serial)
+    biased = measure(q, k + np.float32(100), projection(q), 0.4, None, N, serial)
     np.testing.assert_allclose(
-        biased.key_variance, measure(q, k, 0.4, None, N, serial).key_variance, rtol=1e-4
+        biased.key_variance, measure(q, k, projection(q), 0.4, None, N, serial).key_variance, rtol=1e-4
     )  # 100 in float32 leaves keys an error of 1e-5
 
 
@@ -107,7 +119,7 @@ def test_a_head_that_attends_only_to_the_first_block_weighs_all_queries_equally(
     q = np.ones((24, 1, 4), np.float32) * rng.uniform(1, 2, (24, 1, 1)).astype(np.float32)
     k = np.zeros((1, 24, 4), np.float32)
     k[:, 0] = 1000
-    statistics = measure(q, k, 1.0, None, N, serial)
+    statistics = measure(q, k, projection(q), 1.0, None, N, serial)
     np.testing.assert_allclose(statistics.query_mean[0], q[:, 0].mean(axis=0), rtol=1e-5)
     np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])
 
@@ -116,7 +128,7 @@ def test_token_correlation_is_positive_semidefinite() -> None:
     # All attention goes to the first and the last token of one block, as far apart as possible.
     q, k = np.ones((20 * N, 1, 2), np.float32), np.zeros((1, 20 * N, 2), np.float32)
     k[:, [N, 2 * N - 1]] = 30
-    r = measure(q, k, 1.0, None, N, serial).token_correlation.astype(np.float64)
+    r = measure(q, k, projection(q), 1.0, None, N, serial).token_correlation.astype(np.float64)
     lags = np.abs(np.subtract.outer(np.arange(N), np.arange(N)))
     assert np.linalg.eigvalsh(r[lags])[0] > -1e-6
     assert r[0] == 1
@@ -127,7 +139,7 @@ def test_token_correlation_is_positive_semidefinite() -> None:
 def test_refuses_fewer_tokens_than_two_blocks(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (2 * N - 1, 2, 2, 4))
     with pytest.raises(ValueError, match=f"fewer than two blocks of {N}"):
-        measure(q, k, 1.0, None, N, serial)
+        measure(q, k, projection(q), 1.0, None, N, serial)
 
 
 # -- smoothing ---------------------------------------------------------------------------------------------------------
@@ -135,7 +147,7 @@ def test_refuses_fewer_tokens_than_two_blocks(rng: np.random.Generator) -> None:
 
 def with_variances(keys: np.ndarray, queries: np.ndarray) -> LayerStatistics:
     plain = neutral(*keys.shape, N)
-    return LayerStatistics(keys, plain.query_second, plain.query_mean, queries, plain.token_correlation)
+    return replace(plain, key_variance=keys, query_variance=queries)
 
 
 VARIANCES = arrays(np.float32, (2, 8), elements=st.floats(2**-10, 2**10, width=32))
@@ -189,7 +201,7 @@ def test_neutral_statistics_smooth_nothing() -> None:
 
 def test_smoothing_leaves_attention_unchanged(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (40, 4, 2, 8))
-    s = smoothing(measure(q, k, 0.35, None, N, serial))
+    s = smoothing(measure(q, k, projection(q), 0.35, None, N, serial))
     assert s.max() / s.min() > 1.5  # it does something
     for head in range(4):
         plain = probabilities(q[:, head], k[head // 2], 0.35, None)

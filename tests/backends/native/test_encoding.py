@@ -14,6 +14,7 @@ from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.quantization.conditioning import read_mean
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
+from polarlm.engine.quantization.statistics import output_second
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.jit.levels import name_of
@@ -53,7 +54,7 @@ def metrics(rng: np.random.Generator, k: str, v: str, dim: int, tokens: int | No
     along = None if tokens is None else (0.9 ** np.arange(tokens)).astype(np.float32)
     return (
         key_metric(covariance(rng, dim) + mean[:, :, None] * mean[:, None], mean, smoothing, None, rounding[0]),
-        value_metric(output.astype(np.float32), HEADS, dim, None, rounding[1], along),
+        value_metric(output_second(output.astype(np.float32), HEADS, dim), None, rounding[1], along),
     )
 
 

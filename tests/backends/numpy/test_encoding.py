@@ -10,6 +10,7 @@ from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy import encoding
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine.quantization.statistics import output_second
 from tests.pairs import pairs
 
 K, N, D = 2, 8, 16
@@ -30,7 +31,7 @@ def layer(types: tuple[str, str], rng: np.random.Generator, *, mean_bits: int, m
         metric_k = key_metric(second, mean, np.ones((K, D)), codec_k.rotation(D), codec_k.rounding)
     if metrics and codec_v.rounding is not None:
         output, tokens = rng.standard_normal((8, 2 * K * D)), (0.9 ** np.arange(N)).astype(np.float32)
-        metric_v = value_metric(output, K, D, codec_v.rotation(D), codec_v.rounding, tokens)
+        metric_v = value_metric(output_second(output, K, D), codec_v.rotation(D), codec_v.rounding, tokens)
     return CacheFormat(codec_k, codec_v, metric_k, metric_v, mean_bits, N, K, D)
 
 
