@@ -100,7 +100,8 @@ def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(library_module, "compile_object", slow)
         early = ops.linear(x, w).copy()
-        assert {name.rsplit("_", 1)[1] for name in launch.library.names} == {str(most)}
+        of_rows = (name for name in launch.library.names if not name.startswith("pack_"))
+        assert {name.rsplit("_", 1)[1] for name in of_rows} == {str(most)}
         may_compile.set()
         late = ops.linear(x, w, recorded=True).copy()
     assert f"product_q5_1_{rows}" in launch.library.names
