@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 from polarlm.engine.limits import MOST_DRAFTED
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import Sampled, SamplerInput, Sampling
+from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV
-
-_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 class ModelDrafter:
@@ -26,7 +24,7 @@ class ModelDrafter:
     def __init__(self, model: Transformer, vocabulary: int) -> None:
         """model: the draft model, which the drafters of all requests share. vocabulary: the number of ids."""
         self._model, self._store = model, model.store
-        self._sampler_input = SamplerInput(_GREEDY, (), 0.0, vocabulary)
+        self._sampler_input = greedy(vocabulary)
         self._kv: SequenceKV | None = None
         self._stored: list[int] = []  # the ids whose K/V are stored
 
@@ -90,8 +88,7 @@ class ModelDrafter:
         """Compute the K/V of many tokens at once. Raises OutOfBlocks."""
         span = self._store.open(kv, len(ids))
         try:
-            for _ in self._model.forward_units([span], ids, outputs=1):
-                pass
+            self._model.forward([span], ids, outputs=1)
             self._store.commit(span)
         finally:
             self._store.abort(span)
