@@ -1,7 +1,9 @@
 """A second, smaller model that drafts: it generates the tokens that the engine's model verifies.
 
 Its K/V are in a store of its own. The K/V of rejected tokens are discarded before the next draft. They are all in the
-current block, since a draft ends where the current block of the engine's model ends.
+current block, since a draft ends where the current block of the engine's model ends. After that, layers with a window
+may attend to fewer tokens than the window has, by at most the number of discarded ones: a draft may be worse, but the
+answer stays the same.
 """
 
 from __future__ import annotations
