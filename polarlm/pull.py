@@ -19,6 +19,7 @@ from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import fits_beside
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import hub
+from polarlm.model_loaders.files.gguf_file import part_paths
 
 
 @dataclass(frozen=True)
@@ -68,5 +69,5 @@ def _pull(argv: Sequence[str]) -> None:
 
 def _size(path: Path) -> int:
     """Bytes of the model's files; a folder of safetensors may also contain GGUF files, which do not count."""
-    files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix != ".gguf"]
+    files = part_paths(path) if path.is_file() else [file for file in path.iterdir() if file.suffix != ".gguf"]
     return sum(file.stat().st_size for file in files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from scripts import make_cache_tables, make_flag_table, make_quality_table, make
 from scripts.make_quality_table import ROOT, newest, with_tables
 
 EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("embedding.md", "server.md"))
+NUMBERS = {"n_ctx", "n_prompt_tokens", "lacking"}  # of an EngineError
 SCRIPTS = (make_flag_table, make_quality_table, make_cache_tables, make_speed_table, make_simulation_table)
 TABLES = [
     pytest.param(document, {name: table}, id=f"{document.name}: {name}")
@@ -86,7 +88,17 @@ def test_the_conversation_of_the_readme_shows_that_the_model_remembers(demo_path
 
 def test_every_code_of_an_error_is_explained():
     told = {code for row in rows(EMBEDDING, "Code") for code in re.findall(r"`(\w+)`", row[0])}
-    assert told == {*re.findall(r'"(\w+)"', EngineError.__doc__)} - {"n_ctx", "n_prompt_tokens", "lacking"}
+    assert told == {*re.findall(r'"(\w+)"', EngineError.__doc__)} - NUMBERS
+
+
+def test_every_code_that_the_engine_raises_is_told():
+    raised = {"invalid_request"}  # the default
+    for path in (ROOT / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("EngineError", "ConstraintError"):
+                codes = node.args[1:2] or [more.value for more in node.keywords if more.arg == "code"]
+                raised.update(ast.literal_eval(code) for code in codes)
+    assert raised == {*re.findall(r'"(\w+)"', EngineError.__doc__)} - NUMBERS
 
 
 def test_every_status_of_an_error_is_explained():

@@ -6,6 +6,7 @@ plans with.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -207,11 +208,8 @@ def _fit_context(
             tokens
         )
         return ContextFit(tokens, 0, lacking + needed - room)
-    low, high = 1, 1 + room // max(1, shape.sequence_bytes(tokens))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return ContextFit(tokens, low, 0)
+    more = range(2, 2 + room // max(1, shape.sequence_bytes(tokens)))
+    return ContextFit(tokens, 1 + bisect_left(more, True, key=lambda count: not holds(count)), 0)
 
 
 def steps_to(context: int) -> list[int]:

@@ -94,9 +94,9 @@ class Transformer:
         yield from prefill.units(x, spans, first_output, by_layer=by_layer)
         return x[first_output:]
 
-    def forward(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
-        """Run all of `forward_units` and return the hidden states (T, E)."""
-        units = self.forward_units(spans, ids)
+    def forward(self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None) -> Array:
+        """Run all of `forward_units` and return the hidden states (outputs, E) of the last rows; None: of all."""
+        units = self.forward_units(spans, ids, outputs)
         while True:
             try:
                 next(units)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import SequenceKV
 
 _ROWS = 48  # rows of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
 _MANY_ROWS = 96  # rows of a prompt: enough to be multiplied by a GPU's library
-_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
@@ -30,7 +27,7 @@ def warm_up(model: Transformer) -> SequenceKV:
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
     span = model.store.open_step(sequence)
-    model.step([span], [0], [_sampler_input(model)])
+    model.step([span], [0], [greedy(model.config.vocab_size)])
     model.store.commit(span)
     return sequence
 
@@ -46,7 +43,7 @@ def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
     sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]
     if in_steps:
         spans = [model.store.open_step(sequence) for sequence in sequences]
-        model.step(spans, [0] * rows, [_sampler_input(model)] * rows)
+        model.step(spans, [0] * rows, [greedy(model.config.vocab_size)] * rows)
         model.store.commit_steps(spans)
     _prompt(model, sequences[0], rows)
     for sequence in sequences:
@@ -58,22 +55,13 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
     sequence = model.store.new_sequence()
     rows = min(rows, model.store.rows_of_block(sequence))
     span = model.store.open_step(sequence, rows)
-    model.step([span], [0] * rows, [_sampler_input(model)] * rows)
+    model.step([span], [0] * rows, [greedy(model.config.vocab_size)] * rows)
     model.store.commit(span)
     model.store.release(sequence)
 
 
 def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:
     span = model.store.open(sequence, tokens)
-    units = model.forward_units([span], np.zeros(tokens, np.int32).tolist(), outputs=1)
-    while True:
-        try:
-            next(units)
-        except StopIteration as end:
-            model.store.commit(span)
-            model.choose(end.value, [_sampler_input(model)])
-            return
-
-
-def _sampler_input(model: Transformer) -> SamplerInput:
-    return SamplerInput(_GREEDY, (), 0.0, model.config.vocab_size)
+    hidden = model.forward([span], [0] * tokens, outputs=1)
+    model.store.commit(span)
+    model.choose(hidden, [greedy(model.config.vocab_size)])

@@ -1,7 +1,9 @@
 """A second, smaller model that drafts: it generates the tokens that the engine's model verifies.
 
 Its K/V are in a store of its own. The K/V of rejected tokens are discarded before the next draft. They are all in the
-current block, since a draft ends where the current block of the engine's model ends.
+current block, since a draft ends where the current block of the engine's model ends. After that, layers with a window
+may attend to fewer tokens than the window has, by at most the number of discarded ones: a draft may be worse, but the
+answer stays the same.
 """
 
 from __future__ import annotations
@@ -10,11 +12,9 @@ from collections.abc import Sequence
 
 from polarlm.engine.limits import MOST_DRAFTED
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.sampling.sample import Sampled, SamplerInput, Sampling
+from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV
-
-_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 class ModelDrafter:
@@ -26,7 +26,7 @@ class ModelDrafter:
     def __init__(self, model: Transformer, vocabulary: int) -> None:
         """model: the draft model, which the drafters of all requests share. vocabulary: the number of ids."""
         self._model, self._store = model, model.store
-        self._sampler_input = SamplerInput(_GREEDY, (), 0.0, vocabulary)
+        self._sampler_input = greedy(vocabulary)
         self._kv: SequenceKV | None = None
         self._stored: list[int] = []  # the ids whose K/V are stored
 
@@ -90,8 +90,7 @@ class ModelDrafter:
         """Compute the K/V of many tokens at once. Raises OutOfBlocks."""
         span = self._store.open(kv, len(ids))
         try:
-            for _ in self._model.forward_units([span], ids, outputs=1):
-                pass
+            self._model.forward([span], ids, outputs=1)
             self._store.commit(span)
         finally:
             self._store.abort(span)

@@ -14,10 +14,8 @@ from polarlm.engine.config import SamplingParams
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
 from polarlm.engine.sampling.dry import Dry
-from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.sampling.sample import SamplerInput, Sampling, greedy
 from polarlm.model_loaders.tokenizers import Tokenizer
-
-_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
@@ -76,7 +74,7 @@ class Sampler:
     @property
     def none(self) -> SamplerInput:
         """The sampler input of a row whose next token is known: the result only says if the row's logits are finite."""
-        return SamplerInput(_GREEDY, (), 0.0, self._vocabulary)
+        return greedy(self._vocabulary)
 
     def only_token(self) -> int | None:
         """Return the next token if the constraint allows only one; None if it must be sampled or none is allowed."""

@@ -68,7 +68,7 @@ class StopFilter:
             _, at, self.stopped_by = min(found)
             self._held = ""
             return text[:at]
-        keep = max(self._overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -77,11 +77,11 @@ class StopFilter:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-        longest = min(len(text), len(stop) - 1)
-        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+def overlap(text: str, literal: str) -> int:
+    """The length of the longest suffix of `text` that is a proper prefix of `literal`."""
+    longest = min(len(text), len(literal) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(literal[:n])), 0)
 
 
 def text_of(tokenizer: Tokenizer, ids: Iterable[int], *, control: bool = False) -> str:

@@ -46,7 +46,7 @@ _WORDS = {
     "; try avoiding .*": "",
 }
 _SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON; without this limit, some models write space without end
-_KEPT_SECONDS = 2.0  # that the kept grammars took to compile: a measure of their memory
+_KEPT_SECONDS = 2.0  # that the kept grammars took to compile, if there are several: a measure of their memory
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
@@ -115,9 +115,10 @@ class Grammars:
 
     def _keep(self, given: Key, compiled: _Compiled) -> None:
         with self._lock:
-            self._compiled[given] = compiled
-            while len(self._compiled) > _KEPT or sum(one.seconds for one in self._compiled.values()) > _KEPT_SECONDS:
-                self._compiled.popitem(last=False)
+            kept = self._compiled
+            kept[given] = compiled
+            while len(kept) > 1 and (len(kept) > _KEPT or sum(one.seconds for one in kept.values()) > _KEPT_SECONDS):
+                kept.popitem(last=False)
 
     def _refuse(self, given: Key, reason: str) -> EngineError:
         with self._lock:

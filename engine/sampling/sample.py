@@ -105,6 +105,14 @@ class SamplerInput:
     allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
 
 
+_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+
+
+def greedy(vocabulary: int) -> SamplerInput:
+    """The inputs of drawing the most likely token."""
+    return SamplerInput(_GREEDY, (), 0.0, vocabulary)
+
+
 Sampled = int | TokenLogprob | EngineError
 """A token id, with log-probabilities if those are requested; or the error if no token can be chosen."""
 

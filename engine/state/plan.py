@@ -75,14 +75,9 @@ def plan_for_memory(
             "out_of_memory",
             ("kv_memory",),
         )
-    low, high = least.tokens, max(least.tokens, max_tokens)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if plan(middle).bytes + other_bytes(middle) <= memory:
-            low = middle
-        else:
-            high = middle - 1
-    return plan(min(low, max_tokens))
+    longer = range(least.tokens + 1, max_tokens + 1)
+    tokens = least.tokens + bisect_right(longer, memory, key=lambda count: plan(count).bytes + other_bytes(count))
+    return plan(tokens)
 
 
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
@@ -93,14 +88,9 @@ def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
         for layer in plan.shape.layers
     )
     f16 = replace(plan.shape, layers=tuple(layers), stored={})
-    low, high = 0, max_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        if f16.bytes(f16.quantized_blocks(middle), plan.full_slots) <= plan.bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(
+        range(1, max_tokens + 1), plan.bytes, key=lambda count: f16.bytes(f16.quantized_blocks(count), plan.full_slots)
+    )
 
 
 def parse_size(text: str, setting: str = "kv_memory") -> int:

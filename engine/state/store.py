@@ -181,7 +181,8 @@ class KVStore:
     def truncate(self, sequence: SequenceKV, length: int) -> None:
         """Discard the tokens from position `length` on, which must be in the current block.
 
-        Blocks that have left a window are not restored, even if the next token's window includes them again.
+        Blocks that have left a window are not restored, even if the next token's window includes them again: that token
+        then attends to fewer tokens than its window has, by at most the number of discarded ones.
         """
         assert self.first_of_block(sequence) <= length <= sequence.length
         sequence.length = length

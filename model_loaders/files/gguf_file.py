@@ -103,23 +103,19 @@ class GgufFile:
             )
         if number:
             raise LoadError(
-                f"{self.path} is part {number + 1} of {count}; give the first one, {self._path_of(found, 1)}."
+                f"{self.path} is part {number + 1} of {count}; give the first one, {part_paths(self.path)[0]}."
             )
         tensors = dict(self.tensors)
-        for later in range(2, int(found["count"]) + 1):
-            path = self._path_of(found, later)
+        for index, path in enumerate(part_paths(self.path)[1:], 1):
             if not path.is_file():
                 raise LoadError(f"{path} is missing: {self.path.name} has {count} parts; download them all.")
             part = GgufFile(path, mmap, alone=True)
             self.files += part.files
-            is_next = part._part() == later - 1 and part.metadata["split.count"] == count
+            is_next = part._part() == index and part.metadata["split.count"] == count
             if not is_next or tensors.keys() & part.tensors.keys():
                 raise LoadError(f"{path} does not belong to {self.path.name}; download both again.")
             tensors |= part.tensors
         self.tensors = MappingProxyType(tensors)
-
-    def _path_of(self, found: re.Match[str], number: int) -> Path:
-        return self.path.with_name(f"{found['stem']}-{number:05}-of-{found['count']}.gguf")
 
     def _parse(self, cursor: _Cursor) -> None:
         tensor_count, entry_count = _counts(cursor)
@@ -150,6 +146,15 @@ class GgufFile:
                 )
             tensors[tensor.name] = tensor
         self.tensors = MappingProxyType(tensors)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The paths of a model's parts, in order, given any of them; `path` alone if its name has no number of a part."""
+    found = _PART_NAME.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = found["count"]
+    return [path.with_name(f"{found['stem']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
 
 
 def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:

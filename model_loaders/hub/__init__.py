@@ -218,12 +218,11 @@ class _Fetching:
             return [fetch_file(client, repo, commit, file, bar.update, self.say) for file in files]
 
     def _check_disk(self, size: int) -> None:
-        folder = self._client.cache
-        while not folder.exists():
-            folder = folder.parent
+        cache = self._client.cache
+        folder = next((one for one in (cache, *cache.parents) if one.exists()), cache)  # Windows may lack the drive
         if size > (free := shutil.disk_usage(folder).free):
             raise LoadError(
-                f"{self._name} takes {size_text(size)} more on the disk, and {self._client.cache} has room for "
+                f"{self._name} takes {size_text(size)} more on the disk, and {cache} has room for "
                 f"{size_text(free)}: free some space, set HF_HOME to a folder elsewhere, or choose a smaller model."
             )
 

@@ -11,6 +11,7 @@ import string
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.server.answers.pieces import CallStart, Piece
@@ -139,7 +140,7 @@ class AnswerParser:
             parts = self._thought(before.rstrip())
             self._held, self._trims, self._clean, self._state = after, True, False, self._text
             return parts
-        keep = _overlap(self._held, self._tags.close)
+        keep = overlap(self._held, self._tags.close)
         sure = self._held[: len(self._held) - keep].rstrip()
         self._held = self._held[len(sure) :]
         return self._thought(sure) or None
@@ -159,7 +160,7 @@ class AnswerParser:
             return self._text_or_json(opening)
         at = self._held.find(self._marker)
         if at < 0:
-            keep = _overlap(self._held, self._marker)
+            keep = overlap(self._held, self._marker)
             said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
             return list(self._said(said)) if said else None
         rest = self._held[at:]
@@ -276,9 +277,3 @@ class AnswerParser:
             return None
         self._state = self._text
         return []
-
-
-def _overlap(text: str, literal: str) -> int:
-    """The length of the longest suffix of `text` that is a proper prefix of `literal`."""
-    longest = min(len(text), len(literal) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(literal[:n])), 0)

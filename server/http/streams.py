@@ -128,16 +128,16 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_soon(send, self._frame(self._first))
+        await send_soon(send, self._frame(self._first))
         async for event in self._events:
-            await _send_soon(send, self._frame(event))
-        await _send_soon(send, b"", last=True)
+            await send_soon(send, self._frame(event))
+        await send_soon(send, b"", last=True)
 
 
-async def _send_soon(send: Send, data: bytes, last: bool = False) -> None:
+async def send_soon(send: Send, data: bytes, last: bool = False) -> None:
     """Send a piece of the body. Raises ClientDisconnect if the client reads nothing for too long.
 
-    A timer cancels the current task, which saves a task for each piece; `while_there` made that task for the response.
+    A timer cancels the current task, which must be one of `while_there`: that saves a task for each piece.
     """
     task, late = asyncio.current_task(), False
     assert task is not None

@@ -53,6 +53,7 @@ function readConversation(value) {
   }
   const string = (text) => (typeof text === "string" ? text : "");
   const figure = (number) => (Number.isFinite(number) ? number : null);
+  const figures = (object) => Object.fromEntries(Object.entries(object ?? {}).filter(([, number]) => figure(number) !== null));
   const list = (items, read) => (Array.isArray(items) ? items.filter((item) => item && typeof item === "object").map(read) : []);
   const conversation = newConversation(readSettings(value.settings));
   if (ID.test(value.id)) conversation.id = value.id;
@@ -76,7 +77,7 @@ function readConversation(value) {
             reasoning: string(found.reasoning), ending: string(found.ending), error: string(found.error),
             calls: list(found.calls, (call) => ({ id: string(call.id), name: string(call.name), arguments: string(call.arguments) })),
             usage: usage && figure(usage.prompt) !== null && figure(usage.completion) !== null
-              ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached) } : null,
+              ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
             drafts: drafts && figure(drafts.all) !== null && figure(drafts.accepted) !== null
               ? { all: drafts.all, accepted: drafts.accepted } : null,
             rate: figure(found.rate), thought: figure(found.thought),

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -307,11 +308,11 @@ class Driver:
     def snapshot(self) -> Totals:
         """A copy of the counters."""
         active = sum(len(queue.jobs) for queue in self._queues)
-        return replace(self._totals, requests=self._totals.requests.copy(), active=active)
+        return replace(deepcopy(self._totals), active=active)
 
     async def status(self) -> Status:
         """The engine's status, which waits for the current unit of work."""
-        return await self._aside(self.engine.status, self._pool)
+        return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
         """The result of `work`, run in a thread for texts and counted as `outcome`. Raises Refused or EngineError."""
@@ -324,8 +325,11 @@ class Driver:
             job.outcome = outcome
             return result
 
-    async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor) -> T:
-        """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
+    async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
+        """The result of `function`, run in a thread of the pool, or in one of the event loop's.
+
+        Raises its EngineErrors, and Refused for others.
+        """
         try:
             return await self._loop.run_in_executor(pool, function)
         except Exception as error:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -552,6 +553,20 @@ def test_a_disk_without_room_is_told_before_the_weights_are_fetched(
     assert "takes 3.0 MiB more on the disk" in problem
     assert "has room for 1.0 MiB" in problem
     assert large.fetched("model.safetensors") == []
+
+
+def test_a_drive_that_is_missing(large: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, looked = tmp_path / "drive" / "cache", Counter[Path]()
+
+    def exists(path: Path) -> bool:
+        looked[path] += 1
+        assert looked[path] < 100, f"{path} is looked for again and again"
+        return False
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(missing))
+    monkeypatch.setattr(Path, "exists", exists)
+    problem = refusal("user/large")
+    assert f"cannot be stored in {missing} (No such file or directory): set HF_HOME to another folder" in problem
 
 
 def test_a_disk_that_becomes_full(large: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

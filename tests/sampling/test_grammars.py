@@ -16,6 +16,7 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.sampling import grammars
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.engine.sampling.grammars import MOST_TEXT, Grammars
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
@@ -186,6 +187,14 @@ def test_an_answer_is_found_in_the_next_turn(engine: Engine) -> None:
     known = answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert second.usage.cached_tokens > answer.usage.prompt_tokens
     assert second.usage.cached_tokens <= known
+
+
+def test_the_newest_constraint_is_kept_however_long_it_took(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_KEPT_SECONDS", 0.0)
+    before = engine.grammars.counts().outcomes["compiled"]
+    for regex in ("newest a{2}", "newest a{2}", "newest b{2}", "newest a{2}"):
+        engine.generate("The", SamplingParams(regex=regex, max_tokens=1))
+    assert engine.grammars.counts().outcomes["compiled"] == before + 3
 
 
 @pytest.mark.parametrize("stop", ["d, t", "then"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from datetime import datetime, timezone
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -21,7 +20,6 @@ from polarlm.server.reading.values import flag, text
 from polarlm.server.running.driver import Driver
 
 _NEVER = "9999-12-31T23:59:59Z"  # the time at which the model is unloaded
-_WEIGHTS = (".safetensors", ".gguf")
 
 
 class ModelFacts:
@@ -83,8 +81,7 @@ class ModelFacts:
     def _entry(self) -> dict[str, Any]:
         """The model as an entry of a list. Its digest identifies it, but is not computed from its bytes."""
         model = self._driver.engine.model
-        files = _files(model.path)
-        status = [file.stat() for file in files]
+        status = [file.stat() for file in model.weights.files()]
         size = sum(one.st_size for one in status)
         modified = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
         named = f"{model.name} {size} {modified.timestamp()}"
@@ -103,11 +100,6 @@ class ModelFacts:
                 "quantization_level": model.dtype,
             },
         }
-
-
-def _files(path: Path) -> list[Path]:
-    """The files of a model's weights."""
-    return [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _WEIGHTS)
 
 
 def _parameters(config: ModelConfig) -> int:

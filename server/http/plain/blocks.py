@@ -5,27 +5,55 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from polarlm.engine.storage.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
+from polarlm.server.http.streams import send_soon, while_there
 from polarlm.server.running.job import Job
 from polarlm.server.running.worker import Worker
 
-_READING_BYTES = 256 << 20  # limit of all blocks being received together, or one block if that is larger
+_MOST_BYTES = 256 << 20  # of all blocks being received, and of all being sent; or one block if that is larger
+_PIECE = 1 << 18  # bytes that are sent at a time
 _MOST_WAITING = 64  # requests for blocks at the same time
 _SECONDS = 10.0  # timeout of the disk
 _TYPE = "application/octet-stream"
 
 T = TypeVar("T")
+
+
+class _Content(Response):
+    """A response with bytes of a block, in pieces, so that no buffer holds more than one that the client has not read.
+
+    `room` is closed at the end, also if the client disconnects or does not read.
+    """
+
+    def __init__(
+        self, content: memoryview, room: ExitStack, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        more = {"Accept-Ranges": "bytes", "Content-Length": str(len(content)), **(headers or {})}
+        super().__init__(None, status, more, _TYPE)
+        self._content, self._room = content, room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._room, suppress(ClientDisconnect):
+            await while_there(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for first in range(0, len(self._content), _PIECE):
+            await send_soon(send, bytes(self._content[first : first + _PIECE]))
+        await send_soon(send, b"", last=True)
 
 
 class Blocks:
@@ -34,7 +62,7 @@ class Blocks:
     def __init__(self, place: TierStore, most: int) -> None:
         """most: bytes of the largest possible block."""
         self._place, self._most = place, most
-        self._room = Budget(max(_READING_BYTES, most))
+        self._receiving, self._sending = (Budget(max(_MOST_BYTES, most)) for _ in range(2))
         self._worker = Worker("blocks")  # unlike a pool's thread, it lets the process end even if the disk hangs
         self._waiting = 0
 
@@ -52,21 +80,24 @@ class Blocks:
             if not await self._do(partial(self._place.has, name)):
                 raise _missing()
             return Response(media_type=_TYPE)
-        content = await self._do(partial(self._place.read, name))
-        if content is None:
-            raise _missing()
-        await self._do(partial(self._place.used, [name]))
-        headers = {"Accept-Ranges": "bytes"}
-        found = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
-        if found is None:
-            return Response(bytes(content), media_type=_TYPE, headers=headers)
-        start, stop = int(found[1]), min(int(found[2] or len(content)) + 1, len(content))
-        if start >= stop:
-            raise ApiError(
-                416, f"The block has {len(content)} bytes", headers={"Content-Range": f"bytes */{len(content)}"}
-            )
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-        return Response(bytes(content[start:stop]), 206, media_type=_TYPE, headers=headers)
+        if not self._sending.take(self._most):
+            raise _busy()
+        with ExitStack() as room:
+            room.callback(self._sending.give_back, self._most)
+            content = await self._do(partial(self._place.read, name))
+            if content is None:
+                raise _missing()
+            await self._do(partial(self._place.used, [name]))
+            found = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
+            if found is None:
+                return _Content(memoryview(content), room.pop_all())
+            start, stop = int(found[1]), min(int(found[2] or len(content)) + 1, len(content))
+            if start >= stop:
+                raise ApiError(
+                    416, f"The block has {len(content)} bytes", headers={"Content-Range": f"bytes */{len(content)}"}
+                )
+            part = f"bytes {start}-{stop - 1}/{len(content)}"
+            return _Content(memoryview(content)[start:stop], room.pop_all(), 206, {"Content-Range": part})
 
     async def put(self, request: Request) -> Response:
         """Keep a block, whose checksum and name must be right. Sending the same block again changes nothing."""
@@ -75,7 +106,7 @@ class Blocks:
         if announced is not None and announced > self._most:
             raise too_large(self._most)
         size = self._most if announced is None else announced
-        if not self._room.take(size):
+        if not self._receiving.take(size):
             raise _busy(CLOSE)  # closes the connection, since the body has not been read
         try:
             body = await read_bytes(request, self._most)
@@ -85,7 +116,7 @@ class Blocks:
                 raise ApiError(400, f"This is not the block of that name: {error}", "damaged_block") from None
             await self._do(partial(self._place.write, name, body, memoryview(b"")))
         finally:
-            self._room.give_back(size)
+            self._receiving.give_back(size)
         return Response(status_code=204)
 
     async def _do(self, work: Callable[[], T]) -> T:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ollama
 import pytest
 
 from polarlm.engine import Engine
+from tests.random_model import random_model, write_in_parts
 from tests.server.http.test_http_openai import alone
 from tests.server.http.test_http_streams import breaking
 from tests.server.http_server import Serving, serving
@@ -153,6 +155,15 @@ def test_the_model_is_listed_shown_and_running(server: Serving, client: ollama.C
     assert shown.modelinfo[f"{engine.model.config.family}.context_length"] == engine.context
     assert shown.modelinfo["general.parameter_count"] > 0
     assert server.http.get("/api/version").json()["version"]
+
+
+def test_the_size_of_a_model_in_parts_is_that_of_all(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    first = write_in_parts(tmp_path / "parts" / "tiny-Q8_0.gguf", random_model(tmp_path), 8)
+    with Engine.load(first, device="cpu", ctx_size=128, calibration=False) as engine, serving(engine) as server:
+        (listed,) = server.http.get("/api/tags").json()["models"]
+    assert listed["size"] == sum(part.stat().st_size for part in first.parent.iterdir())
+    assert listed["details"]["format"] == "gguf"
 
 
 def test_the_model_that_is_there_is_pulled(server: Serving, client: ollama.Client) -> None:

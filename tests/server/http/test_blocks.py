@@ -15,6 +15,7 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.storage.objects import pack_ids
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import read_command_line
+from polarlm.server.http import streams
 from polarlm.server.http.plain import blocks
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
@@ -119,7 +120,7 @@ def test_blocks_that_are_being_sent_take_a_bounded_part_of_the_memory(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
     """Those beyond it are refused before they are read, and told when to come again."""
-    monkeypatch.setattr(blocks, "_READING_BYTES", 5 << 20)
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 5 << 20)
     with sharing(tiny_path, tmp_path) as server, ExitStack() as connections:
         most = most_bytes(server)
         count = (5 << 20) // most
@@ -133,6 +134,34 @@ def test_blocks_that_are_being_sent_take_a_bounded_part_of_the_memory(
         assert ask(server, "GET", PATH)[0] == 404  # reading blocks is not in the way
         held[0].close()
         eventually(lambda: ask(server, "PUT", PATH, iter([OBJECT]))[0] == 204)
+
+
+def test_blocks_that_are_being_read_take_a_bounded_part_of_the_memory(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that reads nothing takes room until it leaves, or for a limited time."""
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 0)  # room for one block
+    with sharing(tiny_path, tmp_path) as server:
+        assert ask(server, "PUT", PATH, OBJECT)[0] == 204
+        (tmp_path / bytes(16).hex()).write_bytes(bytes(64 << 20))  # more than the sockets' buffers
+        with unread(server, f"/blocks/{bytes(16).hex()}"):
+            status, headers, _ = ask(server, "GET", PATH)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert ask(server, "PUT", PATH, OBJECT)[0] == 204  # sending blocks is not affected
+        eventually(lambda: ask(server, "GET", PATH)[0] == 200)
+        monkeypatch.setattr(streams, "SLOW_READER_SECONDS", 0.1)
+        with unread(server, f"/blocks/{bytes(16).hex()}"):
+            eventually(lambda: ask(server, "GET", PATH)[0] == 200)
+
+
+@contextmanager
+def unread(server: Serving, path: str) -> Iterator[None]:
+    """A connection whose response has begun, and is not read."""
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(4) == b"HTTP"
+        yield
 
 
 def test_the_key_is_needed(server: Serving) -> None:

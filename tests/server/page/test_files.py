@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from tests.server.page.browser import ENTER, Browser
-from tests.server.page.visitor import done, kept, press_button, roles, says, send_and_wait, shown, text_of, titles
+from tests.server.page.visitor import (
+    done,
+    figures,
+    kept,
+    press_button,
+    roles,
+    says,
+    send_and_wait,
+    shown,
+    text_of,
+    titles,
+)
 
 READ_BACK = """
     window.exported = null;
@@ -44,7 +55,10 @@ def import_text(page: Browser, text: str) -> str:
 @pytest.mark.slow
 def test_conversations_go_to_a_file_and_come_back(page: Browser) -> None:
     call = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": "{}"}}
-    says(page, [{"reasoning_content": "hm"}, "one"], [{"tool_calls": [call]}])
+    cached = {"cached_tokens": 7, "cached_from": {"store": 4, "disk": 3}}
+    usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "prompt_tokens_details": cached}
+    one = [{"reasoning_content": "hm"}, "one", {"event": {"choices": [], "usage": usage}}]
+    says(page, one, [{"tool_calls": [call]}])
     send_and_wait(page, "first")
     press_button(page, "Edit", 0)
     page.type(".edit textarea", "2" + ENTER)
@@ -146,13 +160,19 @@ def test_a_file_cannot_bring_loops_or_values_of_other_kinds(page: Browser) -> No
         "children": ["a", "a", "__proto__", "gone", 5],
         "settings": {"system": 5, "temperature": "x", "loop_check": False, "other": 1},
         "messages": {
-            "a": {"role": "user", "text": ["<b>"], "children": ["b", "a"], "shown": -1},
+            "a": {"role": "user", "text": ["<b>"], "children": ["b", "a", "d"], "shown": -1},
             "b": {
                 "role": "assistant",
                 "text": "<b>hi</b>",
                 "children": ["a", "c"],
                 "calls": [None, {"name": 7}],
                 "usage": {"prompt": "x"},
+            },
+            "d": {
+                "role": "assistant",
+                "text": "again",
+                "ending": "stop",
+                "usage": {"prompt": 9, "completion": 1, "cached": 3, "places": {"disk": 3, "ram": "<b>"}},
             },
             "c": {"role": "system", "text": "no", "children": []},
         },
@@ -162,4 +182,6 @@ def test_a_file_cannot_bring_loops_or_values_of_other_kinds(page: Browser) -> No
     page.click("button.chat")
     assert roles(page) == ["user", "assistant"]
     assert text_of(page) == "<b>hi</b>"
+    press_button(page, "Later version", 1)
+    assert figures(page) == "3 of 9 prompt tokens from the cache (3 from disk) · 1 token"
     assert page.run("return current.settings") == {"system": "5", "temperature": "x", "loop_check": False}

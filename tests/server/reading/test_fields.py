@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from openai.types.chat import completion_create_params as of_chat
 from packaging.version import Version
 
 from polarlm.engine import PromptOptions, SamplingParams
+from polarlm.engine.limits import DRAFTS
 from polarlm.server.reading import fields, parameters
 from polarlm.server.reading.fields import FIELDS, RULES, SAMPLERS, Field
 from polarlm.server.reading.values import BadRequest
@@ -134,6 +136,10 @@ def test_every_field_has_its_example_here() -> None:
 
 def test_the_order_of_samplers_is_told() -> None:
     assert ", ".join(SAMPLERS) in FIELDS["samplers"].says
+
+
+def test_the_kinds_of_drafts_are_told() -> None:
+    assert re.findall(r"`([a-z-]+)`", FIELDS["speculative.type"].says.split(":")[0]) == list(DRAFTS)
 
 
 def test_the_document_is_current() -> None:

@@ -16,7 +16,7 @@ from polarlm.engine.outputs import fold
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.counters import Totals
-from polarlm.server.running.driver import Driver
+from polarlm.server.running.driver import _TOKENIZERS, Driver
 from polarlm.server.running.refused import Refused
 from tests.server.lines import PATIENCE
 
@@ -116,6 +116,41 @@ def test_counters_and_the_journal(engine: Engine) -> None:
         assert answer.text not in line.values()
 
     run(test, engine)
+
+
+def test_a_snapshot_stays_as_it_is(tiny: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        before, prompt = driver.snapshot(), [*range(5, 40)]
+        assert [(await whole(driver, prompt)).usage.cached_tokens for _ in range(2)] == [0, 32]
+        assert before == Totals()
+        assert driver.snapshot().cached_from == {"store": 32}
+
+    run(test, tiny)
+
+
+def test_the_status_waits_for_no_slow_prompt(tiny: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        released, waiting = threading.Event(), threading.Semaphore(0)
+
+        def slow(*request: Any, **more: Any) -> Any:
+            waiting.release()
+            assert released.wait(PATIENCE)
+            return tiny.submit(*request, **more)
+
+        async def answer() -> Completion:
+            async with aclosing(driver.stream(PROMPT, greedy(), submit=slow)) as chunks:
+                return fold([chunk async for chunk in chunks])
+
+        answers = [asyncio.create_task(answer()) for _ in range(_TOKENIZERS)]
+        for _ in answers:
+            await asyncio.to_thread(waiting.acquire)
+        try:
+            assert (await asyncio.wait_for(driver.status(), 10)).running == 0
+        finally:
+            released.set()
+            await asyncio.gather(*answers)
+
+    run(test, tiny)
 
 
 def test_the_journal_says_what_a_cancelled_request_found_in_the_cache(tiny: Engine) -> None:
