@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
 from tokenizers.models import BPE
 
@@ -44,10 +46,14 @@ class _Vocabulary:
     tokens: list[str]  # V
     types: list[int]  # V
 
-    @property
+    def of(self, *kinds: _Type) -> list[int]:
+        """The ids of the tokens of these types, in order; without a step of Python for each of the others."""
+        found: list[int] = np.flatnonzero(np.isin(self.types, kinds)).tolist()
+        return found
+
+    @cached_property
     def control(self) -> dict[str, int]:
-        kinds = (_Type.CONTROL, _Type.UNKNOWN)
-        return {token: i for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind in kinds}
+        return {self.tokens[i]: i for i in self.of(_Type.CONTROL, _Type.UNKNOWN)}
 
     def special(self, *, adds_bos: bool) -> SpecialIds:
         """BOS and the ends. adds_bos: whether sequences begin with BOS if the file does not say so."""
@@ -60,8 +66,12 @@ class _Vocabulary:
 
     def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
         """A list in the metadata. Raises LoadError if it is missing, of another type or not `length` long."""
-        values = self.metadata.get(key)
-        if not isinstance(values, (list, Strings)) or not all(isinstance(value, kind) for value in values):
+        values: Any = self.metadata.get(key)
+        if isinstance(values, Strings):
+            is_right = kind is str
+        else:
+            is_right = isinstance(values, list) and all(isinstance(value, kind) for value in values)
+        if not is_right:
             raise LoadError(f"{self.path} has no usable {key}: its vocabulary is incomplete, convert the model again.")
         if length is not None and len(values) != length:
             raise LoadError(f"{self.path} lists {length} tokens but {len(values)} entries in {key}: download it again.")
@@ -100,8 +110,8 @@ def load(gguf: GgufFile) -> BaseTokenizer:
         types = list(vocabulary.list_of("tokenizer.ggml.token_type", int, len(tokens)))
     if unknown := set(types) - set(_Type):
         raise LoadError(f"{gguf.path} has tokens of the unknown type {min(unknown)} (tokenizer.ggml.token_type).")
-    for i, (token, token_type) in enumerate(zip(tokens, types, strict=True)):
-        if token_type == _Type.USER_DEFINED and token in WELL_KNOWN_ENDS:  # a converter's slip, mended as in llama.cpp
+    for i in _Vocabulary(gguf.path, gguf.metadata, tokens, types).of(_Type.USER_DEFINED):
+        if tokens[i] in WELL_KNOWN_ENDS:  # a converter's slip, mended as in llama.cpp
             types[i] = _Type.CONTROL
     return builders[kind](_Vocabulary(gguf.path, gguf.metadata, tokens, types))
 
@@ -125,9 +135,8 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
             f"{vocabulary.path} has merges that do not fit its tokens ({error}): convert it again."
         ) from error
     library.pre_tokenizer = pre_tokenizer
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind == _Type.USER_DEFINED and token:
-            library.add_tokens([tokenizers.AddedToken(token, normalized=False)])
+    own = (vocabulary.tokens[i] for i in vocabulary.of(_Type.USER_DEFINED))
+    library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in own if token])
     special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin sequences with BOS
     return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=len(vocabulary.tokens))
 
