@@ -360,10 +360,10 @@ def test_both_replicas_work_at_once(cluster: Cluster) -> None:
             body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "stream": True, **ALWAYS}
             response = open_streams.enter_context(cluster.http.stream("POST", "/v1/chat/completions", json=body))
             streams.append((response.headers["x-replica"], events(response)))
-        cluster.hangs.touch()  # neither answer ends before it is looked at
-        open_streams.callback(cluster.hangs.unlink)
         assert len({replica for replica, _ in streams}) == 2
         begun = [next(stream) for _, stream in streams]
+        cluster.hangs.touch()  # neither answer ends before it is looked at
+        open_streams.callback(cluster.hangs.unlink)
         assert not any(event["choices"][0]["finish_reason"] for event in begun)
         running = {replica: cluster_running(cluster, replica) for replica, _ in streams}
         assert list(running.values()) == [1, 1]

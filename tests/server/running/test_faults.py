@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.server.socket.test_socket import GREEDY, LONG, fuzzed
@@ -64,6 +65,9 @@ PRELUDE = IMPATIENT.format(slow=SLOW, head=HEAD) + SMALL_BLOCKS.format(kept=0)
 def shared(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("faults")
     surroundings = {"FULL": str(folder / "full"), "STEP_SECONDS": "0.01"}
+    surroundings[CACHE_VARIABLE] = str(
+        folder / "cache"
+    )  # an empty one: LLVM, which takes memory, is loaded at the start
     flags = ("--socket-port", "0", "--parallel", "3")
     with Process(tiny_path, folder, *flags, troubled=True, prelude=PRELUDE, **surroundings) as process:
         assert answers(process)

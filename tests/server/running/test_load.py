@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Engine, SamplingParams
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.tiny import VOCABULARY
@@ -85,7 +86,8 @@ def kept(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def server(weights: Path, tmp_path: Path, kept: int) -> Iterator[Process]:
     flags = ("--cache-type", "f16", "--parallel", "16", "--ctx-size", str(CONTEXT), "--threads", "1")
-    with Process(weights, tmp_path, *flags, prelude=SMALL_BLOCKS.format(kept=kept)) as process:
+    empty = {CACHE_VARIABLE: str(tmp_path / "cache")}  # so that LLVM, which takes memory, is loaded at the start
+    with Process(weights, tmp_path, *flags, prelude=SMALL_BLOCKS.format(kept=kept), **empty) as process:
         yield process
 
 
