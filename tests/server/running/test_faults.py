@@ -65,9 +65,7 @@ PRELUDE = IMPATIENT.format(slow=SLOW, head=HEAD) + SMALL_BLOCKS.format(kept=0)
 def shared(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("faults")
     surroundings = {"FULL": str(folder / "full"), "STEP_SECONDS": "0.01"}
-    surroundings[CACHE_VARIABLE] = str(
-        folder / "cache"
-    )  # an empty one: LLVM, which takes memory, is loaded at the start
+    surroundings[CACHE_VARIABLE] = str(folder / "cache")  # empty, so that LLVM, which takes memory, is loaded early
     flags = ("--socket-port", "0", "--parallel", "3")
     with Process(tiny_path, folder, *flags, troubled=True, prelude=PRELUDE, **surroundings) as process:
         assert answers(process)
@@ -289,7 +287,7 @@ def test_an_error_in_a_step_ends_those_who_took_part(server: Process) -> None:
 def test_sigterm_under_load_ends_every_stream_properly(tiny_path: Path, tmp_path: Path) -> None:
     """Those that run, and those that wait."""
     with (
-        Process(tiny_path, tmp_path, "--parallel", "3", troubled=True, STEP_SECONDS="0.01") as process,
+        Process(tiny_path, tmp_path, "--parallel", "3", troubled=True, STEP_SECONDS="0.05") as process,
         ExitStack() as ends,
     ):
         connections = [ends.enter_context(stream(process, max_tokens=40)) for _ in range(9)]
