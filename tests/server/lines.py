@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-PATIENCE = 60.0  # seconds; the machine may be busy
+PATIENCE = 180.0  # seconds until a test fails: the machine may be busy
 _PAUSE = threading.Event()
 
 

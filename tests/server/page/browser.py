@@ -28,6 +28,7 @@ _FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-features=BackForwardCache",  # a page that was left shall not keep its database open
     "--blink-settings=primaryHoverType=2,availableHoverTypes=2",  # a mouse, which a machine without a screen may lack
 ]
 
