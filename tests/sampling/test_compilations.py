@@ -92,17 +92,22 @@ def test_hostile_clients_that_ask_again_at_once_stand_behind_those_who_wait() ->
             with pytest.raises(EngineError):
                 made.ask("hostile", f"client {client}, {number}")
 
-    with ThreadPoolExecutor(9) as clients:
+    with ThreadPoolExecutor(10) as clients:
         made.may_go_on.set()
         attacks = [clients.submit(attack, client) for client in range(9)]
         try:
             for number in range(5):
                 until(lambda: made.compilations.counts().waiting >= 5)
+                made.may_go_on.clear()  # the clock stands still until mine has arrived
                 began = made.clocks[SHORT]
-                made.ask("quick", f"mine {number}")
+                mine = clients.submit(made.ask, "quick", f"mine {number}")
+                until(lambda number=number: ("quick", f"mine {number}") in made.compilations._under_way)
+                made.may_go_on.set()
+                mine.result(60)
                 assert made.ended[f"mine {number}"] - began < 10.5 * SHORT  # one turn may have begun already
         finally:
             over.set()
+            made.may_go_on.set()
         for each in attacks:
             each.result(60)
 
