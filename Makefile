@@ -18,18 +18,23 @@ INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
 
+# $(call install,EXTRAS) installs polarlm with the extra 'cpu', where that can be had, and these.
+define install
+@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+@echo "Installing polarlm into $(VENV), with the extras $(subst $(comma),$(comma) ,cpu,$(1)$(if $(EXTRA),$(comma)$(EXTRA)))"
+@$(INSTALL) '.[cpu,$(1)$(if $(EXTRA),$(comma)$(EXTRA))]' || { \
+    echo "The extra 'cpu' cannot be installed here: the CPU will compute with NumPy alone." >&2; \
+    $(INSTALL) '.[$(1)$(if $(EXTRA),$(comma)$(EXTRA))]'; }
+endef
+
 $(VENV)/.installed: pyproject.toml
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "Installing polarlm into $(VENV), with the extras 'cpu' and 'hub'$(if $(EXTRA), and '$(EXTRA)')"
-	@$(INSTALL) '.[cpu,hub$(if $(EXTRA),$(comma)$(EXTRA))]' || { \
-	    echo "The extra 'cpu' cannot be installed here: the CPU will compute with NumPy alone." >&2; \
-	    $(INSTALL) '.[hub$(if $(EXTRA),$(comma)$(EXTRA))]'; }
+	$(call install,hub)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "Installing the test tools into $(VENV)"
-	@$(INSTALL) '.[dev,bench,serve$(if $(EXTRA),$(comma)$(EXTRA))]'
-	@touch $@
+# One run of pip installs all of it: each run prepares the package anew, which takes seconds.
+$(VENV)/.installed-dev: pyproject.toml
+	$(call install,hub$(comma)dev$(comma)bench$(comma)serve)
+	@touch $(VENV)/.installed $@
 
 chat: $(VENV)/.installed  ## chat with the demonstration model (PROMPT="…" answers once, ARGS="…" adds flags)
 	@$(PY) -m polarlm chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS)

@@ -23,7 +23,7 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading import calibration
+from polarlm.engine.loading import kept_arrays
 from polarlm.model_loaders.demo import demo_model
 from tests.tiny import VOCABULARY, load_tiny, make_model
 
@@ -138,7 +138,7 @@ def main() -> int:
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     golden = {}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "cache_folder", lambda: Path(folder))
+        patch.setattr(kept_arrays, "cache_folder", lambda: Path(folder))
         for model in TYPES:
             if model in known:
                 golden[model] = completed(model, known[model])

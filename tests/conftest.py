@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from polarlm.bench.gpu import nvrtc
 from polarlm.engine import Engine
-from polarlm.engine.loading import calibration
+from polarlm.engine.loading import kept_arrays
 from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
@@ -99,7 +99,7 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         def here() -> Path:
             return cache_folder() if CACHE_VARIABLE in os.environ else folder
 
-        patch.setattr(calibration, "cache_folder", here)
+        patch.setattr(kept_arrays, "cache_folder", here)
         patch.setattr(opening, "cache_folder", here)
         patch.setattr(nvrtc, "run_compiler", keeping(nvrtc.run_compiler, KERNELS.with_name("cubins")))
         if importlib.util.find_spec("llvmlite"):

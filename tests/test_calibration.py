@@ -145,7 +145,8 @@ class Setting:
     block_size: int = N
 
     def load(self, say: Callable[[str], None] = lambda sentence: None) -> list[LayerStatistics]:
-        return load_or_calibrate(NumpyOps(), self.config, self.weights, self.tokenizer, self.block_size, say)
+        ids = text_ids(self.tokenizer, min(calibration.TOKENS, self.config.max_context))
+        return load_or_calibrate(NumpyOps(), self.config, self.weights, ids, self.block_size, say)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from polarlm.engine.loading import calibration
+from polarlm.engine.loading import kept_arrays
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.model_loaders import LoadError
 from scripts.make_golden import FILE, TYPES, answer, opened, scores
@@ -35,7 +35,7 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _statistics_in_float32(statistics: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that other tests have kept may come from compiled kernels, which round otherwise."""
-    monkeypatch.setattr(calibration, "cache_folder", lambda: statistics)
+    monkeypatch.setattr(kept_arrays, "cache_folder", lambda: statistics)
 
 
 def test_every_run_is_in_the_file_and_every_family_of_codecs_in_a_run() -> None:

@@ -23,6 +23,7 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.encoding",
+    "loading.fitting",
     "model",
     "quantization",
     "records",
@@ -53,7 +54,8 @@ ROOMS: dict[str, set[str]] = {
     "model": {"backends.kv", "backends.ops", "state", "quantization", "sampling", "weight_formats"} | TOLD,
     "requests": {"state", "model", "sampling", "storage.tiers"} | TOLD,
 }
-ROOMS["loading.calibration"] = ROOMS["model"] | {"storage.files", "storage.objects", "model", "codecs"}
+ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
+ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}
 ROOMS["storage.identity"] = {"model"}
 ROOMS["storage.sessions"] = ROOMS["requests"] | {
     "requests",
@@ -66,12 +68,13 @@ ROOMS["storage.sessions"] = ROOMS["requests"] | {
 ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
+ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.checks"] = {"loading.sizes", "state", "storage.tiers"} | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
-    "loading.calibration",
+    "loading.fitting",
     "cli.progress",
     "loading.sizes",
     "storage.tiers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,8 +19,8 @@ from polarlm.engine.cli.progress import amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.limits import DRAFT_ROWS
-from polarlm.engine.loading.calibration import load_or_calibrate
-from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, Encoding, stored, stored_layers
+from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, Encoding, stored
+from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.sizes import (
     cache_shape,
     draft_bytes,
@@ -31,11 +31,11 @@ from polarlm.engine.loading.sizes import (
     weight_format,
 )
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.kv_scales import Variances, variances
+from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.statistics import LayerStatistics, neutral
+from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
@@ -221,20 +221,12 @@ def _store(
     plan: StorePlan,
     verbose: Say | None,
 ) -> KVStore:
-    """Return the KV store, with scales from the weights, and smoothing and error metrics from any calibration."""
-    shape = plan.shape
-    statistics: Mapping[int, LayerStatistics] = {}
-    if _is_calibrated(config, shape):
-        say = verbose or (lambda sentence: None)
-        with progress_bar(verbose is not None, desc="Fitting the KV cache", bar_format=_SHARE, delay=0.3) as bar:
-            statistics = load_or_calibrate(
-                ops, source.config, weights, source.tokenizer, shape.block_size, say, amounts(bar)
-            )
-    centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
-    block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
-    sizes = variances(ops, source.config, weights, block_sizes)
-    conditioning, metrics = stored_layers(encoding, shape, sizes, statistics)
-    return KVStore(ops, plan, conditioning, metrics)
+    """Return the KV store, fitted to the model."""
+    tokenizer = source.tokenizer if _is_calibrated(config, plan.shape) else None
+    say = verbose or (lambda sentence: None)
+    with progress_bar(verbose is not None, desc="Fitting the KV cache", bar_format=_SHARE, delay=0.3) as bar:
+        found = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
+    return KVStore(ops, plan, *found)
 
 
 def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:

@@ -5,8 +5,6 @@ They depend only on the model and the block size, so blocks that are encoded wit
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.errors import EngineError
+from polarlm.engine.loading import kept_arrays
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
 from polarlm.engine.model.layers.kinds import MIXERS
@@ -26,12 +25,8 @@ from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage import files, objects
-from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.config import Attention, ModelConfig
-from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
 __all__ = ["LayerStatistics", "calibrate", "load_or_calibrate", "smoothing"]
 
@@ -41,26 +36,26 @@ TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 Progress = Callable[[int, int], None]
 
 Statistics = dict[int, LayerStatistics]  # number of the layer → its statistics
-_NAME = b"polarlm measured"  # the name of the object in the file
-_FORMAT = 3  # the version of the file and of the meaning of its numbers
+_NAMES = [field.name for field in fields(LayerStatistics)]
+_KIND = "calibration"
+_FORMAT = 4  # the version of the meaning of the kept numbers
 
 
 def load_or_calibrate(
     ops: Ops,
     config: ModelConfig,
     weights: ModelWeights,
-    tokenizer: Tokenizer,
+    ids: Sequence[int],
     block_size: int,
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
 ) -> Statistics:
-    """Return statistics of every layer with attention: those in the user's cache folder, or else measured now and kept
-    there.
+    """Return statistics of every layer with attention: those in the user's cache folder, or else measured now on the
+    text `ids` and kept there.
 
-    If the context holds less than two blocks of text, the statistics are neutral, and `say` is called with a warning.
+    If these are less than two blocks, the statistics are neutral, and `say` is called with a warning.
     """
-    ids = text_ids(tokenizer, min(TOKENS, config.max_context))
-    if len(ids) < 2 * block_size:
+    if not can_calibrate(ids, block_size):
         say(
             f"The KV cache is not fitted to this model, and quantized types are less precise: fitting takes two blocks "
             f"of {block_size} tokens, and the calibration text has {len(ids)} here; choose a smaller block size."
@@ -72,28 +67,23 @@ def load_or_calibrate(
             )
             for layer, one in config.attentions.items()
         }
-    key = _key(ops, config, weights, ids, block_size)
-    file = _file(key, say)
-    statistics = _read(file, key) if file else None
-    if statistics is None:
-        say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
-        statistics = calibrate(ops, config, weights, ids, block_size, progress)
-        if file:
-            _write(file, key, statistics, say)
+    key = kept_arrays.key_of(_FORMAT, block_size, list(ids), fingerprint(ops, config, weights))
+    if (arrays := kept_arrays.read(_KIND, key)) is not None:
+        return {layer: LayerStatistics(*(arrays[f"{layer} {name}"] for name in _NAMES)) for layer in config.attentions}
+    say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
+    statistics = calibrate(ops, config, weights, ids, block_size, progress)
+    arrays = {f"{layer} {name}": getattr(own, name) for layer, own in statistics.items() for name in _NAMES}
+    kept_arrays.write(_KIND, key, arrays, say)
     return statistics
 
 
-def _file(key: str, say: Callable[[str], None]) -> Path | None:
-    """Return the file for the statistics; None, after a warning, if the user has no cache folder."""
-    try:
-        return cache_folder() / f"calibration-{key[:32]}.safetensors"
-    except LoadError as error:
-        say(f"The measurements for fitting the KV cache cannot be kept for the next time. {error}")
-        return None
+def can_calibrate(ids: Sequence[int], block_size: int) -> bool:
+    """Whether a text is long enough to calibrate on."""
+    return len(ids) >= 2 * block_size
 
 
 def text_ids(tokenizer: Tokenizer, count: int) -> list[int]:
-    """Return at most `count` ids: BOS, if the model has one, and the start of the built-in text."""
+    """Return at most `count` ids of the built-in text, from its start, after BOS if the model has one."""
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return (start + tokenizer.tokenize(TEXT_FILE.read_text(encoding="utf-8")))[:count]
 
@@ -199,48 +189,3 @@ def _full_precision_model(
     plan = plan_for_tokens(CacheShape(block_size, tuple(layers)), tokens, 1)
     conditioning = [Conditioning(scale=size and scale(size)) for size in variances(ops, config, weights)]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
-
-
-def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int], block_size: int) -> str:
-    """Return a digest of everything that the statistics depend on: the model, the ids, the block size."""
-    model = fingerprint(ops, config, weights)
-    return hashlib.sha256(repr((_FORMAT, block_size, list(ids), model)).encode()).hexdigest()
-
-
-# -- the file: an object whose payload has an array for each field of each layer --------------------------------------
-
-
-def _read(file: Path, key: str) -> Statistics | None:
-    """Return the statistics in `file`; None if it is missing or damaged, or has another key."""
-    try:
-        with file.open("rb") as opened:
-            found = objects.read(opened, _NAME)
-    except (OSError, DamagedObject):
-        return None
-    if found.header["key"] != key:
-        return None
-    statistics, numbers, end = {}, found.payload.view(np.float32), 0
-    for layer, shapes in found.header["layers"]:
-        arrays = []
-        for shape in shapes:
-            start, end = end, end + math.prod(shape)
-            arrays.append(numbers[start:end].reshape(shape))
-        statistics[layer] = LayerStatistics(*arrays)
-    return statistics
-
-
-def _write(file: Path, key: str, statistics: Statistics, say: Callable[[str], None]) -> None:
-    """Write the statistics to `file`, or say why that is not possible."""
-    names = [field.name for field in fields(LayerStatistics)]
-    arrays = {layer: [getattr(own, name) for name in names] for layer, own in statistics.items()}
-    shapes = [(layer, [array.shape for array in own]) for layer, own in arrays.items()]
-    payload = np.concatenate([array.ravel() for own in arrays.values() for array in own])
-    made = Object({"kind": "calibration", "key": key, "layers": shapes}, payload)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        files.write(file, made.pack(_NAME))
-    except OSError as error:
-        say(
-            f"What was measured cannot be kept in {file.parent} ({error.strerror or error}), and is measured again at "
-            f"the next start: set {CACHE_VARIABLE} to a folder that can be written."
-        )

@@ -28,6 +28,7 @@ class Encoding:
 
 WHOLE = Encoding()
 NOT_STORED: tuple[Conditioning, Metrics] = Conditioning(), (None, None)  # for a layer without K/V
+Stored = tuple[list[Conditioning], list[Metrics]]  # one of each for every layer
 
 
 def stored(
@@ -53,7 +54,7 @@ def stored_layers(
     shape: CacheShape,
     sizes: Sequence[Variances | None],
     statistics: Mapping[int, LayerStatistics],
-) -> tuple[list[Conditioning], list[Metrics]]:
+) -> Stored:
     """Return `stored` of all layers. sizes: of each, None for one without K/V. statistics: of all with K/V, or none."""
     alike: dict[LayerShape, dict[int, Variances]] = {}
     for number, size in enumerate(sizes):

@@ -1,0 +1,92 @@
+"""Fits the KV cache to a model: how each layer stores keys and values, computed once and kept in the user's cache
+folder. For many layers computing it takes longer than reading the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.loading import kept_arrays
+from polarlm.engine.loading.calibration import TOKENS, Progress, can_calibrate, load_or_calibrate, text_ids
+from polarlm.engine.loading.encoding import NOT_STORED, Encoding, Stored, stored_layers
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.kv_scales import variances
+from polarlm.engine.model.weights import fingerprint
+from polarlm.engine.quantization.conditioning import Conditioning, Scale
+from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.quantization.statistics import LayerStatistics
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.store import Metrics
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.tokenizers import Tokenizer
+
+_KIND = "encoding"
+_FORMAT = 1  # the version of the meaning of the kept numbers
+_SURVIVORS = "survivors"  # the only field of a metric that is not an array
+
+
+def load_or_fit(
+    encoding: Encoding,
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    shape: CacheShape,
+    tokenizer: Tokenizer | None,
+    say: Callable[[str], None],
+    progress: Progress = lambda done, total: None,
+) -> Stored:
+    """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
+    a calibration: as kept in the user's cache folder, or else computed now and kept there.
+
+    tokenizer: None leaves the calibration out. say, progress: as of `load_or_calibrate`.
+    """
+    ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
+    # A calibration on too short a text says so at every start.
+    is_kept = tokenizer is None or can_calibrate(ids, shape.block_size)
+    layers = [(number, one.codec_k.name, one.codec_v.name, one.mean_bits) for number, one in shape.kv_layers.items()]
+    key = kept_arrays.key_of(_FORMAT, encoding, shape.block_size, layers, ids, fingerprint(ops, config, weights))
+    if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:
+        return _unpacked(shape, arrays)
+    statistics: Mapping[int, LayerStatistics] = {}
+    if tokenizer is not None:
+        statistics = load_or_calibrate(ops, config, weights, ids, shape.block_size, say, progress)
+    centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
+    block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
+    found = stored_layers(encoding, shape, variances(ops, config, weights, block_sizes), statistics)
+    if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
+        kept_arrays.write(_KIND, key, _packed(*found), say if tokenizer is None else lambda sentence: None)
+    return found
+
+
+def _packed(conditioning: Sequence[Conditioning], metrics: Sequence[Metrics]) -> dict[str, np.ndarray]:
+    """Return the arrays of all layers by names such as "3 v matrix"."""
+    arrays: dict[str, np.ndarray] = {}
+    for layer, (one, both) in enumerate(zip(conditioning, metrics, strict=True)):
+        if one.scale is not None:
+            arrays |= {f"{layer} {side} scale": divisors for side, divisors in zip("kv", one.scale, strict=True)}
+        for side, metric in zip("kv", both, strict=True):
+            for field in fields(Metric):
+                if metric is not None and (value := getattr(metric, field.name)) is not None:
+                    arrays[f"{layer} {side} {field.name}"] = np.asarray(value, np.float32)
+    return arrays
+
+
+def _unpacked(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> Stored:
+    """Return the layers of which `arrays` are `_packed`."""
+
+    def metric(layer: int, side: str) -> Metric | None:
+        own = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}
+        survivors = own.pop(_SURVIVORS)
+        return None if survivors is None else Metric(survivors=int(survivors), **own)  # type: ignore[arg-type]
+
+    layers = [NOT_STORED] * len(shape.layers)
+    for layer, one in shape.kv_layers.items():
+        rotations = one.codec_k.rotation(one.head_dim), one.codec_v.rotation(one.head_dim)
+        scales = Scale(arrays[f"{layer} k scale"], arrays[f"{layer} v scale"])
+        layers[layer] = Conditioning(*rotations, scales), (metric(layer, "k"), metric(layer, "v"))
+    conditioning, metrics = zip(*layers, strict=True)
+    return list(conditioning), list(metrics)

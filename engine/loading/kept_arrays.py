@@ -1,0 +1,84 @@
+"""Arrays that are computed once for a model and kept in the user's cache folder, in a file that is named by a key."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from polarlm.engine.storage import files, objects
+from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+
+_MOST_FILES = 32  # of a kind; the most recently used ones stay
+_OBJECT = b"polarlm computed"  # the name of the object in a file
+
+
+def key_of(*parts: object) -> str:
+    """Return a digest of these values, by their `repr`."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def read(kind: str, key: str) -> dict[str, np.ndarray] | None:
+    """Return the arrays of this kind and key by their names, float32, read-only; None if there are none, or if their
+    file is damaged."""
+    try:
+        file = _file(kind, key)
+        with file.open("rb") as opened:
+            found = objects.read(opened, _OBJECT)
+        if found.header["kind"] != kind or found.header["key"] != key:
+            return None
+    except (LoadError, OSError, DamagedObject):
+        return None
+    with suppress(OSError):
+        file.touch()  # marks it as recently used
+    arrays, end = {}, 0
+    numbers = found.payload.view(np.float32)
+    numbers.flags.writeable = False
+    for name, shape in found.header["arrays"]:
+        start, end = end, end + math.prod(shape)
+        arrays[name] = numbers[start:end].reshape(shape)
+    return arrays
+
+
+def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[str], None]) -> None:
+    """Keep arrays (float32), or say why that is not possible."""
+    shapes = [(name, array.shape) for name, array in arrays.items()]
+    payload = np.concatenate([array.reshape(-1) for array in arrays.values()] or [np.empty(0, np.float32)])
+    made = Object({"kind": kind, "key": key, "arrays": shapes}, payload)
+    try:
+        file = _file(kind, key)
+    except LoadError as error:
+        say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files.write(file, made.pack(_OBJECT))
+        _remove_oldest(file.parent, kind)
+    except OSError as error:
+        say(
+            f"What was computed for fitting the KV cache cannot be kept in {file.parent} "
+            f"({error.strerror or error}), and is computed again at the next start: "
+            f"set {CACHE_VARIABLE} to a folder that can be written."
+        )
+
+
+def _file(kind: str, key: str) -> Path:
+    """Return the file for arrays of this kind and key. Raises LoadError if the user has no cache folder."""
+    return cache_folder() / f"{kind}-{key[:32]}"
+
+
+def _remove_oldest(folder: Path, kind: str) -> None:
+    """Remove the files of a kind that were used least recently, but `_MOST_FILES`."""
+    used = []
+    for file in folder.glob(f"{kind}-{'[0-9a-f]' * 32}"):
+        with suppress(OSError):
+            used.append((file.stat().st_mtime, file))
+    for _, file in sorted(used, reverse=True)[_MOST_FILES:]:
+        with suppress(OSError):
+            file.unlink()

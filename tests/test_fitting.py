@@ -1,0 +1,172 @@
+"""How layers store K/V is computed at a model's first start, and read at later ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.loading import assembly, fitting, kept_arrays
+from polarlm.engine.loading.encoding import Stored
+from polarlm.engine.loading.kept_arrays import key_of, read, write
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+FITTED: list[Stored] = []
+
+
+@pytest.fixture(autouse=True)
+def _fitted_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FITTED gets what every start finds or computes."""
+
+    def load_or_fit(*args, **kwargs):
+        FITTED.append(fitting.load_or_fit(*args, **kwargs))
+        return FITTED[-1]
+
+    monkeypatch.setattr(assembly, "load_or_fit", load_or_fit)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that gets the name of every function that computes something of a layer's size."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable:
+        function = getattr(fitting, name)
+
+        def count(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return count
+
+    for name in ("load_or_calibrate", "variances", "stored_layers"):
+        monkeypatch.setattr(fitting, name, counted(name))
+    return calls
+
+
+def start(path: Path, said: list[str] | None = None, **settings) -> tuple[Stored, tuple[int, ...]]:
+    """Conditioning and metrics of an engine, and the ids of an answer."""
+    verbose = None if said is None else said.append
+    settings = {"device": "cpu", "block_size": 8, "ctx_size": 64, **settings}
+    with Engine.load(path, verbose=verbose, **settings) as engine:
+        answer = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        return FITTED[-1], tuple(answer.token_ids)
+
+
+@pytest.mark.parametrize("cache_type", ["balanced", "compact", "f16"])
+def test_a_later_start_reads_what_the_first_has_computed(tiny_path: Path, computed: list[str], cache_type: str) -> None:
+    first, answer = start(tiny_path, cache_type=cache_type)
+    assert computed
+    computed.clear()
+    second, again = start(tiny_path, cache_type=cache_type)
+    assert not computed
+    assert again == answer
+    assert_same(first, second)
+
+
+def assert_same(a: Stored, b: Stored) -> None:
+    for one, other in zip(a[0], b[0], strict=True):
+        for name in ("keys", "values"):
+            np.testing.assert_array_equal(getattr(one.scale, name), getattr(other.scale, name), strict=True)
+        for name in ("key_rotation", "value_rotation"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    for metrics, others in zip(a[1], b[1], strict=True):
+        for metric, other in zip(metrics, others, strict=True):
+            assert (metric is None) == (other is None)
+            for name in () if metric is None else vars(metric):
+                np.testing.assert_array_equal(getattr(metric, name), getattr(other, name))
+
+
+def test_each_setting_that_decides_has_its_own(tiny_path: Path, computed: list[str]) -> None:
+    """Otherwise codes would be made with the scales and metrics of another cache type."""
+    settings: list[dict] = [
+        {},
+        {"cache_type": "compact"},
+        {"block_size": 4},
+        {"calibration": False},
+        {"cache_type": "f16"},
+    ]
+    firsts = [start(tiny_path, **one) for one in settings]
+    assert computed.count("stored_layers") == len(settings)
+    computed.clear()
+    for one, (stored, answer) in zip(settings, firsts, strict=True):
+        again, ids = start(tiny_path, **one)
+        assert_same(stored, again)
+        assert ids == answer
+    assert not computed
+
+
+def test_a_damaged_file_is_computed_again(tiny_path: Path, cache: Path, computed: list[str]) -> None:
+    first, _ = start(tiny_path)
+    (file,) = cache.glob("encoding-*")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    computed.clear()
+    second, _ = start(tiny_path)
+    assert "stored_layers" in computed
+    assert_same(first, second)
+    computed.clear()
+    start(tiny_path)
+    assert not computed
+
+
+def test_too_short_a_text_says_so_at_every_start(tiny_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "TOKENS", 15)
+    for _ in range(2):
+        said: list[str] = []
+        start(tiny_path, said)
+        assert any("not fitted to this model" in sentence for sentence in said)
+    assert not cache.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(tiny_path: Path, cache: Path) -> None:
+    cache.write_text("a file is in the way")
+    said: list[str] = []
+    start(tiny_path, said)
+    assert len([sentence for sentence in said if "cannot be kept" in sentence]) == 1
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_used_least_recently_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_arrays, "_MOST_FILES", 3)
+    keys = [key_of(number) for number in range(4)]
+    said: list[str] = []
+    for age, key in enumerate(keys[:3]):
+        write("some", key, {"a": np.ones((2, 3), np.float32)}, said.append)
+        (file,) = cache.glob(f"some-{key[:32]}")
+        os.utime(file, (1000 + age, 1000 + age))
+    (cache / "some-notes.txt").write_text("not of this program")
+    assert read("some", keys[0]) is not None  # it is the one used last now
+    write("some", keys[3], {}, said.append)
+    assert [read("some", key) is not None for key in keys] == [True, False, True, True]
+    assert (cache / "some-notes.txt").exists()
+    assert not said
+
+
+def test_arrays_are_of_their_kind_and_key_alone() -> None:
+    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "empty": np.empty((0, 4), np.float32)}
+    write("some", key_of("a"), arrays, print)
+    found = read("some", key_of("a"))
+    assert found is not None
+    assert list(found) == list(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+    assert read("some", key_of("b")) is None
+    assert read("other", key_of("a")) is None
