@@ -13,7 +13,7 @@ comma := ,
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help chat serve ray test test-all lint bench quality gpu-test gpu-bench compile-all readme clean
+.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench compile-all readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -59,17 +59,23 @@ ray: $(VENV)/.installed-ray  ## serve two replicas with Ray Serve (CONFIG=FILE t
 # One process for each core, with one BLAS thread: two threads each on two cores are many times slower than one.
 test: export OMP_NUM_THREADS = 1
 test: export OPENBLAS_NUM_THREADS = 1
-test: $(VENV)/.installed-dev lint  ## run the checks that take minutes: style, types, tests
-	@$(PY) -m pytest -n auto --maxprocesses 8 -m "not slow" $(ARGS)
+# Types are checked while the tests run, which leave a core idle now and then: before them that would take most of a minute
+# the first time. They are told at the end.
+test: $(VENV)/.installed-dev style  ## run the checks that take minutes: style, types, tests
+	@$(PY) -m mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
+	$(PY) -m pytest -n auto --maxprocesses 8 -m "not slow" $(ARGS); tests=$$?; \
+	wait $$types || types=wrong; cat $(VENV)/types.txt; test $$tests = 0 && test $$types != wrong
 
 test-all: export OMP_NUM_THREADS = 1
 test-all: export OPENBLAS_NUM_THREADS = 1
 test-all: test  ## the same, then the slow tests
 	@$(PY) -m pytest -n auto --maxprocesses 8 -m slow $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff and mypy
+style: $(VENV)/.installed-dev
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check --quiet .
+
+lint: style  ## ruff and mypy
 	@$(PY) -m mypy
 
 bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)

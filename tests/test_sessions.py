@@ -17,7 +17,7 @@ import pytest
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.transfer import FIELDS
-from polarlm.engine.loading import encoding
+from polarlm.engine.loading import encoding, kept_arrays
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.state.shapes import CacheShape, LayerShape
@@ -461,6 +461,7 @@ def test_a_session_without_scales_or_with_others_is_refused(
 ) -> None:
     """As versions before scales wrote it, or with values divided by twice as much."""
     made = encoding.scale
+    monkeypatch.setattr(kept_arrays, "read", lambda kind, key: None)
 
     def doubled(*of):
         keys, values = made(*of)

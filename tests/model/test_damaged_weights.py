@@ -62,7 +62,7 @@ def with_bad(position: int) -> list[int]:
 
 @pytest.mark.parametrize(("place", "value"), each(["embedding", "queries", "layer 0"], [math.nan, math.inf]))
 def test_load(damaged: Damage, place: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polarlm.engine.loading.calibration.text_ids", lambda tokenizer, count: with_bad(30))
+    monkeypatch.setattr("polarlm.engine.loading.fitting.text_ids", lambda tokenizer, count: with_bad(30))
     with pytest.raises(EngineError, match="model's output is not finite: its weights are damaged") as caught:
         load(damaged(place, value), calibration=True)
     assert caught.value.code == "model_damaged"
