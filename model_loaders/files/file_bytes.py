@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap as _mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ class FileBytes:
         self._map: _mmap.mmap | None = None
         try:
             self._file = path.open("rb", buffering=0)
-            self.size = path.stat().st_size
+            self._opened = self._state()
+            self.size = self._opened[0]
             if not self.size:
                 self._file.close()
                 raise LoadError(f"{path} is empty; download it again.")
@@ -45,13 +47,30 @@ class FileBytes:
         return b"".join(chunks)
 
     def view(self, offset: int, count: int) -> np.ndarray:
-        """The bytes of a range inside the file, uint8 (count,), read-only."""
+        """The bytes of a range inside the file, uint8 (count,), read-only.
+
+        Raises LoadError if the file has changed since it was opened: a mapped page after its new end would kill the
+        process.
+        """
+        self._check_unchanged()
         if self._map is not None:
             return np.frombuffer(self._map, np.uint8, count, offset)
         data = self.read(offset, count)
         if len(data) < count:
-            raise LoadError(f"{self.path} has become shorter while it was read; wait until its download has finished.")
+            raise self._changed()
         return np.frombuffer(data, np.uint8)
+
+    def _state(self) -> tuple[int, int]:
+        """The file's size in bytes, and the time of its last change in nanoseconds."""
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def _check_unchanged(self) -> None:
+        if self._state() != self._opened:
+            raise self._changed()
+
+    def _changed(self) -> LoadError:
+        return LoadError(f"{self.path} has changed while it was read; wait until its download has finished.")
 
     def release(self, offset: int, count: int) -> None:
         """Lets the system drop the pages of a range that will not be read again."""

@@ -1,6 +1,7 @@
 """Weights are read bit by bit, converted to float32 without a second copy in memory."""
 
 import json
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -395,3 +396,22 @@ def test_generation_defaults(written: dict[str, object] | None, expected: Genera
     if written is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(written))
     assert generation_defaults(tmp_path) == expected
+
+
+@pytest.mark.parametrize("change", ["shorter", "written again"])
+@BOTH_WAYS
+def test_a_file_that_changes_while_it_is_read_is_refused(mmap: bool, change: str, tmp_path: Path) -> None:
+    """A download that starts again, say. Reading a mapped page after the new end would kill the process."""
+    path = tmp_path / "x.gguf"
+    raw = np.zeros((64, 34 * 1024), np.uint8)
+    weights = one_gguf_tensor(path, "Q8_0", raw, mmap)
+    assert weights.read_raw("x", slice(0, 32)).nbytes == raw.nbytes // 2
+    with path.open("r+b") as file:
+        if change == "shorter":
+            file.truncate(path.stat().st_size // 2)
+        else:
+            file.write(file.read(8)[::-1])
+            os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # clocks of file systems are coarse
+    with pytest.raises(LoadError, match=r"x\.gguf has changed while it was read; wait until its download has finished"):
+        weights.read_raw("x", slice(32, 64))
+    weights.close()
