@@ -15,7 +15,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, add_block
 from polarlm.engine.backends.native.tiles import ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
+from polarlm.engine.jit.lang.values import F32, F64, I8, I16, I32, I64, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 _PANELS = 32  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
@@ -100,10 +100,10 @@ class Expander:
                 index = e.load(self._low(at, part), I8, _ROW * (cell // 4) + 4 * row + cell % 4)
             else:
                 index = e.load(self._indices + part * (2 * ROWS * self._cells), I16, 2 * (ROWS * cell + row))
-            found.append(e.load(self._points + index.zext(I64) * size, {4: I32, 8: I64}[size]))
+            found.append(e.load(self._points + index.zext(I64) * size, {4: F32, 8: F64}[size]))
         points = e.collect(found)
         if size == 4:
-            return [points]
+            return [points.bits(_WORDS)]
         both = points.bits(vector(I32, 2 * ROWS))
         return [e.shuffle(both, both, range(half, 2 * ROWS, 2)) for half in (0, 1)]
 
