@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Lattice:
             return integers * np.repeat(own, integers.shape[1] // max(1, own.shape[1]), axis=1)
 
 
-def words(field: np.ndarray, dtype: str) -> np.ndarray:
+def words(field: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
     """A field (rows, blocks, bytes) uint8 as integers of `dtype`, (rows, blocks, bytes / size)."""
     return np.ascontiguousarray(field).view(dtype)
 
