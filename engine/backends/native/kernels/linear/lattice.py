@@ -25,7 +25,7 @@ _ORDER = 0, 2, 1, 3  # of the inputs of a lane: two pairs, the first in the low 
 
 
 class Expander:
-    """Expands blocks of a lattice. layout: of what they become, the scale times 1 / factor."""
+    """Expands blocks of a lattice. layout: of what they become. factor: what their scales are to be multiplied by."""
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         assert format.grid is not None
@@ -136,10 +136,10 @@ def expanded_sums(
     panels: tuple[Value, Value, Value, Value],
     kept: Value,
 ) -> Iterator[tuple[Value, list[list[Value]]]]:
-    """Yields, in a loop over the panels, a panel's first row and the sums of each tile and of each of its rows.
+    """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
 
-    tiles: addresses. panels: the address of panels from `quantize_rows`, their bytes, the blocks of a row, and the
-    number of rows. kept: memory for the sums of 32 panels. A block is expanded once for these.
+    tiles: addresses. panels: the address of panels from `quantize_rows`, the bytes of one, the blocks of a row, and the
+    number of rows. kept: memory for the sums of 32 panels and all tiles. A block is expanded once for 32 panels.
     """
     x, stride, blocks, rows = panels
     expand, most, size = Expander(e, format), _PANELS * row_tile, _ROW * row_tile
