@@ -54,6 +54,9 @@ SHAPES = {
 # Type of the command line → the type of most matrices, and of those that matter most.
 TYPES = {"q4_k": (Type.Q4_K, Type.Q6_K), "q8_0": (Type.Q8_0, Type.Q8_0)}
 _FILE_TYPES = {"q4_k": gguf.LlamaFileType.MOSTLY_Q4_K_M, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+for _name in ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"):
+    TYPES[_name] = (Type[_name.upper()],) * 2
+    _FILE_TYPES[_name] = gguf.LlamaFileType[f"MOSTLY_{_name.upper()}"]
 
 
 def main() -> int:
@@ -166,7 +169,10 @@ def random_blocks(rng: np.random.Generator, rows: int, columns: int, type: Type)
     """A matrix of random blocks: (rows, bytes of a row) uint8. Its values have a mean near 0 and variance 1/columns."""
     values, nbytes = gguf.GGML_QUANT_SIZES[type]
     blocks = rng.integers(256, size=(rows, columns // values, nbytes), dtype=np.uint8)
-    _SCALES[type](rng, blocks, columns**-0.5)
+    if type in _SCALES:
+        _SCALES[type](rng, blocks, columns**-0.5)
+    else:
+        _scale_lattice(blocks, type, columns**-0.5)
     return blocks.reshape(rows, -1)
 
 
@@ -186,6 +192,13 @@ def _scale_q6_k(rng: np.random.Generator, blocks: np.ndarray, size: float) -> No
     scales = rng.integers(20, 60, size=blocks[..., 192:208].shape)
     blocks[..., 192:208] = scales
     _set_half(blocks, 208, size / (18.5 * float(np.sqrt(np.mean(scales**2)))))
+
+
+def _scale_lattice(blocks: np.ndarray, type: Type, size: float) -> None:
+    """d, then indices of points, scales and signs: what these make of d = 1 is measured."""
+    _set_half(blocks, 0, 1)
+    sample = blocks.reshape(-1, blocks.shape[-1])[:4096]
+    _set_half(blocks, 0, size / float(gguf.dequantize(sample, type).std()))
 
 
 def _set_half(blocks: np.ndarray, at: int, value: float) -> None:

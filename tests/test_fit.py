@@ -101,11 +101,11 @@ def test_weights_take_what_loading_takes(demo_path: Path, weight_type: str) -> N
 def test_a_row_says_what_is_not_kept_as_it_is_stored(tmp_path: Path, memory, capsys) -> None:
     pytest.importorskip("llvmlite")
     memory(1024 * MIB)
-    quantized_model(tmp_path / "small.gguf", "IQ2_XXS")
+    quantized_model(tmp_path / "small.gguf", "TQ1_0")
     assert command(["--device", "cpu", str(tmp_path / "small.gguf")]) == 0
     page = capsys.readouterr().out
-    assert "IQ2_XXS weights kept as q8_0 take " in page
-    assert re.search("^as-stored: IQ2_XXS kept as q8_0  ", page, re.MULTILINE)
+    assert "TQ1_0 weights kept as q8_0 take " in page
+    assert re.search("^as-stored: TQ1_0 kept as q8_0  ", page, re.MULTILINE)
     assert re.search("^q4_0  ", page, re.MULTILINE)
 
 

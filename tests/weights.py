@@ -10,11 +10,13 @@ import numpy as np
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
-# Where the blocks of a format have their float16 scales. The scale of mxfp4 is the exponent in its first byte.
+# Where the blocks of a format have their float16 scales. The scale of mxfp4 is the exponent in its first byte; that of
+# iq1_m lies in the upper halves of four bytes.
 SCALES = {
     **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
-    **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "mxfp4": ()},
+    **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "mxfp4": (), "tq2_0": (64,), "iq1_m": ()},
+    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
 }
 BLOCKS = tuple(SCALES)  # names of the formats that have blocks
 _GGUF = importlib.util.find_spec("gguf") is not None
@@ -34,6 +36,10 @@ def random_blocks(
         raw[..., place : place + 2] = drawn[..., None].view(np.uint8)
     if name == "mxfp4":
         raw[..., 0] = rng.integers(118, 123, raw.shape[:2])
+    if name == "iq1_m":
+        drawn = rng.choice(np.array(list(scales), "<f2"), raw.shape[:2]).view(np.uint16)
+        for word in range(4):
+            raw[..., 49 + 2 * word] = raw[..., 49 + 2 * word] & 15 | (drawn >> 4 * word & 15).astype(np.uint8) << 4
     return raw.reshape(rows, -1)
 
 

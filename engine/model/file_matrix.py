@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.weight_formats import WeightFormat, find, get, stored_as
+from polarlm.engine.weight_formats import WeightFormat, find, get
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.weights import WeightSource
 
@@ -65,18 +65,15 @@ class FileMatrix:
 def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None) -> WeightFormat:
     """Return the format in which `ops` gets a matrix with rows of `columns` values that the file stores as `stored`.
 
-    wanted: the format to convert it to, or None for the file's own. A type without a weight format becomes that of
-    `stored_as` if the backend keeps it, else float32.
+    wanted: the format to convert it to, or None for the file's own. Blocks that the backend does not keep become q8_0
+    if it keeps that; their rows are whole blocks of it, too. Else types without a weight format become float32.
     """
     if wanted is not None:
         return nearest(wanted, stored, columns)
-    kept = stored_as(stored)
-    return kept if find(stored) or _keeps(ops, kept) else get("f32")
-
-
-def _keeps(ops: Ops, format: WeightFormat) -> bool:
-    """Whether `ops` keeps matrices of this format narrower than half precision."""
-    return ops.matrix_bytes(format, format.values) < 2 * format.values
+    own, q8_0 = find(stored), get("q8_0")
+    if own is not None and (own.values == 1 or ops.kept_as(own) is own):
+        return own
+    return q8_0 if ops.kept_as(q8_0) is q8_0 else own or get("f32")
 
 
 def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:

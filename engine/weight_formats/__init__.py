@@ -4,7 +4,8 @@ A module of this folder whose name does not begin with an underscore is a format
 `NBYTES` of a block, and `dequantize(raw, out)`. There is no list to edit. Rows consist of whole blocks.
 
 A format of codes and scales also defines `BITS` of a code, `GROUP`, the number of inputs that share a scale, `ZERO` or
-`TABLE`, and `unpack(raw)`; see `Grouped`. A format that can be written defines `quantize(x)`.
+`TABLE`, and `unpack(raw)`; see `Grouped`. One of indices of points has a `GRID` in their place; see `Lattice`. A format
+that can be written defines `quantize(x)`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped
+from polarlm.engine.weight_formats._lattice import Grid, Lattice
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class WeightFormat:
     unpack: raw as before → the same values as integers and scales, without rounding; None for f32, f16 and bf16, which
     lack what follows, too.
     bits: of a code. group: inputs that share a scale. zero: what is subtracted from codes. table: int8 (16,), what
-    codes stand for; None where that is the code minus `zero`.
+    codes stand for; None where that is the code minus `zero`. grid: what indices of `bits` bits stand for, in formats
+    that have no codes.
     """
 
     name: str
@@ -40,11 +43,12 @@ class WeightFormat:
     nbytes: int
     dequantize: Callable[[np.ndarray, np.ndarray], None]
     quantize: Callable[[np.ndarray], np.ndarray] | None = None
-    unpack: Callable[[np.ndarray], Grouped] | None = None
+    unpack: Callable[[np.ndarray], Grouped | Lattice] | None = None
     bits: int = 0
     group: int = 0
     zero: int = 0
     table: np.ndarray | None = field(default=None, compare=False)
+    grid: Grid | None = None
 
     def size(self, count: int) -> int:
         """Bytes of `count` values; count must be a multiple of `values`."""
@@ -79,7 +83,9 @@ def _formats() -> dict[str, WeightFormat]:
 
 def _format(name: str, module: Any) -> WeightFormat:
     optional = {
-        key: getattr(module, key.upper()) for key in ("bits", "group", "zero", "table") if hasattr(module, key.upper())
+        key: getattr(module, key.upper())
+        for key in ("bits", "group", "zero", "table", "grid")
+        if hasattr(module, key.upper())
     }
     functions = module.dequantize, getattr(module, "quantize", None), getattr(module, "unpack", None)
     return WeightFormat(name, module.VALUES, module.NBYTES, *functions, **optional)
@@ -98,12 +104,6 @@ def writable() -> tuple[str, ...]:
 def find(stored: str) -> WeightFormat | None:
     """The format that files name `stored`, such as "BF16"; None if there is none."""
     return _formats().get(stored.lower())
-
-
-def stored_as(stored: str) -> WeightFormat:
-    """The format in which a backend that multiplies in place keeps a matrix that files name `stored`: that format, or
-    q8_0 for types without one (IQ1, IQ2, IQ3, TQ, NVFP4), whose rows are whole blocks of it."""
-    return find(stored) or get("q8_0")
 
 
 def get(name: str) -> WeightFormat:

@@ -9,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import weight_formats
-from polarlm.engine.weight_formats import Grouped, get
+from polarlm.engine.weight_formats import Grouped, Lattice, get
 from tests.weights import BLOCKS, random_blocks
 
 FINITE = st.floats(width=16, allow_nan=False, allow_infinity=False)
 
 
-def unpack(name: str, raw: np.ndarray) -> Grouped:
+GROUPED = [name for name in BLOCKS if get(name).grid is None]
+LATTICES = [name for name in BLOCKS if get(name).grid is not None]
+
+
+def unpack(name: str, raw: np.ndarray) -> Grouped | Lattice:
     function = get(name).unpack
     assert function is not None
     return function(raw)
@@ -55,7 +59,14 @@ def test_integers_give_gguf_s_values_to_the_bit(
     np.testing.assert_array_equal(stored.view(np.uint32), wanted.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", LATTICES)
+def test_damaged_scales_give_gguf_s_infinities_and_nan(name: str, rng: np.random.Generator) -> None:
+    raw = random_blocks(rng, name, 8, 1024, [np.inf, -np.inf, np.nan, 2.0**-24, 65504.0])
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(unpack(name, raw).dequantize(), reference(name, raw))
+
+
+@pytest.mark.parametrize("name", GROUPED)
 def test_arrays_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
     stored, width = get(name), 3 * get(name).values
     scale = np.float32 if name == "mxfp4" else np.float16
@@ -63,6 +74,7 @@ def test_arrays_have_the_promised_shapes_and_types(name: str, rng: np.random.Gen
         raw = random_blocks(rng, name, rows, width) if rows else np.empty((0, 3 * stored.nbytes), np.uint8)
         raw.setflags(write=False)  # as a mapped file
         given = unpack(name, raw)
+        assert isinstance(given, Grouped)
         groups = (rows, width // stored.group)
         assert (given.codes.shape, given.codes.dtype) == ((rows, width), np.uint8), rows
         assert given.codes.max(initial=0) < 1 << stored.bits, rows
@@ -78,10 +90,33 @@ def test_arrays_have_the_promised_shapes_and_types(name: str, rng: np.random.Gen
         assert given.dequantize().shape == (rows, width), rows
 
 
+@pytest.mark.parametrize("name", LATTICES)
+def test_indices_scales_and_signs_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
+    stored, width = get(name), 3 * get(name).values
+    assert stored.grid is not None
+    points = stored.grid.points()
+    assert (points.shape, points.dtype) == ((1 << stored.bits, stored.grid.cell), np.int8)
+    for rows in (0, 1, 5):
+        raw = random_blocks(rng, name, rows, width) if rows else np.empty((0, 3 * stored.nbytes), np.uint8)
+        raw.setflags(write=False)  # as a mapped file
+        given = unpack(name, raw)
+        assert isinstance(given, Lattice)
+        assert (given.indices.shape, given.indices.dtype) == ((rows, width // stored.grid.cell), np.uint16), rows
+        assert (given.scale.shape, given.scale.dtype) == ((rows, 3), np.float16), rows
+        assert (given.sub_scale.shape, given.sub_scale.dtype) == ((rows, width // stored.group), np.uint8), rows
+        assert given.sub_scale.max(initial=0) < 16, rows
+        assert (given.signs is None) == (stored.grid.signs == 0), rows
+        if given.signs is not None:
+            assert (given.signs.shape, given.signs.dtype) == ((rows, width // 8), np.uint8), rows
+            assert given.signs.max(initial=0) < 1 << stored.grid.signs, rows
+        assert given.dequantize().shape == (rows, width), rows
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_code_occurs(name: str, rng: np.random.Generator) -> None:
-    """All bits of a code are read."""
-    codes = unpack(name, random_blocks(rng, name, 8, 1024)).codes
+    """All bits of a code or of an index are read."""
+    given = unpack(name, random_blocks(rng, name, 8 if get(name).grid is None else 512, 1024))
+    codes = given.codes if isinstance(given, Grouped) else given.indices
     np.testing.assert_array_equal(np.unique(codes), np.arange(1 << get(name).bits))
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import kernel_source
-from polarlm.engine.weight_formats import WeightFormat
+from polarlm.engine.weight_formats import Grouped, WeightFormat
 
 ROWS = 16  # rows of a tile
 
@@ -23,6 +23,7 @@ def block_bytes(format: WeightFormat) -> int:
     each sub-scale and sub-offset of a group, and the codes."""
     assert format.unpack is not None
     one, groups = format.unpack(np.zeros((1, format.nbytes), np.uint8)), format.values // format.group
+    assert isinstance(one, Grouped)
     numbers = 2 + 2 * (one.offset is not None)
     numbers += groups * ((one.sub_scale is not None) + (one.sub_offset is not None))
     return numbers + format.values * format.bits // 8

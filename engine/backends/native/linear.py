@@ -50,7 +50,7 @@ class LinearOps:
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         if format.unpack is None:
             return count * format.nbytes
-        return count // format.values * tiles.layout(format).nbytes // tiles.ROWS
+        return count // format.values * tiles.block_bytes(format) // tiles.ROWS
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """Consecutive matrices of the same format become one."""

@@ -4,13 +4,23 @@ A tile is a run of blocks of `values` inputs. A block has its scales first and t
 prefetches only ascending addresses. A vector of codes has 64 bytes: an int32 for each of the 16 rows, whose two int16
 belong to two consecutive inputs, a pair. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32 inputs, 16 pairs, a
 plane of b bits has b vectors; pair p is in vector p % b, shifted by b · (p // b) bits in its int16. Codes of 8 bits are
-signed: 128 is subtracted from them.
+signed: 128 is subtracted from them; pair p of them is in vector p // 2, shifted by 8 · (p % 2) bits, so that a lane has
+four consecutive inputs.
 
     scale        (16,) float16, or bfloat16 for scales that are powers of two
     offset       (16,) float16                  if the format has it
     sub_scale    (values / group, 16) int8      if the format has it
     sub_offset   (values / group, 16) uint8     if the format has it
     codes        values / 32 times: the vectors of each plane, low bits first
+
+A block of a lattice has integers of 4 to 32 bits for each 32 inputs of a row. Those of 4 bits share bytes by twos.
+
+    scale        (16,) float16
+    signs        (values / 32, 16) uint32       if signs are stored: a byte for each 8 inputs. If it has only 7 signs,
+                                                its highest bit is one of the 4 bits of the first group's scale
+    sub_scale    the other groups' scales, 4 bits each
+    high         the bits of indices above the lowest 8
+    low          values / 32 times: a byte of each index, (cells / 4, 16) uint32
 
 A tile of a format without codes is its numbers, (inputs, 16). Rows are padded with zeros to a multiple of 16.
 """
@@ -22,7 +32,7 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.weight_formats import WeightFormat
+from polarlm.engine.weight_formats import Lattice, WeightFormat
 
 ROWS = 16  # rows of a tile
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits per code → bits of each plane
@@ -53,6 +63,7 @@ def layout(format: WeightFormat) -> TileLayout:
     """The layout of a format that has codes and scales."""
     assert format.unpack is not None
     one = format.unpack(np.zeros((1, format.nbytes), np.uint8))
+    assert not isinstance(one, Lattice)
     planes, groups = _PLANES[format.bits], format.values // format.group
     end, places = 0, []
     sizes = (one.scale, 2), (one.offset, 2), (one.sub_scale, groups), (one.sub_offset, groups)
@@ -67,9 +78,67 @@ def layout(format: WeightFormat) -> TileLayout:
     )
 
 
+@dataclass(frozen=True)
+class LatticeField:
+    """A field of a block of a lattice, for 16 rows: (count, 16) integers of `size` bytes at offset `start`.
+
+    bits: of the field for 32 inputs of a row.
+    """
+
+    start: int
+    size: int
+    count: int
+    bits: int
+
+
+@cache
+def lattice_layout(format: WeightFormat) -> dict[str, LatticeField]:
+    """Field → its place in a block of a lattice; without fields that the format does not have."""
+    end, places = 0, {}
+    for name, field in lattice_fields(format, np.zeros((1, format.nbytes), np.uint8)).items():
+        nbytes = field.shape[1]
+        bits = 8 * nbytes // (format.values // 32)
+        size = 2 if name == "scale" else min(4, max(1, bits // 8))
+        places[name] = LatticeField(end, size, nbytes // size, bits)
+        end += ROWS * nbytes
+    return places
+
+
+def lattice_fields(format: WeightFormat, raw: np.ndarray) -> dict[str, np.ndarray]:
+    """Blocks of a lattice as in the file, raw (n, NBYTES) uint8 → field → its bytes in tiles, uint8 (n, bytes)."""
+    assert format.unpack is not None
+    found = format.unpack(raw)
+    assert isinstance(found, Lattice)
+    scales, rest = found.sub_scale.reshape(len(raw), format.values // 32, 32 // format.group), 0
+    fields = {"scale": found.scale.view(np.uint8)}
+    if found.signs is not None:
+        signs = found.signs
+        if found.grid.signs == 7:
+            bits, rest = scales[:, :, :1] >> np.arange(4, dtype=np.uint8) & 1, 1
+            signs = signs | bits.reshape(signs.shape) << 7
+        fields["signs"] = signs
+    fields["sub_scale"] = _joined(scales[:, :, rest:], 4)
+    fields["high"] = _joined(found.indices >> 8, format.bits - 8)
+    fields["low"] = (found.indices & 255).astype(np.uint8)
+    return {name: field for name, field in fields.items() if field.size}
+
+
+def _joined(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers (blocks, …) of `bits` bits, the first in the lowest, as bytes (blocks, n) uint8."""
+    single = numbers.reshape(len(numbers), -1, 1) >> np.arange(bits).astype(numbers.dtype) & 1
+    return np.packbits(single.reshape(len(numbers), -1).astype(np.uint8), axis=1, bitorder="little")
+
+
+def block_bytes(format: WeightFormat) -> int:
+    """Bytes of a block of 16 rows, of a format that is not numbers."""
+    if format.grid is None:
+        return layout(format).nbytes
+    return ROWS * sum(field.size * field.count for field in lattice_layout(format).values())
+
+
 def tile_bytes(format: WeightFormat, rows: int, columns: int) -> int:
     """Bytes that a matrix takes in tiles."""
     tiles = -(-rows // ROWS)
     if format.unpack is None:
         return tiles * ROWS * columns * format.nbytes
-    return tiles * (columns // format.values) * layout(format).nbytes
+    return tiles * (columns // format.values) * block_bytes(format)

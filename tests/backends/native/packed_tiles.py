@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.weight_formats import WeightFormat
+from polarlm.engine.weight_formats import Lattice, WeightFormat
 
 _FLOATS = {"f32": "<u4", "f16": "<u2", "bf16": "<u2"}
 
@@ -18,7 +18,10 @@ def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
     if format.unpack is None:
         numbers = raw.view(_FLOATS[format.name]).reshape(len(raw) // tiles.ROWS, tiles.ROWS, -1)
         return np.ascontiguousarray(numbers.swapaxes(1, 2)).view(np.uint8).reshape(len(numbers), -1)
-    place, grouped = tiles.layout(format), format.unpack(raw)
+    grouped = format.unpack(raw)
+    if isinstance(grouped, Lattice):
+        return _pack_lattice(grouped)
+    place = tiles.layout(format)
     count, blocks = len(raw) // tiles.ROWS, grouped.codes.shape[1] // format.values
     out = np.empty((count, blocks, place.nbytes), np.uint8)
     out[:, :, place.codes :] = _pack_codes(grouped.codes, place.planes, blocks)
@@ -36,7 +39,8 @@ def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.n
     """codes (rows, inputs) uint8 → the planes of each tile and block, uint8 (tiles, blocks, bytes)."""
     count = len(codes) // tiles.ROWS
     if planes == (8,):
-        codes = codes ^ np.uint8(128)
+        four = (codes ^ np.uint8(128)).reshape(count, tiles.ROWS, -1, 4)[..., [0, 2, 1, 3]]
+        return np.ascontiguousarray(four.swapaxes(1, 2)).reshape(count, blocks, -1)
     # (tiles, inputs / 32, pairs, rows, inputs of a pair)
     pairs = codes.astype(np.uint16).reshape(count, tiles.ROWS, -1, 16, 2).transpose(0, 2, 3, 1, 4)
     parts, low = [], 0
@@ -48,3 +52,33 @@ def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.n
         parts.append(np.ascontiguousarray(words).view(np.uint8).reshape(*pairs.shape[:2], -1))
         low += bits
     return np.concatenate(parts, axis=-1).reshape(count, blocks, -1)
+
+
+def _pack_lattice(given: Lattice) -> np.ndarray:
+    """→ (tiles, bytes of a tile) uint8. Fields come as (rows, blocks, numbers), and get their rows last."""
+    rows, blocks = given.scale.shape
+    parts = (rows, blocks, 8)  # of 32 inputs
+    scales = given.sub_scale.reshape(*parts, -1).astype(np.uint32)
+    fields = [given.scale.reshape(rows, blocks, 1).view(np.uint16)]
+    if given.signs is not None:
+        signs = given.signs.reshape(*parts, 4).astype(np.uint32)
+        if given.grid.signs == 7:
+            signs |= (scales[..., :1] >> np.arange(4, dtype=np.uint32) & 1) << 7
+            scales = scales[..., 1:]
+        fields.append(np.bitwise_or.reduce(signs << np.arange(0, 32, 8, dtype=np.uint32), axis=-1))
+    if scales.size:
+        by_two = scales.reshape(rows, blocks, -1, 2)
+        fields.append((by_two[..., 0] | by_two[..., 1] << 4).astype(np.uint8))
+    indices = given.indices.reshape(rows, blocks, 8, -1).astype(np.uint32)
+    if bits := {512: 1, 1024: 2, 4096: 4}.get(len(given.grid.points())):
+        shifts = bits * np.arange(indices.shape[-1], dtype=np.uint32)
+        high = np.bitwise_or.reduce(indices >> 8 << shifts, axis=-1)
+        match bits * indices.shape[-1]:
+            case 4:
+                fields.append((high[..., 0::2] | high[..., 1::2] << 4).astype(np.uint8))
+            case width:
+                fields.append(high.astype(f"<u{width // 8}"))
+    fields.append((indices & 255).astype(np.uint8).reshape(rows, blocks, -1).view(np.uint32))
+    by_tile = [field.reshape(rows // tiles.ROWS, tiles.ROWS, blocks, -1).transpose(0, 2, 3, 1) for field in fields]
+    as_bytes = [np.ascontiguousarray(field).view(np.uint8).reshape(*field.shape[:2], -1) for field in by_tile]
+    return np.concatenate(as_bytes, axis=-1).reshape(rows // tiles.ROWS, -1)

@@ -119,7 +119,7 @@ def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq2_xxs", "iq3_s"])
 def test_packed_weights_compute_as_float32_does(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(path, "tiny", TINY, kind, tokenizer_file(tmp_path))

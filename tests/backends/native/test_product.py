@@ -27,6 +27,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
+LATTICES = [name for name in available() if get(name).grid]
 
 
 def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
@@ -171,9 +172,12 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     assert (np.abs(y - want) <= 1e-6 * scale * (1 + np.abs(both).max()) + 1e-5).all()
 
 
-# Product: a level unpacks each format by instructions of its own.
-@every_level
-@every_format
+# Product: a level unpacks each format by instructions of its own. The test above expands lattices at every level.
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [*pairs(levels(), [name for name in available() if name not in LATTICES]), *each(levels(), LATTICES)],
+    ids=name_of,
+)
 def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None:
     rng = np.random.default_rng(2)
     format, packed, values = stored(rng, name, 36, 256)
@@ -183,6 +187,28 @@ def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None
     arguments = DequantizeArguments(weights=packed, ids=ids, y=out, factor=1.0, **sizes)
     run(dequantize_rows(format), level, 4, arguments)
     np.testing.assert_array_equal(out, values[ids])
+
+
+@pytest.mark.parametrize(("level", "name"), each(levels(), LATTICES), ids=name_of)
+def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level) -> None:
+    """To the bit, beyond the panels for which a block is expanded once."""
+    rng = np.random.default_rng(6)
+    format, packed, values = stored(rng, name, 16, 512)
+    count = 35 * level.sums
+    x = rng.standard_normal((count, 512)).astype(np.float32)
+    outputs = []
+    for rows in (count, 1):
+        row_tile = row_tile_of(rows, level, packed=True)
+        given, *parts = quantized(x, row_tile, level)
+        y = np.empty((count, 16), np.float32)
+        for first in range(0, count, rows):
+            arguments = _products(format, packed, given[first // row_tile :], y[first:], y, 512, rows)
+            run(product(Product(format, row_tile)), level, 1, arguments)
+        outputs.append(y)
+    np.testing.assert_array_equal(*outputs)
+    want = read_back(*parts) @ values.T.astype(np.float64)
+    scale = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(values, axis=1)
+    assert (np.abs(outputs[0] - want) <= 1e-6 * scale + 1e-5).all()
 
 
 @every_format
@@ -207,6 +233,15 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
         assert loop.count("vpshufb") >= 16
     if level.lanes == 16:
         assert loop.on_stack <= products / 4
+
+
+@special_levels
+@pytest.mark.parametrize("name", ["iq2_s", "iq3_xxs"])
+def test_instructions_of_lattices(name: str, level: Level) -> None:
+    """Signs cost a subtraction for each register of values, and few registers of points go to the stack and back."""
+    loop = Loop(product(Product(get(name), 1)), level)
+    assert loop.count("vpsubb") == 8 * (16 // level.lanes)
+    assert loop.on_stack <= len(loop) / 8
 
 
 # Product: a level converts each type by instructions of its own.

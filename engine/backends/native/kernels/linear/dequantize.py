@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends.native.kernels.linear.lattice import Expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_plain, read_scale, times_sub
-from polarlm.engine.backends.native.tiles import layout
+from polarlm.engine.backends.native.tiles import block_bytes, layout
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
@@ -51,12 +52,17 @@ def _dequantize_lane(
     e: Emitter, format: WeightFormat, tile: Value, lane: Value, blocks: Value, target: Value, factor: Value
 ) -> None:
     """Row `lane` of a tile times `factor` → float32 at `target`."""
-    place = layout(format)
+    expand = None if format.grid is None else Expander(e, format)
+    place = layout(format) if expand is None else expand.layout
     table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
     with e.loop(0, blocks) as block:
-        at = tile + block * place.nbytes
+        at = tile + block * block_bytes(format)
+        if expand is not None:
+            at = expand(at)
         numbers = at + lane * 2
         scale = read_scale(e, numbers, place.scale, place.is_power, 0)
+        if expand is not None:
+            scale = scale * float(expand.factor)
         offset = None if place.offset is None else read_scale(e, numbers, place.offset, False, 0)
         with e.loop(0, format.values // 32) as part:
             codes_at = at + part * place.part_bytes + lane * 4 + place.codes

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.tiles import ROWS, TileLayout, layout
+from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, lattice_fields, lattice_layout, layout
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
@@ -65,24 +65,32 @@ class Origins:
 
 @cache
 def origins(format: WeightFormat) -> dict[str, Origins]:
-    """Field of `Grouped` → the origins of its bytes in a block; not for scales that are powers of two.
+    """Field → the origins of its bytes in a block: of `Grouped`, without scales that are powers of two, or of
+    `lattice_fields`.
 
     Raises ValueError if a bit is not that of one stored bit.
     """
-    assert format.unpack is not None
     single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
-    blocks = format.unpack(np.concatenate([np.zeros((1, format.nbytes), np.uint8), single]))
+    blocks = np.concatenate([np.zeros((1, format.nbytes), np.uint8), single])
+    fields = _fields(format, blocks) if format.grid is None else lattice_fields(format, blocks)
     found = {}
-    for name in ("codes", "scale", "sub_scale", "offset", "sub_offset"):
-        field = getattr(blocks, name)
-        if field is None or (name == "scale" and layout(format).is_power):
-            continue
-        content = np.ascontiguousarray(field).view(np.uint8).reshape(len(field), -1)
+    for name, content in fields.items():
         changes = np.unpackbits(content[1:] ^ content[0], axis=1, bitorder="little")
         if (changes.sum(axis=0) > 1).any():
             raise ValueError(f"{format.name}: a bit of {name} depends on several stored bits.")
         bits = np.where(changes.any(axis=0), changes.argmax(axis=0), -1).astype(np.int32)
         found[name] = Origins(bits.reshape(-1, 8), content[0])
+    return found
+
+
+def _fields(format: WeightFormat, blocks: np.ndarray) -> dict[str, np.ndarray]:
+    """Field of `Grouped` → its bytes, uint8 (blocks, n)."""
+    assert format.unpack is not None
+    grouped, found = format.unpack(blocks), {}
+    for name in ("codes", "scale", "sub_scale", "offset", "sub_offset"):
+        field = getattr(grouped, name)
+        if field is not None and not (name == "scale" and layout(format).is_power):
+            found[name] = np.ascontiguousarray(field).view(np.uint8).reshape(len(field), -1)
     return found
 
 
@@ -92,7 +100,7 @@ def pack(format: WeightFormat) -> Kernel[PackArguments]:
 
     For a format without codes `blocks` is the number of inputs.
     """
-    emit_tile = _emit_numbers if format.unpack is None else _emit_blocks
+    emit_tile = _emit_numbers if format.unpack is None else _emit_blocks if format.grid is None else _emit_lattice
 
     def emit(e: Emitter, args: PackArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
@@ -140,17 +148,27 @@ def _emit_blocks(e: Emitter, format: WeightFormat, source: Value, target: Value,
             _emit_codes(e, codes, place, out + row * 4, place.codes + part * place.part_bytes)
 
 
+def _emit_lattice(e: Emitter, format: WeightFormat, source: Value, target: Value, args: PackArguments) -> None:
+    fields = origins(format)
+    with e.loop(0, args.blocks) as block, e.loop(0, ROWS) as row:
+        at, out = source + row * args.row_bytes + block * format.nbytes, target + block * block_bytes(format)
+        for name, place in lattice_layout(format).items():
+            numbers = _emit_bytes(e, at, fields[name]).bits(vector({1: I8, 2: I16, 4: I32}[place.size], place.count))
+            for number in range(place.count):
+                e.store(e.extract(numbers, number), out + row * place.size, place.start + ROWS * place.size * number)
+
+
 def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: int) -> None:
     """The codes of 32 inputs of a row, int8 (32,), to their planes at `out` + `start` bytes."""
     low = 0
     for bits in place.planes:
         if bits == 8:
-            plane = codes ^ 128
+            words = e.shuffle(codes ^ 128, codes, [lane & ~3 | (0, 2, 1, 3)[lane & 3] for lane in range(_PART)])
         else:
             plane = codes if low == 0 else codes >> low
             plane = plane if low + bits == sum(place.planes) else plane & (1 << bits) - 1
+            words = e.shuffle(plane, plane, [lane + 16 * half for lane in range(16) for half in (0, 1)])
         # Halves of the inputs are joined until 2 · bits words are left: first bytes to words, then words shifted.
-        words = e.shuffle(plane, plane, [lane + 16 * half for lane in range(16) for half in (0, 1)])
         words = words.bits(vector(I16, 16))
         while words.lanes > 2 * bits:
             half = words.lanes // 2

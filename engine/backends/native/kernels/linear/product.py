@@ -9,25 +9,22 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
-from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_plain, read_scale, times_sub
+from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, add_block
+from polarlm.engine.backends.native.kernels.linear.lattice import SUMS, expanded_sums
+from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
-from polarlm.engine.backends.native.tiles import TileLayout, layout
+from polarlm.engine.backends.native.tiles import layout
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.byte_ops import Table, dot2
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 Size = TypeVar("Size", int, Value)
 
-_F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
-
-# Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
-# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third.
-_AHEAD = 8192
+_F16 = vector(F32, 16)
 
 
 def row_tile_of(rows: int, level: Level, *, packed: bool) -> int:
@@ -99,6 +96,23 @@ def product(spec: Product) -> Kernel[ProductArguments]:
         prefetch = Prefetch(e, args.hint) if _prefetches(spec) else None
         parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
         wide = _tiles_of_unit(spec, e.level)
+
+        def write(sums: Sequence[Sequence[Value]], tile: Value, first: Value) -> None:
+            """Store the outputs of the rows from `first` on. sums: of each row; with an activation, also of the up
+            projection."""
+            for row, totals in enumerate(zip(*sums, strict=True)):
+                with e.when(first + row < rows) if spec.row_tile > 1 else nullcontext():
+                    at = args.y + (first + row) * args.y_stride
+                    _write(e, spec, totals, at, args.bias, (tile, tiles), args.outputs, scratch)
+
+        if spec.format.grid is not None:
+            with e.loop(begin, end) as tile:
+                together = [tile, tile + tiles] if spec.activation else [tile]
+                starts = [args.weights + number * args.tile_bytes for number in together]
+                inputs = args.x, args.x_stride, args.blocks, rows
+                for first, sums in expanded_sums(e, spec.format, spec.row_tile, starts, inputs, scratch + SUMS):
+                    write(sums, tile, first)
+            return
         with e.loop(begin, end) as unit, e.loop(0, rows, spec.row_tile) as first:
             tile = unit * wide
             others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
@@ -122,10 +136,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.row_tile)], ups]
             by_tile = [sums] if spec.activation else [[own] for own in sums]
             for number, own in enumerate(by_tile):
-                for row, totals in enumerate(zip(*own, strict=True)):
-                    with e.when(first + row < rows) if spec.row_tile > 1 else nullcontext():
-                        at = args.y + (first + row) * args.y_stride
-                        _write(e, spec, totals, at, args.bias, (tile + number, tiles), args.outputs, scratch)
+                write(own, tile + number, first)
 
     return Kernel(spec.name, emit, ProductArguments)
 
@@ -150,7 +161,7 @@ def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows
 
 def _prefetches(spec: Product) -> bool:
     """Whether the product is bound by arithmetic: with several rows and few bytes per weight."""
-    return spec.row_tile > 1 and spec.format.unpack is not None
+    return spec.row_tile > 1 and spec.format.unpack is not None and spec.format.grid is None
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
@@ -239,78 +250,18 @@ def _packed(
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
-    codes = _Codes(e, format, place)
+    codes = Codes(e, place)
     panel = x + first // spec.row_tile * stride
     sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
     with e.loop(0, blocks) as block:
         starts = [tile + block * place.nbytes for tile in tiles]
-        scales = [read_scale(e, at, place.scale, place.is_power, 16) for at in starts]
-        offsets = [None if place.offset is None else read_scale(e, at, place.offset, False, 16) for at in starts]
-        with e.loop(0, format.values // 32) as part:
-            inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.row_tile)
-            sub = part * (16 * (32 // format.group))
+        inputs = panel + block * (format.values // GROUP * ROW_BYTES * spec.row_tile)
+
+        def before(part: Value) -> None:
             if prefetch is not None:
                 prefetch.step(first_step + _steps(spec, block) + part)
             for at in starts:
-                e.prefetch(at + part * place.part_bytes + (place.codes + _AHEAD), place.part_bytes)
-            for group in range(32 // format.group):
-                for at, scale, offset, totals in zip(starts, scales, offsets, sums, strict=True):
-                    own_scale = times_sub(e, scale, at + sub, place.sub_scale, group, signed=True)
-                    own_offset = None if offset is None else times_sub(e, offset, at + sub, place.sub_offset, group)
-                    codes_at = at + part * place.part_bytes + place.codes
-                    dots = _dots(e, codes, codes_at, inputs, group, spec)
-                    for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
-                        numbers = 2 * GROUP * spec.row_tile + 16 * row
-                        x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
-                        value = dot.to_float()
-                        if codes.zero:
-                            value = e.fma(x_sum, e.constant(_F16, -float(codes.zero)), value)
-                        value = value * own_scale
-                        if own_offset is not None:
-                            value = e.fma(x_sum, own_offset, value)
-                        total.set(e.fma(value, e.broadcast(inputs, F32, 16, numbers), total.get()))
+                e.prefetch(at + part * place.part_bytes + (place.codes + AHEAD), place.part_bytes)
+
+        add_block(e, codes, [Block(e, place, at) for at in starts], inputs, sums, before)
     return [[total.get() for total in totals] for totals in sums]
-
-
-def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec: Product) -> list[Value]:
-    """For each row, the dot products (16,) int32 of its inputs with the codes of a group of 16 outputs."""
-    size = spec.format.group // 2
-    # Two sums per row hide the latency of a dot product, where registers have room for them.
-    chains = 2 if spec.row_tile == 1 or e.level.has_room else 1
-    sums = [[e.zero(_I16)] * chains for _ in range(spec.row_tile)]
-    # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
-    pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
-    for number, pair in enumerate(pairs):
-        code = codes.pair(at, pair)
-        for row, dot in enumerate(sums):
-            words = e.broadcast(inputs, I32, 16, 2 * GROUP * row + 4 * pair)
-            dot[number % chains] = dot2(e, dot[number % chains], code, words)
-    return [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
-
-
-class _Codes:
-    """The codes of a tile as int16. zero: the zero point, which is subtracted after the products.
-
-    Codes of 8 bits and the values of tables are signed instead: sums of products with 32 codes up to 255 would not be
-    exact as float32.
-    """
-
-    def __init__(self, e: Emitter, format: WeightFormat, place: TileLayout) -> None:
-        self._e, self._place = e, place
-        self._is_signed = format.bits == 8
-        self._table = None if format.table is None else Table(e, e.constant_bytes(format.table.tobytes()), 16)
-        self.zero = 0 if self._is_signed or self._table else format.zero
-
-    def vector(self, pair: int) -> int:
-        """The index of the vector of the lowest plane that holds a pair."""
-        return pair % self._place.planes[0]
-
-    def pair(self, at: Value, pair: int) -> Value:
-        """The two codes of pair number `pair` of 16 rows, as the int16 halves of int32 lanes (16,).
-
-        at: address of the codes of 32 inputs.
-        """
-        words = read_pair(self._e, self._place, at, pair, 16)
-        if self._table is not None:
-            words = (self._table[words.bits(_BYTES)].bits(_WORDS) << 8).ashr(8)
-        return words.bits(_I16)

@@ -46,8 +46,8 @@ def read_pair(e: Emitter, layout: TileLayout, at: Value, pair: int, lanes: int) 
     """Pair number `pair` of the codes of 32 inputs at `at`, for each row: int16 (2 · rows,)."""
     words = vector(I16, 2 * (lanes or 1))
     if layout.planes == (8,):
-        both = e.load(at, words, 64 * (pair % 8))
-        return both.ashr(8) if pair // 8 else (both << 8).ashr(8)
+        both = e.load(at, words, 64 * (pair // 2))
+        return both.ashr(8) if pair % 2 else (both << 8).ashr(8)
     start, low, whole = 0, 0, None
     for bits in layout.planes:
         piece = e.load(at, _type(I32, lanes), start + 64 * (pair % bits))

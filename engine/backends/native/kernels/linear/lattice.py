@@ -1,0 +1,175 @@
+"""Blocks of lattices (`engine.backends.native.tiles`) become codes of 8 bits, and sums of products with those.
+
+A block of 16 rows is expanded in memory of the thread that stays in the cache, and is multiplied there as if it were
+stored so. The points of an index are loaded one by one, since tables of 256 to 4096 points fit no register; the lanes
+that they are loaded to are the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, add_block
+from polarlm.engine.backends.native.tiles import ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, F64, I8, I16, I32, I64, Value, vector
+from polarlm.engine.weight_formats import WeightFormat
+
+_PANELS = 32  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
+SUMS = 128  # the offset of the sums in the scratch memory
+_WORDS, _BYTES, _ROW = vector(I32, ROWS), vector(I8, 4 * ROWS), 4 * ROWS
+_ORDER = 0, 2, 1, 3  # of the inputs of a lane: two pairs, the first in the low bytes of int16
+
+
+class Expander:
+    """Expands blocks of a lattice. layout: of what they become. factor: what their scales are to be multiplied by."""
+
+    def __init__(self, e: Emitter, format: WeightFormat) -> None:
+        assert format.grid is not None
+        self._e, self._format, self._grid, self._fields = e, format, format.grid, lattice_layout(format)
+        self._cells = 32 // format.grid.cell  # of 32 inputs
+        groups, parts = format.values // format.group, format.values // 32
+        codes = 2 * ROWS + ROWS * groups
+        size = codes + ROWS * format.values
+        self.factor = format.grid.factor
+        self.layout = TileLayout(format, (8,), 0, None, 2 * ROWS, None, codes, size, is_power=False)
+        self._out = e.stack(size)
+        self._indices = e.stack(2 * ROWS * self._cells * parts) if format.bits > 8 else None
+        points = format.grid.points().reshape(1 << format.bits, -1, 4)
+        self._points = e.constant_bytes(np.ascontiguousarray(points[..., _ORDER]).tobytes())
+
+    def __call__(self, at: Value) -> Value:
+        """The expanded block of the block at an address: valid until the next."""
+        e, out, format = self._e, self._out, self._format
+        e.prefetch(at + AHEAD, block_bytes(format))
+        e.store(e.load(at, vector(I16, ROWS), self._fields["scale"].start), out, self.layout.scale)
+        parts = format.values // 32
+        if self._indices is not None:
+            with e.loop(0, parts) as part:
+                self._join_indices(at, part, self._indices + part * (2 * ROWS * self._cells))
+        with e.loop(0, parts) as part:
+            signs = self._expand_scales(at, part)
+            codes = out + part * self.layout.part_bytes
+            quads = (quad for cell in range(self._cells) for quad in self._quads(at, part, cell))
+            for number, quad in enumerate(quads):
+                values = quad.bits(_BYTES)
+                if signs is not None:
+                    values = self._signed(values, signs, number)
+                e.store(values, codes, self.layout.codes + _ROW * number)
+        return out
+
+    def _join_indices(self, at: Value, part: Value, out: Value) -> None:
+        """Write the indices of 32 inputs, uint16 (cells, 16)."""
+        e, high_bits = self._e, self._format.bits - 8
+        high, low = self._field(at, part, self._fields["high"]), self._low(at, part)
+        for cell in range(self._cells):
+            own = e.load(low, _WORDS, _ROW * (cell // 4)) >> 8 * (cell % 4) & 255
+            upper = (high >> high_bits * cell & (1 << high_bits) - 1) << 8
+            e.store((own | upper).trunc(I16), out, 2 * ROWS * cell)
+
+    def _expand_scales(self, at: Value, part: Value) -> Value | None:
+        """Write the scales of the groups of 32 inputs → their signs, int32 (16,), if signs are stored."""
+        e, count, scales, signs = self._e, 32 // self._format.group, [], None
+        if self._grid.signs:
+            signs = self._field(at, part, self._fields["signs"])
+        if self._grid.signs == 7:
+            assert signs is not None
+            scales.append((signs >> 7 & 0x01010101) * 0x01020408 >> 24)
+            signs = signs & 0x7F7F7F7F
+            parity = signs ^ signs >> 4
+            parity = parity ^ parity >> 2
+            parity = parity ^ parity >> 1
+            signs = signs | (parity & 0x01010101) << 7
+        if "sub_scale" in self._fields:
+            rest = self._field(at, part, self._fields["sub_scale"])
+            scales += [rest >> 4 * number & 15 for number in range(count - len(scales))]
+        out = self._out + part * (ROWS * count)
+        for number, scale in enumerate(scales):
+            e.store(((scale << 1) + 1).trunc(I8), out, 2 * ROWS + ROWS * number)
+        return signs
+
+    def _quads(self, at: Value, part: Value, cell: int) -> list[Value]:
+        """The points of a cell as int32 (16,), four values each."""
+        e, size = self._e, self._grid.cell
+        found = []
+        for row in range(ROWS):
+            if self._indices is None:
+                index = e.load(self._low(at, part), I8, _ROW * (cell // 4) + 4 * row + cell % 4)
+            else:
+                index = e.load(self._indices + part * (2 * ROWS * self._cells), I16, 2 * (ROWS * cell + row))
+            found.append(e.load(self._points + index.zext(I64) * size, {4: F32, 8: F64}[size]))
+        points = e.collect(found)
+        if size == 4:
+            return [points.bits(_WORDS)]
+        both = points.bits(vector(I32, 2 * ROWS))
+        return [e.shuffle(both, both, range(half, 2 * ROWS, 2)) for half in (0, 1)]
+
+    def _signed(self, values: Value, signs: Value, number: int) -> Value:
+        """Four values of each row, those of quad `number`, int8 (64,), with their signs."""
+        e, own = self._e, signs.bits(_BYTES)
+        spread = e.shuffle(own, own, [lane & ~3 | number // 2 for lane in range(_BYTES.count)])
+        mask = [1 << 4 * (number % 2) + place for place in _ORDER] * ROWS
+        return e.select((spread & e.constant(_BYTES, mask)).equals(0), values, -values)
+
+    def _low(self, at: Value, part: Value) -> Value:
+        """The address of the low bytes of the indices of 32 inputs."""
+        return at + part * (ROWS * self._cells) + self._fields["low"].start
+
+    def _field(self, at: Value, part: Value, field: LatticeField) -> Value:
+        """A field of 4 to 32 bits of 32 inputs, int32 (16,)."""
+        e, kind = self._e, {1: I8, 2: I16, 4: I32}[field.size]
+        place = part >> 1 if field.bits == 4 else part
+        loaded = e.load(at + place * (ROWS * field.size), vector(kind, ROWS), field.start).zext(I32)
+        if field.bits == 4:
+            return loaded >> e.splat(((part & 1) << 2).trunc(I32), ROWS) & 15
+        return loaded
+
+
+def expanded_sums(
+    e: Emitter,
+    format: WeightFormat,
+    row_tile: int,
+    tiles: Sequence[Value],
+    panels: tuple[Value, Value, Value, Value],
+    kept: Value,
+) -> Iterator[tuple[Value, list[list[Value]]]]:
+    """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
+
+    tiles: addresses. panels: the address of panels from `quantize_rows`, the bytes of one, the blocks of a row, and the
+    number of rows. kept: memory for the sums of 32 panels and all tiles. A block is expanded once for 32 panels.
+    """
+    x, stride, blocks, rows = panels
+    expand, most, size = Expander(e, format), _PANELS * row_tile, _ROW * row_tile
+    codes, zero = Codes(e, expand.layout), e.zero(vector(F32, ROWS))
+    with e.loop(0, rows, most) as begin:
+        count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
+        with e.loop(0, count) as panel:
+            for place in range(len(tiles) * row_tile):
+                e.store(zero, kept + panel * size, _place(place // row_tile, place % row_tile, row_tile))
+        with e.loop(0, blocks) as block:
+            for number, tile in enumerate(tiles):
+                own = Block(e, expand.layout, expand(tile + block * block_bytes(format)), expand.factor)
+                with e.loop(0, count) as panel:
+                    places = [_place(number, row, row_tile) for row in range(row_tile)]
+                    totals = [e.variable(e.load(kept + panel * size, zero.type, place)) for place in places]
+                    inputs = x + (begin // row_tile + panel) * stride
+                    start = block * (format.values // GROUP * ROW_BYTES * row_tile)
+                    add_block(e, codes, [own], inputs + start, [totals])
+                    for total, place in zip(totals, places, strict=True):
+                        e.store(total.get(), kept + panel * size, place)
+        with e.loop(0, count) as panel:
+            yield (
+                begin + panel * row_tile,
+                [
+                    [e.load(kept + panel * size, zero.type, _place(number, row, row_tile)) for row in range(row_tile)]
+                    for number in range(len(tiles))
+                ],
+            )
+
+
+def _place(tile: int, row: int, row_tile: int) -> int:
+    """The offset of the sums of a tile and row in those of a panel."""
+    return _ROW * (tile * _PANELS * row_tile + row)

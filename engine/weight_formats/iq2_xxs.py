@@ -1,0 +1,29 @@
+"""Blocks of 256 in groups of 32: w = d / 8 * (2 * s + 1) * ±point, with points of 8 values and 7 signs for each."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
+from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
+
+VALUES, NBYTES = 256, 66
+BITS, GROUP = 8, 32
+GRID = Grid("IQ2_XXS", cell=8, signs=7, factor=1 / 8)
+
+dequantize = functools.partial(dequantize_gguf, "IQ2_XXS")
+
+
+def unpack(raw: np.ndarray) -> Lattice:
+    d, rest = fields(raw, 2, 64)
+    pairs = words(rest, "<u4")
+    indices, signs = words(pairs[..., 0::2], np.uint8), pairs[..., 1::2]
+    return Lattice(
+        GRID,
+        flat(indices).astype(np.uint16),
+        halves(d),
+        bits_of(signs, range(28, 29), 4),
+        bits_of(signs, range(0, 28, 7), 7),
+    )

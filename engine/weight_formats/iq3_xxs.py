@@ -1,0 +1,28 @@
+"""Blocks of 256 in groups of 32: w = d / 4 * (2 * s + 1) * ±point, with points of 4 values and 7 signs for two."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
+from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
+
+VALUES, NBYTES = 256, 98
+BITS, GROUP = 8, 32
+GRID = Grid("IQ3_XXS", cell=4, signs=7, factor=1 / 4)
+
+dequantize = functools.partial(dequantize_gguf, "IQ3_XXS")
+
+
+def unpack(raw: np.ndarray) -> Lattice:
+    d, indices, rest = fields(raw, 2, 64, 32)
+    signs = words(rest, "<u4")
+    return Lattice(
+        GRID,
+        flat(indices).astype(np.uint16),
+        halves(d),
+        bits_of(signs, range(28, 29), 4),
+        bits_of(signs, range(0, 28, 7), 7),
+    )

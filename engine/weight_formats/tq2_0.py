@@ -1,0 +1,19 @@
+"""Blocks of 256: w = d * (q - 1)."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+
+VALUES, NBYTES = 256, 66
+BITS, GROUP, ZERO = 2, 32, 1
+
+dequantize = functools.partial(dequantize_gguf, "TQ2_0")
+
+
+def unpack(raw: np.ndarray) -> Grouped:
+    q, d = fields(raw, 64, 2)
+    return Grouped(unpack_bits(q, 32, BITS), halves(d), zero=ZERO)
