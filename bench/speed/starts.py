@@ -51,8 +51,8 @@ class Starter:
         return {"seconds": ended - began, "parts": parts, "memory": sizes}
 
     def first(self, contestant: Contestant, warm: float) -> dict[str, float]:
-        """Return the "seconds" of a start of ours with an empty cache folder, and what compiling "kernels" and the "fit"
-        of the KV cache take of them. warm: seconds of a start that finds both. Raises Failed.
+        """Return the "seconds" of a start of ours with an empty cache folder, and what compiling "kernels" and the
+        "fit" of the KV cache take of them. warm: seconds of a start that finds both. Raises Failed.
 
         A second start finds the kernels alone: it takes longer than a warm one by the fit.
         """
