@@ -91,7 +91,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         source.weights.close()
     about = report.machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
-    output = destination.path("speed", f"{source.name} {where}")
+    output = destination.path("starts" if options.only else "speed", f"{source.name} {where}")
 
     subject = Subject(
         path, device, len(config.layers), config.attention.kv_heads, config.attention.head_dim, options.peer_python

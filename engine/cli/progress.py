@@ -40,6 +40,7 @@ def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
         finally:
             ended.set()
             redraw.join()
+            bar.clear()  # which closing it leaves out, if nothing was counted
 
 
 def _redraw(bar: tqdm[Any], ended: threading.Event) -> None:

@@ -137,8 +137,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
                 with progress_bar(verbose is not None, desc=what, bar_format=SHARE) as compiling:
                     warm.wait(amounts(compiling))
-                for warm_up_more in later:
-                    warm_up_more()
+                    for warm_up_more in later:
+                        warm_up_more()
         except MemoryError:
             source.weights.close()
             raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
