@@ -284,6 +284,8 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += 2 * [(label, 2, "steps", 100) for label in all_four]
     expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in all_four]
+    starts = ["ours ring4", "peer f16"] * 3 + ["ours ring4"] * 2  # the last two are the first start ever
+    expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
     assert calls[14:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out
     prompts, generation, *_ = tables(out)
