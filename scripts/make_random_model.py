@@ -49,11 +49,24 @@ class Shape:
 SHAPES = {
     # The context of the original is 2,048.
     "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 32_000, 8192),
+    "7b": Shape("llama", 32, 4096, 14_336, 32, 8, 32_000, 8192),
     "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 151_936, 32_768, 1e6, 1e-6, tied=True, qkv_bias=True),
 }
 # Type of the command line → the type of most matrices, and of those that matter most.
-TYPES = {"q4_k": (Type.Q4_K, Type.Q6_K), "q8_0": (Type.Q8_0, Type.Q8_0)}
-_FILE_TYPES = {"q4_k": gguf.LlamaFileType.MOSTLY_Q4_K_M, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+TYPES = {
+    "q4_0": (Type.Q4_0, Type.Q6_K),
+    "q4_k": (Type.Q4_K, Type.Q6_K),
+    "q6_k": (Type.Q6_K, Type.Q6_K),
+    "q8_0": (Type.Q8_0, Type.Q8_0),
+    "iq4_xs": (Type.IQ4_XS, Type.Q6_K),
+}
+_FILE_TYPES = {
+    "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+    "q4_k": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "q6_k": gguf.LlamaFileType.MOSTLY_Q6_K,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "iq4_xs": gguf.LlamaFileType.MOSTLY_IQ4_XS,
+}
 for _name in ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"):
     TYPES[_name] = (Type[_name.upper()],) * 2
     _FILE_TYPES[_name] = gguf.LlamaFileType[f"MOSTLY_{_name.upper()}"]
@@ -181,6 +194,18 @@ def _scale_q8_0(rng: np.random.Generator, blocks: np.ndarray, size: float) -> No
     _set_half(blocks, 0, size / 74)
 
 
+def _scale_q4_0(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """d, then 32 codes. Values are d · (q − 8), whose mean is −0.5 d; half of the blocks have a negative d."""
+    _set_half(blocks, 0, size / float(np.sqrt(np.mean((np.arange(16) - 8.0) ** 2))))
+    blocks[..., 1] |= 128 * rng.integers(2, size=blocks.shape[:-1], dtype=np.uint8)  # the sign
+
+
+def _scale_iq4_xs(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """d, then scales of 6 bits and codes. Values are d · (scale − 32) · table[q]; both factors are random."""
+    scales, table = np.arange(64) - 32.0, np.array(gguf.quants.IQ4_XS.kvalues, np.float32)
+    _set_half(blocks, 0, size / float(np.sqrt(np.mean(scales**2) * np.mean(table**2))))
+
+
 def _scale_q4_k(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
     """d and dmin, then scales and minima of 6 bits. Values are d · scale · q − dmin · minimum; the mean of q is 7.5."""
     _set_half(blocks, 0, size / 257)
@@ -207,8 +232,10 @@ def _set_half(blocks: np.ndarray, at: int, value: float) -> None:
 
 _SCALES: dict[Type, Callable[[np.random.Generator, np.ndarray, float], None]] = {
     Type.Q8_0: _scale_q8_0,
+    Type.Q4_0: _scale_q4_0,
     Type.Q4_K: _scale_q4_k,
     Type.Q6_K: _scale_q6_k,
+    Type.IQ4_XS: _scale_iq4_xs,
 }
 
 

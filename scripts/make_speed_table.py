@@ -8,7 +8,16 @@ from pathlib import Path
 
 from polarlm.bench.serving import agents
 from polarlm.bench.speed.figures import GENERATION, PROMPT
-from polarlm.bench.speed.tables import Measured, bandwidth_table, batches_table, memory_table, rates_table, source
+from polarlm.bench.speed.tables import (
+    Measured,
+    bandwidth_table,
+    batches_table,
+    memory_table,
+    rates_table,
+    source,
+    starts_in_parts,
+    starts_table,
+)
 from scripts.make_quality_table import README, RESULTS, ROOT, newest, with_tables
 
 DOCUMENT = ROOT / "docs" / "speed.md"
@@ -47,6 +56,8 @@ def all_tables() -> str:
         parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
         parts += ["Memory of the process:", memory_table(measured)]
         parts += ["Steps of several sequences together:", batches_table(measured)]
+        if measured.get("starts"):  # measurements of earlier versions have none
+            parts += ["Starts:", starts_table(measured), starts_in_parts(measured)]
         parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]
     return "\n\n".join(parts) or MISSING
 

@@ -1,4 +1,4 @@
-"""`polarlm speed`: tokens per second and memory, compared with llama-cpp-python on the same file.
+"""`polarlm speed`: tokens per second, memory and starts, compared with llama-cpp-python on the same file.
 
 Each engine runs with each of its caches in its own process. Runs to be compared alternate, so that a machine that slows
 down slows all of them. A context is computed once; every run continues from it. docs/speed.md says what is compared
@@ -57,6 +57,7 @@ class Options:
     )
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
     depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
+    only: str | None = setting(None, "--only", choices=("starts",), help="measure nothing but starts")
     repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; their median counts")
 
 
@@ -90,7 +91,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         source.weights.close()
     about = report.machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
-    output = destination.path("speed", f"{source.name} {where}")
+    output = destination.path("starts" if options.only else "speed", f"{source.name} {where}")
 
     subject = Subject(
         path, device, len(config.layers), config.attention.kv_heads, config.attention.head_dim, options.peer_python
@@ -102,7 +103,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
     for sentence in speed.left_out:
         note(sentence)
-    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context)
+    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only == "starts")
 
     def keep(speed: Speed, complete: bool = False) -> None:
         report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=("polarlm", "speed"))
@@ -112,7 +113,8 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         Measurement(plan, subject, speed, children, keep).run()
     keep(speed, complete=True)
     note(f"Written to {output}")
-    note(draw(speed.as_json(), output))
+    if not plan.starts_only:
+        note(draw(speed.as_json(), output))
     print(format_tables({"machine": about, **speed.as_json()}))
 
 

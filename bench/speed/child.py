@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,8 +44,9 @@ class Failed(Exception):
 class Child:
     """A process that runs the module `module`, which calls `serve`."""
 
-    def __init__(self, module: str, python: str = sys.executable) -> None:
-        """python: the interpreter. Raises Failed if it cannot be started."""
+    def __init__(self, module: str, python: str = sys.executable, variables: Mapping[str, str] | None = None) -> None:
+        """python: the interpreter. variables: further ones of its environment. Raises Failed if it cannot be
+        started."""
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
@@ -54,6 +56,7 @@ class Child:
                 stderr=self._errors,
                 text=True,
                 encoding="utf-8",
+                env={**os.environ, **(variables or {})},
                 start_new_session=True,  # Ctrl-C reaches only the parent, which ends the child
             )
         except OSError as error:
@@ -110,11 +113,27 @@ class Child:
         self._errors.close()
 
 
+def memory(pid: int) -> dict[str, int]:
+    """Bytes of a process's memory: "now", and on Linux also the "peak", and the "private" and "file" parts of "now".
+
+    Pages of mapped files that have been touched count in "now", "peak" and "file".
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:  # not Linux
+        import psutil
+
+        return {"now": int(psutil.Process(pid).memory_info().rss)}
+    names = {"peak": "VmHWM", "now": "VmRSS", "private": "RssAnon", "file": "RssFile"}
+    found = {name: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for name, key in names.items()}
+    return {name: 1024 * int(match[1]) for name, match in found.items() if match}
+
+
 def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> None:
     """Answer the parent's calls. The process exits when the parent closes its end of the pipe or exits.
 
-    start: makes the contestant from the arguments of the first call, "start". failures: exceptions whose message is a
-    sentence; for others, the answer also names the type.
+    start: makes the contestant from the arguments of the call "start". Before it, "imported" is answered. failures:
+    exceptions whose message is a sentence; for others, the answer also names the type.
     """
     calls, answers = _pipes()
     contestant: Any = None
@@ -122,7 +141,9 @@ def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> Non
         name, arguments = json.loads(calls.get())
         answer: dict[str, Any]
         try:
-            if name == "start":
+            if name == "imported":
+                result = None
+            elif name == "start":
                 contestant, result = start(*arguments), None
             else:
                 result = getattr(contestant, name)(*arguments)

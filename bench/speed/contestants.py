@@ -54,6 +54,31 @@ class Subject:
         return sum(int(tensor.n_bytes) for tensor in tensors.values())
 
 
+def new_child(contestant: Contestant, subject: Subject, variables: Mapping[str, str] | None = None) -> Child:
+    """A new process of the contestant, which has loaded nothing. variables: further ones of its environment. Raises
+    Failed."""
+    if contestant.is_ours:
+        return Child(_OURS, variables=variables)
+    return Child(_PEER, subject.peer_python, variables)
+
+
+def start(
+    child: Child,
+    contestant: Contestant,
+    subject: Subject,
+    threads: int,
+    context: int,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Load the model in the contestant's process. settings: further fields of EngineConfig for our engine. Raises
+    Failed."""
+    arguments: list[Any] = [contestant.cache]
+    if contestant.is_ours:
+        types = {} if contestant.types is None else contestant.types.settings()
+        arguments = [{"device": subject.device, **types, **(settings or {})}]
+    child.call("start", str(subject.path), context, threads, *arguments)
+
+
 class Children:
     """The processes of contestants. failures: why contestants are left out."""
 
@@ -71,15 +96,8 @@ class Children:
         """
         key = contestant, threads, context
         if key not in self._children:
-            subject = self._subject
-            if contestant.is_ours:
-                child = Child(_OURS)
-                types = {} if contestant.types is None else contestant.types.settings()
-                arguments: list[Any] = [{"device": subject.device, **types, **(settings or {})}]
-            else:
-                child, arguments = Child(_PEER, subject.peer_python), [contestant.cache]
-            self._children[key] = child
-            child.call("start", str(subject.path), context, threads, *arguments)
+            child = self._children[key] = new_child(contestant, self._subject)
+            start(child, contestant, self._subject, threads, context, settings)
         return self._children[key]
 
     def fail(self, contestant: Contestant, reason: str) -> None:

@@ -68,6 +68,7 @@ class Speed:
     bandwidth: dict[int, list[float]] = field(default_factory=dict)  # threads → bytes per second
     rows: list[Row] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # sentences
 
     def as_json(self) -> dict[str, Any]:
@@ -98,5 +99,6 @@ class Speed:
                 for row in self.rows
             ],
             "memory": self.memory,
+            "starts": self.starts,
             "left_out": self.left_out,
         }

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench import report
-from polarlm.bench.speed import process
 from polarlm.bench.speed.bandwidth import Memory
-from polarlm.bench.speed.child import Child, Failed
+from polarlm.bench.speed.child import Child, Failed, memory
 from polarlm.bench.speed.contestants import Children, Contestant, Subject
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
 from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.bench.speed.starts import START_TOKENS, measure_starts
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
 
@@ -41,6 +41,7 @@ class Plan:
     repeat: int
     vocabulary: int
     max_context: int
+    starts_only: bool = False
 
     @property
     def context(self) -> int:
@@ -80,6 +81,9 @@ class Measurement:
     def run(self) -> None:
         """Measure everything. A contestant that fails is left out from then on; its cells say why."""
         try:
+            if self._plan.starts_only:
+                self._measure_starts()
+                return
             self._choose_threads()
             self._referee.show(self._expected())
             self._generate("generation, depth ≤ 64", SHORT_DEPTH, SHORT_STEPS)
@@ -91,6 +95,8 @@ class Measurement:
             self._measure_batches()
             self._children.close()
             self._measure_memory()
+            self._children.close()
+            self._measure_starts()
         finally:
             self._referee.close()
 
@@ -225,7 +231,7 @@ class Measurement:
                 try:
                     child = self._children.child(contestant, self._speed.most_threads, context)
                     child.call("generation_rate", ids, following)
-                    found |= process.memory(child.pid)
+                    found |= memory(child.pid)
                     found["cache_bytes"] = self._cache_bytes(contestant, tokens, child)
                 except Failed as error:
                     self._children.fail(contestant, str(error))
@@ -235,6 +241,12 @@ class Measurement:
                 found["failure"] = self._children.failures[contestant]
             self._speed.memory.append(found | {"tokens": tokens, "context": context})
             self._referee.advance(self._memory_seconds(contestant))
+        self._on_progress(self._speed)
+
+    def _measure_starts(self) -> None:
+        """Measure starts of each engine with its first contestant, and the first start ever of ours."""
+        context = self._plan.memory_context
+        measure_starts(self._speed, self._subject, self._referee, context, self._ids(START_TOKENS))
         self._on_progress(self._speed)
 
     # -- help --------------------------------------------------------------------------------------------------

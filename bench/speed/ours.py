@@ -60,6 +60,10 @@ class Ours:
             sum(matrix.nbytes for layer in weights.layers for matrix in layer.matrices.values()) + weights.head.nbytes
         )
 
+    def resident(self) -> dict[str, int]:
+        """Bytes of all "weights" as the backend holds them, and of the whole "store"."""
+        return {"weights": self._model.weights.bytes, "store": self._parts.plan.bytes}
+
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of K/V that a step after `tokens` tokens reads."""
         return self._shape.sequence_bytes(tokens)

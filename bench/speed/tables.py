@@ -29,6 +29,8 @@ def format_tables(measured: Measured) -> str:
         parts.append(f"Steps of several sequences together\n\n{batches_table(measured)}")
     if measured["memory"]:
         parts.append(f"Memory of the process\n\n{memory_table(measured)}")
+    if measured["starts"]:
+        parts.append(f"Starts\n\n{starts_table(measured)}\n\n{starts_in_parts(measured)}")
     return "\n\n".join([*parts, *measured["left_out"]])
 
 
@@ -80,6 +82,38 @@ def memory_table(measured: Measured) -> str:
             sizes = [row.get(name) for name in ("peak", "now", "private", "file", "cache_bytes")]
             lines.append([column, *(NOTHING if size is None else format_bytes(size) for size in sizes)])
     return report.table(["", "peak", "after steps", "private", "files", "cache"], lines)
+
+
+def starts_table(measured: Measured) -> str:
+    """A table of the seconds from a new process to its first token, and of the memory of that process."""
+    peer_median = next((row["median"] for row in measured["starts"] if _is_peer(row) and "median" in row), None)
+    lines = []
+    for row in measured["starts"]:
+        name = f"{_engine(row['engine'])} {row['cache']}"
+        if "median" not in row:
+            lines.append([name, row["failure"], *[NOTHING] * 5])
+            continue
+        ratio = NOTHING if _is_peer(row) or peer_median is None else f"{row['median'] / peer_median:.2f}"
+        sizes = [row["memory"].get(part) for part in ("peak", "weights", "store", "rest")]
+        parts = [NOTHING if size is None else format_bytes(size) for size in sizes]
+        lines.append([name, f"{row['median']:.2f} s", ratio, *parts])
+    return report.table(["", "first token", f"times {PEER}", "peak", "weights", "store", "rest"], lines)
+
+
+def starts_in_parts(measured: Measured) -> str:
+    """Lines about the parts of starts, and about our first start ever; without those that failed."""
+    lines = []
+    for row in measured["starts"]:
+        if "median" in row:
+            parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row["parts"].items())
+            lines.append(f"{_engine(row['engine'])} {row['cache']}: {parts}")
+        if "first" in row:
+            first = row["first"]
+            lines.append(
+                f"The first start ever of {_engine(row['engine'])} {row['cache']}: {first['seconds']:.2f} s, of which "
+                f"compiling kernels {first['kernels']:.2f} s and fitting the cache {first['fit']:.2f} s"
+            )
+    return "\n\n".join(lines)
 
 
 def source(measured: Measured) -> str:

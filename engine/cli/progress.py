@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,17 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 
+_DELAY = 0.3  # seconds without a bar: most work ends before
+_REDRAW = 0.2  # seconds
+# Both show the seconds, which go on where nothing is counted for a while.
+SHARE = "{desc}: {percentage:3.0f}% |{bar}| {elapsed_s:.1f} s"
+BYTES = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{unit} {elapsed_s:.1f} s"
+
+
 @contextmanager
 def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
-    """Yields a progress bar, which disappears at the end; None if it is not to be shown, or there is no terminal.
+    """Yields a progress bar, which is redrawn several times a second and disappears at the end; None if it is not to be
+    shown, or there is no terminal.
 
     settings: of tqdm, whose import takes 2 MB.
     """
@@ -22,8 +31,39 @@ def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
         return
     from tqdm import tqdm
 
-    with tqdm(leave=False, **settings) as bar:
-        yield bar
+    ended = threading.Event()
+    with tqdm(leave=False, delay=_DELAY, **settings) as bar:
+        redraw = threading.Thread(target=_redraw, args=(bar, ended), daemon=True)
+        redraw.start()
+        try:
+            yield bar
+        finally:
+            ended.set()
+            redraw.join()
+            bar.clear()  # which closing it leaves out, if nothing was counted
+
+
+def _redraw(bar: tqdm[Any], ended: threading.Event) -> None:
+    """Draw the bar again and again, also while nothing is counted, until `ended`."""
+    wait = _DELAY
+    while not ended.wait(wait):
+        bar.refresh()
+        wait = _REDRAW
+
+
+def above_bars(say: Callable[[str], None]) -> Callable[[str], None]:
+    """A function as `say`, which may print, with lines that stay above the bars on the terminal."""
+
+    def print_above(sentence: str) -> None:
+        if not sys.stderr.isatty():
+            say(sentence)
+            return
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stderr):
+            say(sentence)
+
+    return print_above
 
 
 def amounts(bar: tqdm[Any] | None) -> Callable[[int, int], None]:

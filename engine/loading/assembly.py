@@ -6,8 +6,11 @@ import ctypes
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +18,7 @@ from polarlm import model_loaders
 from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Load, Ops, WarmUp
 from polarlm.engine.backends.select import select, without_kernels
-from polarlm.engine.cli.progress import amounts, progress_bar
+from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.limits import DRAFT_ROWS
@@ -45,8 +48,10 @@ from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.model_loaders.config import ModelConfig
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 Say = Callable[[str], None]
-_SHARE = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
 
 
 @dataclass
@@ -76,6 +81,8 @@ def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHO
 
     ops: the backend; None selects that of `config.device`.
     """
+    if verbose is not None:
+        verbose = above_bars(verbose)
     say = verbose or (lambda sentence: None)
     try:
         if ops is not None:
@@ -95,51 +102,52 @@ def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHO
 def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> Parts:
     say = verbose or (lambda sentence: None)
     fits = fits_beside(config, encoding, ops)
-    source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
-    source = replace(source, config=source.config.for_context(config.ctx_size))
-    plan: StorePlan | None = None
-    try:
-        shape = cache_shape(config, encoding, ops, source.config)
-        tiers = open_tiers(config, shape, ops.name)
-        weight_type = weight_format(config)
-        size = weight_bytes(ops, source.weights, weight_type)
-        room = ops.room_beside(size)
-        plan = store_plan(config, ops, source.config, shape, room, draft_bytes(config, ops))
-        _warn(config, source.config, plan, say)
-        if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
-            say(warning)
-        warm = ops.warm_up()
-        if warm is not None:
-            later = _warm_up(config, encoding, warm, source, shape)
-        with progress_bar(
-            verbose is not None,
-            total=file_bytes(source.weights),
-            desc=f"Loading {source.name}",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            delay=0.3,
-        ) as bar:
-            weights = load_weights(ops, source.config, source.weights, bar and bar.update, weight_type)
-        ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
-        store = _store(config, encoding, ops, source, weights, plan, verbose)
-        for clause in store.in_numpy():
-            say(f"{clause}.")
-        if warm is not None:
-            what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
-            with progress_bar(verbose is not None, desc=what, delay=1) as bar:
-                warm.wait(amounts(bar))
-            for warm_up_more in later:
-                warm_up_more()
-    except MemoryError:
-        source.weights.close()
-        raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
-    except np.linalg.LinAlgError:  # squares of damaged weights, or of K/V made with them, overflow
-        source.weights.close()
-        raise EngineError(NOT_FINITE, "model_damaged") from None
-    except BaseException:
-        source.weights.close()
-        raise
+    with ExitStack() as bars:
+        loading = partial(_loading_bar, bars, verbose is not None)
+        is_here = config.weights is not None and Path(config.weights).exists()
+        bar = loading(Path(config.weights).name) if config.weights is not None and is_here else None
+        source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
+        source = replace(source, config=source.config.for_context(config.ctx_size))
+        if bar is None:  # the files were fetched first, which shows its own
+            bar = loading(source.name)
+        if bar is not None:
+            bar.total = file_bytes(source.weights)
+            bar.set_description(f"Loading {source.name}", refresh=False)
+        plan: StorePlan | None = None
+        try:
+            shape = cache_shape(config, encoding, ops, source.config)
+            tiers = open_tiers(config, shape, ops.name)
+            weight_type = weight_format(config)
+            size = weight_bytes(ops, source.weights, weight_type)
+            room = ops.room_beside(size)
+            plan = store_plan(config, ops, source.config, shape, room, draft_bytes(config, ops))
+            _warn(config, source.config, plan, say)
+            if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
+                say(warning)
+            warm = ops.warm_up()
+            if warm is not None:
+                later = _warm_up(config, encoding, warm, source, shape)
+            weights = load_weights(ops, source.config, source.weights, None if bar is None else bar.update, weight_type)
+            bars.close()
+            ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
+            store = _store(config, encoding, ops, source, weights, plan, verbose)
+            for clause in store.in_numpy():
+                say(f"{clause}.")
+            if warm is not None:
+                what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
+                with progress_bar(verbose is not None, desc=what, bar_format=SHARE) as compiling:
+                    warm.wait(amounts(compiling))
+                    for warm_up_more in later:
+                        warm_up_more()
+        except MemoryError:
+            source.weights.close()
+            raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
+        except np.linalg.LinAlgError:  # squares of damaged weights, or of K/V made with them, overflow
+            source.weights.close()
+            raise EngineError(NOT_FINITE, "model_damaged") from None
+        except BaseException:
+            source.weights.close()
+            raise
     _give_back_freed_memory()
     parts = Parts(config, source, plan, Transformer(ops, source.config, weights, store), tiers)
     if config.model_draft is not None:
@@ -150,6 +158,13 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             parts.close()
             raise
     return parts
+
+
+def _loading_bar(bars: ExitStack, is_shown: bool, name: str) -> tqdm[Any] | None:
+    """Show a bar in bytes of the files of `name`, whose total is not known yet, until `bars` is closed."""
+    return bars.enter_context(
+        progress_bar(is_shown, desc=f"Loading {name}", bar_format=BYTES, unit="B", unit_scale=True, unit_divisor=1024)
+    )
 
 
 def _check_vocabulary(model: model_loaders.Model, draft: model_loaders.Model) -> None:
@@ -224,10 +239,9 @@ def _store(
     """Return the KV store, fitted to the model."""
     tokenizer = source.tokenizer if _is_calibrated(config, plan.shape) else None
     say = verbose or (lambda sentence: None)
-    is_shown = verbose is not None and tokenizer is not None
-    with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=_SHARE, delay=0.3) as bar:
+    with progress_bar(verbose is not None, desc="Fitting the KV cache", bar_format=SHARE) as bar:
         found = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
-    return KVStore(ops, plan, *found)
+        return KVStore(ops, plan, *found)
 
 
 def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:

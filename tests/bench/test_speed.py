@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,14 @@ from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.ours import Ours
 from polarlm.bench.speed.peer import NoPeer
+from polarlm.bench.speed.starts import START_TOKENS
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import TINY, random_model
 
 PEER = "llama-cpp-python"
 SMALL = ["--device", "cpu", "--prompt", "40,100", "--depth", "100,512", "--repeat", "2", "--threads", "1,2"]
+CALLS = [("start", 256), ("prompt", START_TOKENS)]  # of a start
 # Ours and the peer's, in the order of the columns.
 FOUR = ["--types", "balanced,f16", "--peer-types", "f16,q4_0"]
 
@@ -108,6 +110,9 @@ class Stand:
     def cache_bytes(self, tokens: int) -> int:
         return 1000 * tokens
 
+    def resident(self) -> dict[str, int]:
+        return {"weights": 1_000_000, "store": 500_000}
+
 
 class Local:
     """A `Child` in this process."""
@@ -116,12 +121,14 @@ class Local:
     ours: type = Stand
     peer: type = Stand
 
-    def __init__(self, module: str, python: str = sys.executable) -> None:
+    def __init__(self, module: str, python: str = sys.executable, variables: Mapping[str, str] | None = None) -> None:
         self._kind = {"polarlm.bench.speed.ours": Local.ours, "polarlm.bench.speed.peer": Local.peer}[module]
 
     def call(self, name: str, *arguments: Any) -> Any:
         arguments = tuple(json.loads(json.dumps(arguments)))
         try:
+            if name == "imported":
+                return None
             if name == "start":
                 self._contestant = self._kind(*arguments)
                 return None
@@ -163,6 +170,44 @@ def stands(local: type[Local], monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     return Stand
 
 
+# -- starts --------------------------------------------------------------------------------------------------------
+
+
+def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with: Measure, stands: type[Stand]) -> None:
+    whole, out, _ = measure_with(*FOUR, "--only", "starts")
+    one = [(label, 2, call, tokens) for label in ("ours ring4", "peer f16") for call, tokens in CALLS]
+    first_ever = [("ours ring4", 2, call, tokens) for call, tokens in 2 * CALLS]
+    asked = [("peer f16", 1, "start", measure.SHORT_DEPTH)]
+    assert stands.calls == asked + 3 * one + first_ever, "one run before those that count, and two that do"
+    assert whole["rows"] == whole["memory"] == []
+    ours, theirs = whole["starts"]
+    assert (ours["engine"], ours["cache"], theirs["engine"], theirs["cache"]) == ("polarlm", "balanced", PEER, "f16")
+    for row in (ours, theirs):
+        assert len(row["runs"]) == 2
+        assert row["median"] == pytest.approx(sum(row["runs"]) / 2)
+        assert list(row["parts"]) == ["imports", "loading", "first token"]
+    assert ours["first"].keys() == {"seconds", "kernels", "fit"}
+    assert "first" not in theirs
+    assert ours["memory"]["weights"] == 1_000_000
+    (table,) = tables(out)
+    assert [row[0] for row in table[1:]] == ["here balanced", "llama.cpp f16"]
+    assert "The first start ever of here balanced: " in out
+
+
+def test_a_start_that_fails_is_a_line_in_the_table(measure_with: Measure, stands: type[Stand]) -> None:
+    def fail(label: str, threads: int, call: str, tokens: int) -> float:
+        if label == "peer f16" and threads == 2:
+            raise NoPeer("too little memory")
+        return 1.0
+
+    stands.rates = staticmethod(fail)
+    whole, out, _ = measure_with(*FOUR, "--only", "starts")
+    assert whole["starts"][1]["failure"] == "too little memory"
+    ((_, ours, theirs),) = tables(out)
+    assert theirs[:3] == ["llama.cpp f16", "too little memory", "—"]
+    assert ours[2] == "—", "there is nothing to compare with"
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -192,13 +237,14 @@ def test_the_tables_come_last_and_the_file_says_how_it_was_made(
     measure_with: Measure, tmp_path: Path, local: type[Local]
 ) -> None:
     whole, out, err = measure_with("--types", "balanced,polarquant:plain", "--repeat", "1")
-    prompts, generation, read, batches, memory = tables(out)
+    prompts, generation, read, batches, memory, starts = tables(out)
     assert prompts[0] == generation[0] == read[0] == ["", "**balanced**", "polarquant:plain"]
     assert [row[0] for row in prompts[1:]] == ["prompt of 40", "prompt of 100"]
     depths = ["generation, depth ≤ 64", "generation at 100", "generation at 384"]
     assert [row[0] for row in generation[1:]] == [row[0] for row in read[1:]] == depths
     assert [row[:2] for row in batches[1:]] == [[f"steps of {n} at 128", "`balanced`"] for n in (1, 8, 16)]
     assert [row[0] for row in memory[1:]] == ["**balanced**", "polarquant:plain"]
+    assert [row[0] for row in starts[1:]] == ["here balanced"]
     sentence = "Generation at 512 is measured at 384, to leave room for the steps"
     assert out.endswith(sentence + "\n")
     assert "Takes about " in err
@@ -238,6 +284,8 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += 2 * [(label, 2, "steps", 100) for label in all_four]
     expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in all_four]
+    starts = ["ours ring4", "peer f16"] * 3 + ["ours ring4"] * 2  # the last two are the first start ever
+    expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
     assert calls[14:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out
     prompts, generation, *_ = tables(out)

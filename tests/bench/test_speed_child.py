@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polarlm.bench.speed import process
-from polarlm.bench.speed.child import Child, Failed
+from polarlm.bench.speed.child import Child, Failed, memory
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "tests.bench.contestant"
@@ -121,12 +120,12 @@ child.call("wait", {str(pipe)!r})
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the parts are counted on Linux only")
 def test_memory_is_that_of_the_process() -> None:
-    before = process.memory(os.getpid())
+    before = memory(os.getpid())
     held = bytearray(os.urandom(1 << 20)) * 40
-    during = process.memory(os.getpid())
+    during = memory(os.getpid())
     assert during["private"] - before["private"] == pytest.approx(len(held), abs=4 << 20)
     del held
-    after = process.memory(os.getpid())
+    after = memory(os.getpid())
     assert during["now"] > after["now"]
     assert after["peak"] > during["now"] - (1 << 20)  # the system counts in batches
     assert after["private"] + after["file"] <= after["now"] + (1 << 20)
@@ -141,8 +140,8 @@ def test_memory_elsewhere_is_what_psutil_says(monkeypatch: pytest.MonkeyPatch) -
         return there(path, *given, **named)
 
     pid = os.getpid()
-    now = process.memory(pid)["now"]
+    now = memory(pid)["now"]
     monkeypatch.setattr(Path, "read_text", no_proc)
-    found = process.memory(pid)
+    found = memory(pid)
     assert found.keys() == {"now"}
     assert found["now"] == pytest.approx(now, rel=0.2)

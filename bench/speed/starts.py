@@ -1,0 +1,107 @@
+"""Starts: a new process that loads the model and computes the first token of a short prompt."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polarlm.bench.speed.child import Failed, memory
+from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
+from polarlm.bench.speed.figures import Cell, Speed
+from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.engine.cli.commands import note
+
+START_TOKENS = 8  # of the prompt
+_KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Starts contestants with `context` tokens of context; `ids` are the prompt."""
+
+    subject: Subject
+    threads: int
+    context: int
+    ids: Sequence[int]
+
+    def run(self, contestant: Contestant, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), and its
+        "memory" (name → bytes). variables: further ones of its environment. Raises Failed."""
+        began = time.perf_counter()
+        with closing(new_child(contestant, self.subject, variables)) as child:
+            child.call("imported")
+            imported = time.perf_counter()
+            start(child, contestant, self.subject, self.threads, self.context)
+            loaded = time.perf_counter()
+            child.call("prompt_rate", self.ids)
+            ended = time.perf_counter()
+            sizes = memory(child.pid)
+            if contestant.is_ours:
+                sizes |= child.call("resident")
+                if "peak" in sizes and self.subject.device == "cpu":
+                    sizes["rest"] = sizes["peak"] - sizes["weights"] - sizes["store"]
+        parts = {"imports": imported - began, "loading": loaded - imported, "first token": ended - loaded}
+        return {"seconds": ended - began, "parts": parts, "memory": sizes}
+
+    def first(self, contestant: Contestant, warm: float) -> dict[str, float]:
+        """Return the "seconds" of a start of ours with an empty cache folder, and what compiling "kernels" and the
+        "fit" of the KV cache take of them. warm: seconds of a start that finds both. Raises Failed.
+
+        A second start finds the kernels alone: it takes longer than a warm one by the fit.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            variables = {"POLARLM_CACHE": folder}
+            seconds = self.run(contestant, variables)["seconds"]
+            for path in Path(folder).iterdir():
+                if path.name != _KERNELS:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            fitted = self.run(contestant, variables)["seconds"]
+        return {"seconds": seconds, "kernels": max(0.0, seconds - fitted), "fit": max(0.0, fitted - warm)}
+
+
+def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int]) -> None:
+    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count."""
+    starter = Starter(subject, speed.most_threads, context, ids)
+    leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
+    cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
+    found: dict[Contestant, list[dict[str, Any]]] = {cell.contestant: [] for cell in cells}
+
+    def runs(cell: Cell) -> Runs:
+        def run(number: int) -> float:
+            one = starter.run(cell.contestant)
+            if number >= 0:
+                found[cell.contestant].append(one)
+            return float(one["seconds"])
+
+        return Runs(cell, run)
+
+    note("Starting new processes")
+    referee.measure("starts", [runs(cell) for cell in cells])
+    for cell in cells:
+        row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
+        row |= {"threads": cell.threads, "context": context}
+        if cell.failure is None:
+            row |= _medians(found[cell.contestant])
+            if cell.contestant.is_ours:
+                try:
+                    row["first"] = starter.first(cell.contestant, row["median"])
+                except Failed as error:
+                    note(f"The first start ever cannot be measured: {error}")
+        else:
+            row["failure"] = cell.failure
+        speed.starts.append(row)
+
+
+def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The seconds of all runs and their median, the medians of their parts, and the most memory of each kind."""
+    seconds = [one["seconds"] for one in starts]
+    parts = {name: statistics.median(one["parts"][name] for one in starts) for name in starts[0]["parts"]}
+    sizes = {name: max(one["memory"][name] for one in starts) for name in starts[0]["memory"]}
+    return {"median": statistics.median(seconds), "runs": seconds, "parts": parts, "memory": sizes}

@@ -1,0 +1,61 @@
+"""Progress bars on a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from polarlm.engine.cli import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setattr(progress, "_DELAY", 0.01)
+    monkeypatch.setattr(progress, "_REDRAW", 0.01)
+    return made
+
+
+def wait_for(terminal: Terminal, count: int) -> None:
+    """Wait until a bar has been drawn with `count` different seconds."""
+    while len(set(re.findall(r"(\d+\.\d) s", terminal.getvalue()))) < count:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("total", [None, 100])
+def test_a_bar_moves_while_nothing_is_counted_and_disappears(terminal: Terminal, total: int | None) -> None:
+    with progress.progress_bar(True, desc="Loading m", bar_format=progress.BYTES, unit="B", total=total, ncols=60):
+        wait_for(terminal, 3)
+    assert "Loading m:   0%|" in terminal.getvalue().replace("% |", "%|")
+    assert terminal.getvalue().split("\r")[-2].strip() == ""
+
+
+def test_what_is_said_stays_above_the_bar(terminal: Terminal) -> None:
+    say = progress.above_bars(lambda sentence: print(sentence, file=sys.stderr))
+    with progress.progress_bar(True, desc="Loading m", bar_format=progress.SHARE, total=1, ncols=60):
+        wait_for(terminal, 1)
+        say("A sentence.")
+    before, after = terminal.getvalue().split("A sentence.\n")
+    assert before.split("\r")[-2].strip() == before.split("\r")[-1] == "", "the line of the bar is cleared first"
+    assert "Loading m" in after
+
+
+@pytest.mark.parametrize(("is_shown", "is_terminal"), [(False, True), (True, False)])
+def test_elsewhere_nothing_is_drawn(
+    is_shown: bool, is_terminal: bool, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "isatty", lambda: is_terminal)
+    with progress.progress_bar(is_shown, desc="Loading m") as bar:
+        progress.above_bars(lambda sentence: print(sentence, file=sys.stderr))("A sentence.")
+    assert bar is None
+    assert terminal.getvalue() == "A sentence.\n"
