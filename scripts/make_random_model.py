@@ -202,7 +202,7 @@ def _scale_q4_0(rng: np.random.Generator, blocks: np.ndarray, size: float) -> No
 
 def _scale_iq4_xs(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
     """d, then scales of 6 bits and codes. Values are d · (scale − 32) · table[q]; both factors are random."""
-    scales, table = np.arange(64) - 32.0, np.array(gguf.quants.IQ4_XS.kvalues, np.float32)
+    scales, table = np.arange(64) - 32.0, np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
     _set_half(blocks, 0, size / float(np.sqrt(np.mean(scales**2) * np.mean(table**2))))
 
 

@@ -28,8 +28,11 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def wait_for(terminal: Terminal, count: int) -> None:
     """Wait until a bar has been drawn with `count` different seconds."""
-    while len(set(re.findall(r"(\d+\.\d) s", terminal.getvalue()))) < count:
+    for _ in range(6000):
+        if len(set(re.findall(r"(\d+\.\d) s", terminal.getvalue()))) >= count:
+            return
         time.sleep(0.01)
+    raise AssertionError(terminal.getvalue())
 
 
 @pytest.mark.parametrize("total", [None, 100])
