@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import time
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -19,11 +20,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    made = Terminal()
-    monkeypatch.setattr(sys, "stderr", made)
     monkeypatch.setattr(progress, "_DELAY", 0.01)
     monkeypatch.setattr(progress, "_REDRAW", 0.01)
-    return made
+    return Terminal()
 
 
 def wait_for(terminal: Terminal, count: int) -> None:
@@ -37,7 +36,10 @@ def wait_for(terminal: Terminal, count: int) -> None:
 
 @pytest.mark.parametrize("total", [None, 100])
 def test_a_bar_moves_while_nothing_is_counted_and_disappears(terminal: Terminal, total: int | None) -> None:
-    with progress.progress_bar(True, desc="Loading m", bar_format=progress.BYTES, unit="B", total=total, ncols=60):
+    with (
+        redirect_stderr(terminal),
+        progress.progress_bar(True, desc="Loading m", bar_format=progress.BYTES, unit="B", total=total, ncols=60),
+    ):
         wait_for(terminal, 3)
     assert "Loading m:   0%|" in terminal.getvalue().replace("% |", "%|")
     assert terminal.getvalue().split("\r")[-2].strip() == ""
@@ -45,7 +47,10 @@ def test_a_bar_moves_while_nothing_is_counted_and_disappears(terminal: Terminal,
 
 def test_what_is_said_stays_above_the_bar(terminal: Terminal) -> None:
     say = progress.above_bars(lambda sentence: print(sentence, file=sys.stderr))
-    with progress.progress_bar(True, desc="Loading m", bar_format=progress.SHARE, total=1, ncols=60):
+    with (
+        redirect_stderr(terminal),
+        progress.progress_bar(True, desc="Loading m", bar_format=progress.SHARE, total=1, ncols=60),
+    ):
         wait_for(terminal, 1)
         say("A sentence.")
     before, after = terminal.getvalue().split("A sentence.\n")
@@ -58,7 +63,7 @@ def test_elsewhere_nothing_is_drawn(
     is_shown: bool, is_terminal: bool, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "isatty", lambda: is_terminal)
-    with progress.progress_bar(is_shown, desc="Loading m") as bar:
+    with redirect_stderr(terminal), progress.progress_bar(is_shown, desc="Loading m") as bar:
         progress.above_bars(lambda sentence: print(sentence, file=sys.stderr))("A sentence.")
     assert bar is None
     assert terminal.getvalue() == "A sentence.\n"
