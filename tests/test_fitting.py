@@ -67,7 +67,7 @@ def start(path: Path, said: list[str] | None = None, **settings) -> tuple[Stored
         return FITTED[-1], tuple(answer.token_ids)
 
 
-@pytest.mark.parametrize("cache_type", ["balanced", "compact", "f16"])
+@pytest.mark.parametrize("cache_type", ["balanced", "compact"])
 def test_a_later_start_reads_what_the_first_has_computed(tiny_path: Path, computed: list[str], cache_type: str) -> None:
     first, answer = start(tiny_path, cache_type=cache_type)
     assert computed
@@ -97,8 +97,6 @@ def test_each_setting_that_decides_has_its_own(tiny_path: Path, computed: list[s
         {},
         {"cache_type": "compact"},
         {"block_size": 4},
-        {"calibration": False},
-        {"cache_type": "f16"},
     ]
     firsts = [start(tiny_path, **one) for one in settings]
     assert computed.count("stored_layers") == len(settings)
@@ -108,6 +106,12 @@ def test_each_setting_that_decides_has_its_own(tiny_path: Path, computed: list[s
         assert_same(stored, again)
         assert ids == answer
     assert not computed
+
+
+@pytest.mark.parametrize("settings", [{"calibration": False}, {"cache_type": "f16"}], ids=str)
+def test_without_a_calibration_nothing_is_kept(tiny_path: Path, cache: Path, settings: dict) -> None:
+    start(tiny_path, **settings)
+    assert not list(cache.glob("encoding-*"))
 
 
 def test_a_damaged_file_is_computed_again(tiny_path: Path, cache: Path, computed: list[str]) -> None:

@@ -42,11 +42,12 @@ def load_or_fit(
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
     a calibration: as kept in the user's cache folder, or else computed now and kept there.
 
-    tokenizer: None leaves the calibration out. say, progress: as of `load_or_calibrate`.
+    tokenizer: None leaves the calibration out; what is left takes too little time to be kept. say, progress: as of
+    `load_or_calibrate`.
     """
     ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
     # A calibration on too short a text says so at every start.
-    is_kept = tokenizer is None or can_calibrate(ids, shape.block_size)
+    is_kept = can_calibrate(ids, shape.block_size)
     layers = [(number, one.codec_k.name, one.codec_v.name, one.mean_bits) for number, one in shape.kv_layers.items()]
     key = kept_arrays.key_of(_FORMAT, encoding, shape.block_size, layers, ids, fingerprint(ops, config, weights))
     if is_kept and (arrays := kept_arrays.read(_KIND, key)) is not None:
@@ -58,7 +59,7 @@ def load_or_fit(
     block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
     found = stored_layers(encoding, shape, variances(ops, config, weights, block_sizes), statistics)
     if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
-        kept_arrays.write(_KIND, key, _packed(*found), say if tokenizer is None else lambda sentence: None)
+        kept_arrays.write(_KIND, key, _packed(*found), lambda sentence: None)
     return found
 
 
