@@ -239,7 +239,8 @@ def _store(
     """Return the KV store, fitted to the model."""
     tokenizer = source.tokenizer if _is_calibrated(config, plan.shape) else None
     say = verbose or (lambda sentence: None)
-    with progress_bar(verbose is not None, desc="Fitting the KV cache", bar_format=SHARE) as bar:
+    is_shown = verbose is not None and tokenizer is not None
+    with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
         found = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
         return KVStore(ops, plan, *found)
 

@@ -334,7 +334,7 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
     per_layer = (TINY.heads + 2 * TINY.kv_heads + TINY.heads) * TINY.head_dim + 3 * TINY.ffn
     matrices = (TINY.layers * per_layer + TINY.vocabulary) * TINY.hidden
     assert f16["bytes_read"]["weights"] == matrices * 34 // 32, "without the embedding, which is not the head"
-    *_, read, _, _ = tables(out)
+    *_, read, _, _, _ = tables(out)  # then batches, memory, starts
     assert read[2][1] == "1 + 0 MB, 22%"
     assert [row[1].split(", ")[1] for row in read[1:]] == ["20%", "22%"], "of the fastest"
 

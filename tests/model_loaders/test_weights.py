@@ -398,6 +398,7 @@ def test_generation_defaults(written: dict[str, object] | None, expected: Genera
     assert generation_defaults(tmp_path) == expected
 
 
+# Product: a mapped file that became shorter would kill the process; one that is read would give other bytes.
 @pytest.mark.parametrize("change", ["shorter", "written again"])
 @BOTH_WAYS
 def test_a_file_that_changes_while_it_is_read_is_refused(mmap: bool, change: str, tmp_path: Path) -> None:

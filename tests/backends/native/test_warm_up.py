@@ -166,7 +166,7 @@ def test_a_bar_shows_the_kernels_that_are_waited_for(
     assert loading.desc.startswith("Loading")
     assert compiling.desc.startswith("Compiling kernels for this CPU (once)")
     assert compiling.n == compiling.total > 5
-    assert compiling.settings["delay"] == 1
+    assert compiling.settings["delay"] < 1
 
 
 # -- failures ------------------------------------------------------------------------------------------------------
