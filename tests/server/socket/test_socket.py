@@ -371,6 +371,8 @@ def test_a_client_that_resets_the_connection_with_requests_in_the_queue(server: 
     for number in range(6):
         client.send(id=number, **LONG)
     client.receive()
+    # A reset discards what the server has not read.
+    eventually(lambda: server.engine.status().running + server.engine.status().waiting == 6)
     client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     eventually(server.is_idle)
