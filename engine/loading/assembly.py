@@ -36,7 +36,7 @@ from polarlm.engine.loading.sizes import (
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
-from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
+from polarlm.engine.model.weights import file_bytes, in_words, kept, layer_formats, left_out, load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
@@ -200,7 +200,10 @@ def _warm_up(
     config: EngineConfig, encoding: Encoding, warm: WarmUp, source: model_loaders.Model, shape: CacheShape
 ) -> list[Callable[[], None]]:
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones."""
-    model, ops = source.config, warm.ops
+    ops, wanted = warm.ops, weight_format(config)
+    numbers = _different_layers(source.config, shape, layer_formats(ops, source.config, source.weights, wanted))
+    model = replace(source.config, layers=tuple(source.config.layers[number] for number in numbers))
+    shape = CacheShape(shape.block_size, tuple(shape.layers[number] for number in numbers))
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
     for number in model.attentions:
         layer = shape.kv_layers[number]
@@ -211,7 +214,7 @@ def _warm_up(
     conditioning, metrics = zip(
         *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
     )
-    weights = load_weights(ops, model, source.weights, None, weight_format(config))
+    weights = load_weights(ops, source.config, source.weights, None, wanted, numbers)
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
     warmed = Transformer(ops, model, weights, store)
     sequence = warm_up(warmed)
@@ -224,6 +227,15 @@ def _warm_up(
             for fewer, rows in itertools.pairwise((1, *warm.rows))
         ),
     ]
+
+
+def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
+    """Return the numbers of layers that have all kernels of the model. formats: those of each layer's matrices.
+
+    Of equal layers it is the last one, since a prompt computes only its last rows in the model's last layer.
+    """
+    kinds = [*zip(model.layers, shape.layers, formats, strict=True)]
+    return [number for number, kind in enumerate(kinds) if kind not in kinds[number + 1 :]]
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them

@@ -72,23 +72,39 @@ def load_weights(
     source: WeightSource,
     progress: Callable[[int], None] | None = None,
     weight_type: WeightFormat | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
-    progress: called with the number of bytes of the file that were read since its last call.
+    progress: called with the number of bytes of the file that were read since its last call. numbers: those of the
+    layers to load; None: all.
     """
     read = _Reader(ops, source, progress, weight_type)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
     layers = []
-    for layer, slots in zip(config.layers, table.layers, strict=True):
-        own = _LayerReader(read, slots)
+    for number in range(len(config.layers)) if numbers is None else numbers:
+        layer, own = config.layers[number], _LayerReader(read, table.layers[number])
         mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
         layers.append(LayerWeights(mixer.Weights.read(own), ffn.Weights.read(own)))
     norm = read.vector(top["norm"])
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
     return ModelWeights(embedding, layers, norm, head, read.bytes)
+
+
+def layer_formats(
+    ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None
+) -> list[dict[str, list[WeightFormat]]]:
+    """Return slot → the formats of its matrices on the device, for every layer and the `weight_type` of
+    `load_weights`."""
+    return [
+        {
+            slot: [_format(ops, source, spec.name, weight_type) for spec in specs if len(source.shape(spec.name)) > 1]
+            for slot, specs in slots.items()
+        }
+        for slots in tensors(config).layers
+    ]
 
 
 def file_bytes(source: WeightSource) -> int:
