@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
@@ -48,10 +50,15 @@ class Model:
     path: Path
     config: ModelConfig
     weights: WeightSource
-    tokenizer: Tokenizer
+    read_tokenizer: Callable[[], Tokenizer]  # waits until it is read; raises LoadError
     template: ChatTemplate  # the model's own or a default
     generation: GenerationDefaults
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, once it is read. Raises LoadError."""
+        return self.read_tokenizer()
 
     @property
     def vocabulary(self) -> range:
@@ -70,8 +77,8 @@ def load(
     model.
 
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. With `mmap` it maps the files,
-    otherwise it reads them piece by piece. `verbose` receives lines of progress. `fits` chooses among GGUF files on the
-    hub. Raises LoadError.
+    otherwise it reads them piece by piece. The tokenizer is read by a thread while the caller loads the weights.
+    `verbose` receives lines of progress. `fits` chooses among GGUF files on the hub. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, demo_model
 
@@ -114,7 +121,8 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
             path=folder,
             config=config,
             weights=weights,
-            tokenizer=tokenizers.load_for_folder(
+            read_tokenizer=_in_thread(
+                tokenizers.load_for_folder,
                 folder,
                 read_json(folder / "config.json"),
                 read_json(folder / "generation_config.json", required=False),
@@ -140,7 +148,7 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
             path=file,
             config=config,
             weights=weights,
-            tokenizer=tokenizers.load_for_gguf(gguf),
+            read_tokenizer=_in_thread(tokenizers.load_for_gguf, gguf),
             template=templates.for_gguf(gguf),
             generation=GenerationDefaults(),
             dtype=main_dtype(weights),
@@ -148,6 +156,23 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
     except BaseException:
         gguf.close()
         raise
+
+
+def _in_thread(read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
+    """Return a function that returns what `read(*arguments)` does, which a thread calls now."""
+    found: Future[Tokenizer] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(read(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="tokenizer").start()
+    except RuntimeError:  # the system refuses another thread
+        run()
+    return found.result
 
 
 def _existing(path: str | Path) -> Path:

@@ -128,6 +128,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             if warm is not None:
                 later = _warm_up(config, encoding, warm, source, shape)
             weights = load_weights(ops, source.config, source.weights, None if bar is None else bar.update, weight_type)
+            source.read_tokenizer()  # what is wrong with it is an error of loading
             bars.close()
             ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
             store = _store(config, encoding, ops, source, weights, plan, verbose)
