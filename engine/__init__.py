@@ -6,12 +6,16 @@
 ...         print(chunk.text, end="", flush=True)
 """
 
-from polarlm.engine.async_engine import AsyncEngine
+from typing import TYPE_CHECKING, Any
+
 from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, TokenLogprob, Usage
 from polarlm.engine.storage.sessions import Session
+
+if TYPE_CHECKING:
+    from polarlm.engine.async_engine import AsyncEngine
 
 __all__ = [
     "AsyncEngine",
@@ -29,3 +33,12 @@ __all__ = [
     "TokenLogprob",
     "Usage",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """AsyncEngine is imported when it is first used: asyncio takes a tenth of the time of importing this package."""
+    if name != "AsyncEngine":
+        raise AttributeError(f"module 'polarlm.engine' has no attribute {name!r}")
+    from polarlm.engine.async_engine import AsyncEngine
+
+    return AsyncEngine

@@ -12,7 +12,6 @@ from polarlm.engine.state.plan import parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.remote import Remote
 from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
@@ -68,6 +67,8 @@ def _remote(where: str, most: int) -> TierStore:
     reason = ""
     if re.match("https?:", where):
         try:
+            from polarlm.engine.storage.tiers.remote import Remote  # http.client takes time to import
+
             return Remote(where, most, os.environ.get(KEY_VARIABLE))
         except ValueError as error:
             reason = str(error)
