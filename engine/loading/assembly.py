@@ -233,10 +233,10 @@ def _warm_up(
 def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
     """Return the numbers of layers that have all kernels of the model. formats: those of each layer's matrices.
 
-    Of equal layers it is the last one, since a prompt computes only its last rows in the model's last layer.
+    The last layer is one of them even if it is equal to others: a prompt computes only its last rows there.
     """
-    kinds = [*zip(model.layers, shape.layers, formats, strict=True)]
-    return [number for number, kind in enumerate(kinds) if kind not in kinds[number + 1 :]]
+    kinds, last = [*zip(model.layers, shape.layers, formats, strict=True)], len(model.layers) - 1
+    return [number for number, kind in enumerate(kinds) if number == last or kind not in kinds[number + 1 : last]]
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them

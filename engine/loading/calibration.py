@@ -102,7 +102,7 @@ def calibrate(
     blocks of ids, EngineError ("model_damaged") if queries, keys or the logits of the first ids are not finite.
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
-    _check_finite(model, ids[:2])
+    _check_finite(model, ids[:8])
     seen = model.taps = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: Statistics = {}
@@ -131,12 +131,12 @@ def _output(ops: Ops, weights: ModelWeights, layer: int) -> np.ndarray:
 
 
 def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
-    """Raises EngineError if the logits of `ids` are not finite. Two ids suffice: they use nearly all weights, take
-    little time, and need only kernels of prompts, which loading compiles anyway."""
+    """Raises EngineError if the logits of the last of `ids` are not finite. A few ids suffice: they use nearly all
+    weights, take little time, and eight of them need only kernels that loading compiles anyway."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     try:
-        model.logits(model.forward([span], ids))
+        model.logits(model.forward([span], ids, outputs=1))
     finally:
         model.store.abort(span)
         model.store.release(sequence)
