@@ -124,7 +124,7 @@ def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | Non
 @dataclass(frozen=True)
 class Kept:
     """Matrices that the device keeps in the same way. stored: their types in the file, the one with the most bytes
-    first; how: "as stored", "kept as q8_0" or "converted to q4_0"; bytes: on the device."""
+    first; how: "as stored", "kept as q8_0", "converted to q4_0" or both of the latter; bytes: on the device."""
 
     stored: tuple[str, ...]
     how: str
@@ -143,7 +143,9 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
             format = _format(ops, source, name, weight_type)
             how, device = "as stored", ops.kept_as(format)
             if device is not find(stored):
-                how = f"converted to {format.name}" if format is weight_type else f"kept as {device.name}"
+                how = f"kept as {device.name}"
+                if format is weight_type and format is not find(stored):
+                    how = f"converted to {format.name}" + (f" and {how}" if device is not format else "")
             sizes.setdefault(how, Counter())[stored] += ops.matrix_bytes(format, math.prod(shape))
     found = (Kept(tuple(name for name, _ in types.most_common()), how, types.total()) for how, types in sizes.items())
     return tuple(sorted(found, key=lambda one: -one.bytes))

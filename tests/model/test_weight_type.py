@@ -145,6 +145,7 @@ def test_messages_say_how_the_matrices_of_a_file_are_kept(tmp_path: Path) -> Non
     assert in_words(kept(native, source)) == "IQ2_XS weights as stored"
     assert in_words(kept(native, source, get("q4_0"))) == "IQ2_XS weights converted to q4_0"
     assert in_words(kept(NumpyOps(), source)) == "IQ2_XS weights kept as f32"
+    assert in_words(kept(NumpyOps(), source, get("q4_0"))) == "IQ2_XS weights converted to q4_0 and kept as f32"
     assert in_words(kept(CudaOps(open_device(checked=False)), source)) == "IQ2_XS weights kept as q8_0"
     source.close()
     quantized_model(tmp_path / "model.gguf", "TQ1_0")
