@@ -105,6 +105,13 @@ class EngineConfig:
         help="CPU threads; 0 follows OMP_NUM_THREADS, or else uses one for each core that the process may use",
     )
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
+    tile_cache: str | None = setting(
+        None,
+        "--tile-cache",
+        metavar="SIZE",
+        help="on a CPU, keep packed weights in files of the cache folder, of this total size, such as 20G, and map "
+        "them: later starts pack nothing, processes share their memory, and weights may exceed it",
+    )
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
     prefill_share: float = setting(

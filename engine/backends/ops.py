@@ -9,9 +9,11 @@ layer, `Buffer` a prompt's full-precision K/V of one layer, `Spans` a list of `S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from polarlm.engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.outputs import Threads
@@ -51,6 +53,16 @@ class WarmUp(NamedTuple):
     rows: Sequence[int]
 
 
+class KeptTiles(Protocol):
+    """Tiles of matrices that outlive a process."""
+
+    def take(self, nbytes: int, packed: Callable[[], Iterator[np.ndarray]]) -> np.ndarray | None:
+        """Return the tiles of the next matrix to load, uint8 (nbytes,), read-only; None if they are not kept.
+
+        packed: packs them, and returns their parts in order, each uint8 (bytes,) and valid until the next one.
+        """
+
+
 class Ops(Protocol):
     """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
 
@@ -69,6 +81,9 @@ class Ops(Protocol):
 
     stored_as: str
     """The representation that `read_blocks` returns: `FIELDS`, `TILES` or `RECORDS` of `engine.backends.transfer`."""
+
+    keeps_tiles: bool
+    """Whether `load` takes matrices from `KeptTiles`."""
 
     prefill_rows: int
     """Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations."""
@@ -122,9 +137,10 @@ class Ops(Protocol):
     def warm_up(self) -> WarmUp | None:
         """Ops for a warm-up, and a function that waits for the kernels they need; None if nothing is compiled."""
 
-    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
 
+        kept: where a backend that `keeps_tiles` finds them; what it does not find is read from `matrices`.
         Raises EngineError for a matrix that the device cannot read, MemoryError if they do not fit.
         """
 

@@ -33,6 +33,7 @@ from polarlm.engine.loading.sizes import (
     store_plan,
     weight_format,
 )
+from polarlm.engine.loading.tile_cache import TileCache, tile_cache
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
@@ -41,7 +42,7 @@ from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
+from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, Metrics
 from polarlm.engine.storage.tiers.opening import open_tiers
@@ -64,6 +65,7 @@ class Parts:
     model: Transformer
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
+    is_mapped: bool = False  # whether the weights are mapped from the tile cache
 
     @property
     def draft_model(self) -> Transformer | None:
@@ -119,7 +121,9 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)
             size = weight_bytes(ops, source.weights, weight_type)
-            room = ops.room_beside(size)
+            cache = _tile_cache(config, ops, source, say)
+            # The system can drop mapped weights, and reads them again: they leave half of the memory to other things.
+            room = ops.room_beside(size if cache is None else min(size, ops.free_memory() // 2))
             plan = store_plan(config, ops, source.config, shape, room, draft_bytes(config, ops))
             _warn(config, source.config, plan, say)
             if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
@@ -127,7 +131,10 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             warm = ops.warm_up()
             if warm is not None:
                 later = _warm_up(config, encoding, warm, source, shape)
-            weights = load_weights(ops, source.config, source.weights, None if bar is None else bar.update, weight_type)
+            progress = None if bar is None else bar.update
+            load = partial(load_weights, ops, source.config, source.weights, progress, weight_type)
+            mapped = None if cache is None else cache.load(lambda kept: load(kept=kept))
+            weights = mapped or load()
             source.read_tokenizer()  # what is wrong with it is an error of loading
             bars.close()
             ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
@@ -150,7 +157,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             source.weights.close()
             raise
     _give_back_freed_memory()
-    parts = Parts(config, source, plan, Transformer(ops, source.config, weights, store), tiers)
+    model = Transformer(ops, source.config, weights, store)
+    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None)
     if config.model_draft is not None:
         try:
             parts.draft = _assemble(draft_config(config, plan.tokens), ops, verbose, encoding)
@@ -195,6 +203,16 @@ def _give_back_freed_memory() -> None:
     """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+def _tile_cache(config: EngineConfig, ops: Ops, source: model_loaders.Model, say: Say) -> TileCache | None:
+    """Return the tile cache of a model, if there is to be one; say why there is none."""
+    if config.tile_cache is None:
+        return None
+    if not ops.keeps_tiles:
+        say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")
+        return None
+    return tile_cache(source.weights, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
 
 
 def _warm_up(
@@ -283,8 +301,9 @@ def fit_line(parts: Parts) -> str:
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
+    where = ", mapped from the tile cache" if parts.is_mapped else ""
     line = (
-        f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}; "
+        f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
         f"KV store {format_bytes(plan.bytes)}, "
         f"{sum(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_per_value:.2f} bits/value): {plan.tokens:,} tokens fit"

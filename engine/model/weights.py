@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array, KeptTiles, Ops
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
@@ -35,9 +35,10 @@ class _Reader:
         source: WeightSource,
         progress: Callable[[int], None] | None,
         weight_type: WeightFormat | None,
+        kept: KeptTiles | None,
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
-        self._weight_type = weight_type
+        self._weight_type, self._kept = weight_type, kept
         self.bytes = 0
 
     def vector(self, names: Sequence[str]) -> Array:
@@ -53,7 +54,7 @@ class _Reader:
 
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
         """Load tensors (rows_i, columns) as the parts of one matrix."""
-        matrices = self._ops.load([self._matrix(name) for name in names])
+        matrices = self._ops.load([self._matrix(name) for name in names], self._kept)
         self.bytes += sum(self._ops.matrix_bytes(matrix.format, math.prod(matrix.shape)) for matrix in matrices)
         return matrices
 
@@ -73,13 +74,14 @@ def load_weights(
     progress: Callable[[int], None] | None = None,
     weight_type: WeightFormat | None = None,
     numbers: Sequence[int] | None = None,
+    kept: KeptTiles | None = None,
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
     progress: called with the number of bytes of the file that were read since its last call. numbers: those of the
-    layers to load; None: all.
+    layers to load; None: all. kept: as in `Ops.load`.
     """
-    read = _Reader(ops, source, progress, weight_type)
+    read = _Reader(ops, source, progress, weight_type, kept)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])

@@ -12,7 +12,7 @@ from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
-from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.ops import KeptTiles, Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.model import prompt_readers
 from polarlm.engine.model.forward import Transformer
@@ -44,7 +44,7 @@ class SameWeights(NumpyOps):
         self._device = device
         self.kind = "__half"
 
-    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         held = self._device.load(matrices)
         self.kind = {"f16": "__half", "bf16": "__nv_bfloat16"}[held[0].format.name]
         return (matrix(np.concatenate([self._device.rows(part) for part in held])),)

@@ -17,6 +17,7 @@ from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDev
 from polarlm.engine.backends.cuda.linear import _UPLOAD_BYTES
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import cache_shape, store_plan
@@ -39,14 +40,14 @@ GB = 10**9
 class Exact(NumpyOps):
     """NumPy with the file's weights."""
 
-    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         return super().load([read_all(stored) for stored in matrices])
 
 
 class Halves(Rounded):
     """NumPy with the file's weights, and with what the kernels round: every other factor of a product, too."""
 
-    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         return NumpyOps.load(self, [read_all(stored) for stored in matrices])
 
     def linear(self, x, w, **more) -> np.ndarray:

@@ -23,6 +23,7 @@ from polarlm.engine.backends.cuda.launch_configs import (
     GEMV_ROWS,
     SMALL_ROWS,
 )
+from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
@@ -65,7 +66,7 @@ class LinearOps:
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         return _on_device(format)
 
-    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         together = itertools.groupby(matrices, key=lambda matrix: _on_device(matrix.format))
         return tuple(self._joined(format, list(parts)) for format, parts in together)
 

@@ -24,7 +24,7 @@ from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
-from polarlm.engine.backends.ops import Load, Result, WarmUp
+from polarlm.engine.backends.ops import KeptTiles, Load, Result, WarmUp
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 
@@ -43,6 +43,7 @@ class CudaOps:
 
     backend = "cuda"
     forkable = False
+    keeps_tiles = False
     stored_as = transfer.RECORDS
 
     def __init__(self, device: Device):
@@ -150,8 +151,8 @@ class CudaOps:
         ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps))
         load = ops.load
 
-        def load_first_rows(matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
-            loaded = load([FirstRow(matrix) for matrix in matrices])
+        def load_first_rows(matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+            loaded = load([FirstRow(matrix) for matrix in matrices], kept)
             for matrix in loaded:
                 ops.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
             return loaded

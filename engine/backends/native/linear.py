@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from polarlm.engine.backends.native.kernels.linear.product import (
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import GateArguments, NormArguments, gate, norm_rows
 from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
@@ -52,11 +54,11 @@ class LinearOps:
             return count * format.nbytes
         return count // format.values * tiles.block_bytes(format) // tiles.ROWS
 
-    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """Consecutive matrices of the same format become one."""
-        return tuple(self._load(group) for group in _joined(matrices))
+        return tuple(self._load(group, kept) for group in _joined(matrices))
 
-    def load_shapes(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load_shapes(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """As `load`, but reads nothing and allocates nothing: for warm-up ops, which compute nothing."""
         loaded = []
         for group in _joined(matrices):
@@ -67,18 +69,25 @@ class LinearOps:
             loaded.append(Matrix(format, _Tiles(np.broadcast_to(np.uint8(0), shape)), (rows, columns)))
         return tuple(loaded)
 
-    def _load(self, matrices: Sequence[StoredMatrix]) -> Matrix:
+    def _load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None) -> Matrix:
         """Matrices of one format, packed as one; all but the last have whole tiles."""
         format, rows, columns = _size(matrices)
-        row_size = format.size(columns)
-        memory = self._launch.arena.take(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
-        step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
-        first = 0
-        for matrix in matrices:
-            for slab, raw in matrix.slabs(step * row_size):
-                self._pack(raw, format, memory[(first + slab.start) // tiles.ROWS :])
-            first += matrix.shape[0]
+        nbytes = tiles.tile_bytes(format, rows, columns)
+        found = None if kept is None else kept.take(nbytes, partial(self._packed, matrices))
+        memory = (self._launch.arena.take(nbytes) if found is None else found).reshape(-(-rows // tiles.ROWS), -1)
+        if found is None:
+            for first, raw in _slabs(matrices):
+                self._pack(raw, format, memory[first:])
         return Matrix(format, _Tiles(memory), (rows, columns))
+
+    def _packed(self, matrices: Sequence[StoredMatrix]) -> Iterator[np.ndarray]:
+        """The tiles of matrices of one format, packed as one, slab by slab."""
+        format, rows, columns = _size(matrices)
+        tile_bytes = tiles.tile_bytes(format, rows, columns) // -(-rows // tiles.ROWS)
+        for _, raw in _slabs(matrices):
+            memory = self._launch.empty((-(-len(raw) // tiles.ROWS), tile_bytes), np.uint8)
+            self._pack(raw, format, memory)
+            yield memory.reshape(-1)
 
     def _pack(self, raw: np.ndarray, format: WeightFormat, target: np.ndarray) -> None:
         """Pack raw (rows, bytes of a row) uint8, as in the file, into the first tiles of `target`."""
@@ -241,6 +250,18 @@ def _joined(matrices: Sequence[StoredMatrix]) -> list[list[StoredMatrix]]:
             together.append([])
         together[-1].append(matrix)
     return together
+
+
+def _slabs(matrices: Sequence[StoredMatrix]) -> Iterator[tuple[int, np.ndarray]]:
+    """The first tile and the rows, uint8 (rows, bytes of a row), of every slab of matrices that are packed as one."""
+    format, _, columns = _size(matrices)
+    row_size = format.size(columns)
+    step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
+    first = 0
+    for matrix in matrices:
+        for slab, raw in matrix.slabs(step * row_size):
+            yield (first + slab.start) // tiles.ROWS, raw
+        first += matrix.shape[0]
 
 
 def _size(matrices: Sequence[StoredMatrix]) -> tuple[WeightFormat, int, int]:

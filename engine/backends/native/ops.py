@@ -37,6 +37,7 @@ class NativeOps:
     backend = "native"
     forkable = NumpyOps.forkable
     stored_as = transfer.TILES
+    keeps_tiles = True
     prefill_rows = NumpyOps.prefill_rows
     fetch_later = NumpyOps.fetch_later
 

@@ -20,7 +20,7 @@ from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, Sides, attend_alone, rounded
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
-from polarlm.engine.backends.ops import Load, Result
+from polarlm.engine.backends.ops import KeptTiles, Load, Result
 from polarlm.engine.jit.run.zeros import zeros
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
@@ -43,6 +43,7 @@ class NumpyOps:
     backend = "numpy"
     forkable = True
     stored_as = transfer.FIELDS
+    keeps_tiles = False
     prefill_rows = 512  # the feed-forward activations about fit the cache
     fetch_later = None
 
@@ -95,7 +96,7 @@ class NumpyOps:
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         return get("f32")
 
-    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """All matrices, converted to float32 and joined into one for BLAS."""
         shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         whole, end = np.empty(shape, np.float32), 0

@@ -93,7 +93,7 @@ class ObjectCache:
 def object_cache(level: Level, sources: Sequence[Path] = ()) -> ObjectCache | None:
     """The set of a level and of `sources`, the folders with the code of the kernels, to which the language's own is
     added. None if the user has no cache folder or if sources cannot be read."""
-    digest = _digest([_JIT, *sources])
+    digest = source_digest([_JIT, *sources])
     try:
         folder = cache_folder() / "kernels"
     except ValueError:  # the user has no cache folder
@@ -104,7 +104,7 @@ def object_cache(level: Level, sources: Sequence[Path] = ()) -> ObjectCache | No
     return ObjectCache(folder / hashlib.sha256(key.encode()).hexdigest()[:32], key)
 
 
-def _digest(folders: Sequence[Path]) -> str | None:
+def source_digest(folders: Sequence[Path]) -> str | None:
     """A digest of the Python files of these folders; None if a folder has none or one cannot be read."""
     digest = hashlib.sha256()
     try:

@@ -257,7 +257,7 @@ def test_a_model_loads_with_numpy_where_its_kernels_fail(tiny_path: Path, monkey
     """The test at the start has passed, and then a kernel of the model cannot be compiled."""
     monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
 
-    def load(self: object, matrices: object) -> None:
+    def load(self: object, matrices: object, kept: object) -> None:
         raise KernelError("The kernel product_x cannot be compiled for this CPU: no registers")
 
     self_test.choose()

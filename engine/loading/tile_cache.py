@@ -1,0 +1,179 @@
+"""Packed weights in files of the user's cache folder (`tile_cache`), which are mapped into memory.
+
+A file has a checked object, whose header lists the bytes of every matrix, and then the tiles of all matrices in the
+order of loading, each aligned to 64 bytes. Its name is a digest of what the tiles depend on: the weights' files, the
+type that they are converted to, and the code that packs them; not the level of CPU features. Files are written as a
+whole or not at all. The least recently used ones are removed when they exceed the size that the user gave.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from polarlm.engine.backends.ops import KeptTiles
+from polarlm.engine.jit.compile.object_cache import source_digest
+from polarlm.engine.loading.kept_arrays import key_of
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.storage import files, objects
+from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.engine.storage.tiers.names import digest
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
+
+_OBJECT = b"polarlm tilefile"  # the name of the object at the start of a file
+_NAME = re.compile("[0-9a-f]{32}")
+_ALIGNED = 64  # bytes
+_PACKAGE = Path(__file__).resolve().parents[2]
+# The code that decides what the tiles are, and in which order matrices are loaded.
+_SOURCES = tuple(
+    _PACKAGE / name for name in ("engine/backends/native", "engine/model", "engine/weight_formats", "model_loaders")
+)
+
+Packed = Callable[[], Iterator[np.ndarray]]  # as in `KeptTiles.take`
+
+
+class _Listed:
+    """The matrices that a model loads, in order; nothing is packed."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # bytes of each
+        self.packed: list[Packed] = []
+
+    def take(self, nbytes: int, packed: Packed) -> np.ndarray:
+        self.sizes.append(nbytes)
+        self.packed.append(packed)
+        return np.broadcast_to(np.uint8(0), nbytes)
+
+
+@dataclass
+class _Mapped:
+    """The tiles of a file, in the order of `sizes`. memory: all of them, uint8."""
+
+    memory: np.ndarray
+    sizes: list[int]
+    _taken: int = field(default=0, init=False)
+    _end: int = field(default=0, init=False)
+
+    def take(self, nbytes: int, packed: Packed) -> np.ndarray | None:
+        if self.sizes[self._taken : self._taken + 1] != [nbytes]:
+            self._taken = len(self.sizes)  # the rest would be in another order, too
+            return None
+        first = self._end
+        self._taken += 1
+        self._end += _padded(nbytes)
+        return self.memory[first : first + nbytes]
+
+
+@dataclass(frozen=True)
+class TileCache:
+    """The file of one model. limit: bytes of all files together; say: called with sentences for the user."""
+
+    file: Path
+    limit: int
+    say: Callable[[str], None]
+
+    def load(self, load: Callable[[KeptTiles], ModelWeights]) -> ModelWeights | None:
+        """Return the weights that `load` returns for the mapped tiles, which are packed and written first if need be;
+        None if they cannot be written. Raises LoadError for weights that cannot be read."""
+        if (mapped := self._open()) is None:
+            listed = _Listed()
+            load(listed)
+            if not self._write(listed):
+                return None
+            mapped = self._open()
+        return None if mapped is None else load(mapped)
+
+    def _open(self) -> _Mapped | None:
+        """Map the file; None if there is none, or if it is damaged."""
+        with suppress(OSError, DamagedObject, LookupError, TypeError), self.file.open("rb") as opened:
+            found = objects.read(opened, _OBJECT)
+            sizes, first = found.header["sizes"], opened.tell()
+            end = first + sum(map(_padded, sizes))
+            if found.header["key"] == self.file.name and os.fstat(opened.fileno()).st_size == end:
+                os.utime(self.file)  # marks it as recently used
+                memory = mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ)
+                return _Mapped(np.frombuffer(memory, np.uint8, end - first, first), sizes)
+        return None
+
+    def _write(self, listed: _Listed) -> bool:
+        """Pack and write all tiles; if that is not possible, say why and return False."""
+        header, _ = Object({"kind": "tiles", "key": self.file.name, "sizes": listed.sizes}).pack(_OBJECT)
+        folder, needed = self.file.parent, len(header) + sum(map(_padded, listed.sizes))
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.remove_unfinished(folder)
+            left = self.limit - needed
+            if left < 0 or _make_room(folder, self.file, left) > left:
+                return self._refuse(f"they take {format_bytes(needed)}, more than tile_cache allows")
+            if (free := shutil.disk_usage(folder).free) < needed:
+                return self._refuse(f"they take {format_bytes(needed)}, and {format_bytes(free)} of the disk are free")
+            files.write(self.file, _parts(header, listed))
+            _make_room(folder, self.file, left)  # of files that other processes have written meanwhile
+        except OSError as error:
+            return self._refuse(error.strerror or str(error))
+        return True
+
+    def _refuse(self, reason: str) -> bool:
+        self.say(f"Packed weights are not kept in {self.file.parent} ({reason}): they are packed again at each start.")
+        return False
+
+
+def tile_cache(
+    source: WeightSource, weight_type: str, limit: int, say: Callable[[str], None] = lambda sentence: None
+) -> TileCache | None:
+    """Return the tile cache of a model, of at most `limit` bytes together with those of other models; None, after a
+    sentence to `say`, if there is no folder for it. weight_type: what its matrices are converted to."""
+    try:
+        folder = cache_folder()
+        weights = digest(sorted(source.files()), folder)
+    except (LoadError, OSError) as error:
+        say(f"Packed weights are not kept. {error}")
+        return None
+    key = key_of(source_digest(_SOURCES), weights, weight_type)
+    return TileCache(folder / "tiles" / key[:32], limit, say)
+
+
+def _parts(header: bytes, listed: _Listed) -> Iterator[bytes | memoryview]:
+    """The bytes of a file."""
+    yield header
+    for nbytes, packed in zip(listed.sizes, listed.packed, strict=True):
+        for part in packed():
+            yield part.data
+        yield bytes(_padded(nbytes) - nbytes)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _make_room(folder: Path, own: Path, limit: int) -> int:
+    """Remove the least recently used files until the others than `own` take `limit` bytes, and return what they take.
+
+    Files of other users and of other names stay and do not count.
+    """
+    found = []
+    for file in folder.iterdir():
+        with suppress(OSError):
+            status = file.lstat()
+            if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != own:
+                found.append((status.st_mtime, status.st_size, file))
+    total = sum(size for _, size, _ in found)
+    for _, size, file in sorted(found):
+        if total <= limit:
+            break
+        with suppress(OSError):  # on Windows, a file that is mapped cannot be removed
+            file.unlink()
+            total -= size
+    return total

@@ -1,0 +1,231 @@
+"""Packed weights are written once, and mapped at later starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import KeptTiles
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.loading.tile_cache import TileCache
+from polarlm.engine.storage import files
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+from tests.tiny import make_model, matrices_read
+
+SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 64, "calibration": False}
+CACHED = {**SETTINGS, "tile_cache": "1M"}
+SOME = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the files, which does not exist yet."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tiles"
+
+
+def answer(path: Path, said: list[str] | None = None, **settings: Any) -> list[int]:
+    """The answer of an engine that is loaded with compiled kernels. said: gets its sentences."""
+    given = {**CACHED, **settings}
+    parts = assembly.assemble(settle(path, None, given), None if said is None else said.append, ops=NativeOps(1))
+    with Engine(parts) as engine:
+        if said is not None:
+            said.append(engine.fit_line())
+        return list(engine.generate([5, 6, 7, 8], SOME).token_ids)
+
+
+def test_a_second_start_reads_and_packs_no_matrix(
+    tiny_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer(tiny_path, tile_cache=None)
+    assert not folder.exists()
+    read, said = matrices_read(monkeypatch), list[str]()
+    assert answer(tiny_path, said) == expected
+    assert len(read) == len(set(read)) > 0
+    assert "mapped from the tile cache" in said[-1]
+    read.clear()
+    assert answer(tiny_path) == expected
+    assert not read
+
+
+def test_a_file_is_of_one_weight_type_and_of_one_state_of_the_weights(tmp_path: Path, folder: Path) -> None:
+    model = make_model(tmp_path)
+    answer(model)
+    assert answer(model, weight_type="q8_0") == answer(model, weight_type="q8_0", tile_cache=None)
+    assert len(list(folder.iterdir())) == 2
+
+    (weights,) = model.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-64:] = bytes(64)  # of one matrix, somewhere in it
+    weights.write_bytes(content)
+    assert answer(model) == answer(model, tile_cache=None)
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: content + bytes(1),
+        lambda content: content[:99] + bytes([content[99] ^ 1]) + content[100:],
+        lambda content: b"",
+        lambda content: b"something else",
+    ],
+    ids=["shorter", "longer", "another header", "empty", "foreign"],
+)
+def test_a_damaged_file_is_replaced(tiny_path: Path, folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    expected = answer(tiny_path)
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(damage(content))
+    assert answer(tiny_path) == expected
+    assert file.read_bytes() == content
+
+
+def test_a_model_whose_file_cannot_be_written_is_loaded_all_the_same(
+    tiny_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    said: list[str] = []
+    assert answer(tiny_path, said) == answer(tiny_path, tile_cache=None)
+    assert any("No space left on device" in sentence and str(folder) in sentence for sentence in said)
+    assert "mapped" not in said[-1]
+    assert not list(folder.iterdir())
+
+
+def test_a_limit_that_is_too_small_is_named_and_costs_no_other_file(tiny_path: Path, folder: Path) -> None:
+    answer(tiny_path)
+    before, said = list(folder.iterdir()), list[str]()
+    answer(tiny_path, said, weight_type="q8_0", tile_cache="1K")
+    assert any("more than tile_cache allows" in sentence for sentence in said)
+    assert list(folder.iterdir()) == before
+
+
+def test_a_backend_without_tiles_says_so(tiny_path: Path, folder: Path) -> None:
+    said: list[str] = []
+    parts = assembly.assemble(settle(tiny_path, None, CACHED), said.append, ops=NumpyOps())
+    parts.close()
+    assert any("tile_cache has no effect with numpy" in sentence for sentence in said)
+    assert not folder.exists()
+
+
+# -- files of a few bytes ----------------------------------------------------------------------------------------------
+
+
+def loader(matrices: Sequence[bytes]) -> Callable[[KeptTiles], Any]:
+    """A function that loads `matrices`, and returns what it got."""
+
+    def parts(matrix: bytes) -> Iterator[np.ndarray]:
+        for first in range(0, len(matrix), 70):
+            yield np.frombuffer(matrix[first : first + 70], np.uint8)
+
+    def load(kept: KeptTiles) -> list[bytes | None]:
+        taken = [kept.take(len(matrix), lambda matrix=matrix: parts(matrix)) for matrix in matrices]
+        return [None if one is None else one.tobytes() for one in taken]
+
+    return load
+
+
+def cache(folder: Path, number: int, limit: int = 1 << 20) -> TileCache:
+    return TileCache(folder / f"{number:032x}", limit, print)
+
+
+def test_matrices_of_any_size_are_those_that_were_packed(folder: Path) -> None:
+    matrices = [bytes([size % 256]) * size for size in (1, 64, 65, 4096, 100_000)]
+    assert cache(folder, 1).load(loader(matrices)) == matrices
+    unread = loader([bytes(len(matrix)) for matrix in matrices])  # their bytes come from the file
+    assert cache(folder, 1).load(unread) == matrices
+
+
+def test_matrices_that_the_file_does_not_have_are_not_found(folder: Path) -> None:
+    cache(folder, 1).load(loader([b"a" * 64, b"b" * 64]))
+    assert cache(folder, 1).load(loader([b"a" * 64, b"b" * 63, b"c" * 64])) == [b"a" * 64, None, None]
+
+
+def test_the_files_used_least_recently_are_removed(folder: Path) -> None:
+    matrix = [b"x" * 10_000]
+    for number in (1, 2, 3):
+        cache(folder, number, 35_000).load(loader(matrix))
+        os.utime(folder / f"{number:032x}", (number, number))
+    cache(folder, 1, 35_000).load(loader(matrix))  # is used
+    (folder / "notes.txt").write_text("of the user")
+    cache(folder, 4, 35_000).load(loader(matrix))
+    assert sorted(file.name for file in folder.iterdir()) == [*(f"{n:032x}" for n in (1, 3, 4)), "notes.txt"]
+
+
+def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / ".unfinished-abcd1234").write_bytes(b"x" * 100)
+    cache(folder, 1).load(loader([b"x"]))
+    assert [file.name for file in folder.iterdir()] == [f"{1:032x}"]
+
+
+def test_processes_may_write_the_same_file_at_once(folder: Path) -> None:
+    matrices, found = [bytes([number]) * 5000 for number in range(20)], list[Any]()
+    together = threading.Barrier(4)
+
+    def run() -> None:
+        together.wait()
+        found.append(cache(folder, 1).load(loader(matrices)))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [matrices] * 4
+    assert [file.name for file in folder.iterdir()] == [f"{1:032x}"]
+
+
+# -- models that are larger than memory --------------------------------------------------------------------------------
+
+LIMITED = """
+import resource, sys
+from polarlm.engine import Engine, EngineError, SamplingParams
+settings = dict(device="cpu", threads=1, ctx_size=64, parallel=1, kept_sequences=0, calibration=False)
+settings |= dict(weight_type="q8_0")
+params = SamplingParams(max_tokens=8, temperature=0)
+with Engine.load(sys.argv[1], **settings) as engine:  # libraries and kernels are loaded
+    engine.generate([5, 6, 7], params)
+(data,) = [line for line in open("/proc/self/status") if line.startswith("VmData")]
+limit = int(data.split()[1]) * 1024 + (int(sys.argv[2]) << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    with Engine.load(sys.argv[1], **settings, tile_cache=sys.argv[3] if len(sys.argv) > 3 else None) as engine:
+        print(engine.generate([5, 6, 7], params).token_ids)
+except EngineError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's private memory")
+def test_a_model_may_be_larger_than_memory(demo_path: Path) -> None:
+    """For 137 MiB of weights, 88 MiB of private memory are left, when the file is written and when it is mapped."""
+
+    def run(*more: str) -> str:
+        command = [sys.executable, "-c", LIMITED, str(demo_path), "88", *more]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert "not enough memory" in run()
+    first = run("1G")
+    assert first.startswith("(")
+    assert run("1G") == first
