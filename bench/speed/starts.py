@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -13,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench.speed.child import Failed, memory
-from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
+from polarlm.bench.speed.contestants import OURS, Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Cell, Speed
 from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.cli.commands import note
 
 START_TOKENS = 8  # of the prompt
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
+_WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
+_MIB, _GIB = 1 << 20, 1 << 30
+_WITH_EMPTY_FOLDER = 10  # starts that take as long as the two of `Starter.first`, roughly
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Starter:
     def run(self, contestant: Contestant, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), and its
         "memory" (name → bytes). variables: further ones of its environment. Raises Failed."""
+        ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
             child.call("imported")
@@ -66,8 +73,34 @@ class Starter:
         return {"seconds": seconds, "kernels": max(0.0, seconds - fitted), "fit": max(0.0, fitted - warm)}
 
 
-def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int]) -> None:
-    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count."""
+def memory_of_a_start(file_bytes: int) -> int:
+    """Return the bytes of memory that a start may need, as far as they are free beside the model's file in memory."""
+    return max(0, min(file_bytes * 3 // 2 + 512 * _MIB, host_memory.available() - file_bytes - _GIB))
+
+
+def ready_memory(size: int) -> None:
+    """Let another process write `size` bytes of memory, and end.
+
+    Some hosts of virtual machines take back what has been free for seconds. Who needs it next waits for it, up to 2 s a
+    GiB, in the engine that happens to start then.
+    """
+    if size:
+        subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
+
+
+def expected_starts(speed: Speed, repeat: int, seconds: Mapping[str, float]) -> float:
+    """Return the seconds that all starts should take. seconds: engine → those of one."""
+    each = {contestant.engine: seconds.get(contestant.engine, 0.0) for contestant in speed.contestants}
+    return (1 + repeat) * sum(each.values()) + _WITH_EMPTY_FOLDER * each.get(OURS, 0.0)
+
+
+def measure_starts(
+    speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int], seconds: Mapping[str, float]
+) -> None:
+    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count.
+
+    seconds: of `expected_starts`.
+    """
     starter = Starter(subject, speed.most_threads, context, ids)
     leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
     cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
@@ -83,17 +116,21 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
         return Runs(cell, run)
 
     note("Starting new processes")
-    referee.measure("starts", [runs(cell) for cell in cells])
+    alternating = (1 + referee.repeat) * sum(seconds.get(engine, 0.0) for engine in leaders)
+    referee.measure("starts", [runs(cell) for cell in cells], expected=alternating)
     for cell in cells:
         row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
         row |= {"threads": cell.threads, "context": context}
         if cell.failure is None:
             row |= _medians(found[cell.contestant])
             if cell.contestant.is_ours:
+                note("Starting with an empty cache folder, which compiles the kernels and fits the KV cache")
+                referee.announce("the first start ever")
                 try:
                     row["first"] = starter.first(cell.contestant, row["median"])
                 except Failed as error:
                     note(f"The first start ever cannot be measured: {error}")
+                referee.advance(_WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0))
         else:
             row["failure"] = cell.failure
         speed.starts.append(row)
