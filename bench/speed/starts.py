@@ -38,8 +38,9 @@ class Starter:
     ids: Sequence[int]
 
     def run(self, contestant: Contestant, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), and its
-        "memory" (name → bytes). variables: further ones of its environment. Raises Failed."""
+        """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), its
+        "memory" (name → bytes), and of ours the number of "kernels" that it has compiled and the "compiling" seconds of
+        CPU time. variables: further ones of its environment. Raises Failed."""
         ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
@@ -49,28 +50,30 @@ class Starter:
             loaded = time.perf_counter()
             child.call("prompt_rate", self.ids)
             ended = time.perf_counter()
-            sizes = memory(child.pid)
+            sizes, compiled = memory(child.pid), {}
             if contestant.is_ours:
                 sizes |= child.call("resident")
                 if "peak" in sizes and self.subject.device == "cpu":
                     sizes["rest"] = sizes["peak"] - sizes["weights"] - sizes["store"]
+                compiled = dict(zip(("kernels", "compiling"), child.call("compiled"), strict=True))
         parts = {"imports": imported - began, "loading": loaded - imported, "first token": ended - loaded}
-        return {"seconds": ended - began, "parts": parts, "memory": sizes}
+        return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
     def first(self, contestant: Contestant, warm: float) -> dict[str, float]:
-        """Return the "seconds" of a start of ours with an empty cache folder, and what compiling "kernels" and the
-        "fit" of the KV cache take of them. warm: seconds of a start that finds both. Raises Failed.
+        """Return the "seconds" of a start of ours with an empty cache folder, what the "fit" of the KV cache takes of
+        them, the number of "kernels" compiled, and the "compiling" seconds of CPU time, which pass while weights load.
+        warm: seconds of a start that finds fit and kernels. Raises Failed.
 
         A second start finds the kernels alone: it takes longer than a warm one by the fit.
         """
         with tempfile.TemporaryDirectory() as folder:
             variables = {"POLARLM_CACHE": folder}
-            seconds = self.run(contestant, variables)["seconds"]
+            first = self.run(contestant, variables)
             for path in Path(folder).iterdir():
                 if path.name != _KERNELS:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             fitted = self.run(contestant, variables)["seconds"]
-        return {"seconds": seconds, "kernels": max(0.0, seconds - fitted), "fit": max(0.0, fitted - warm)}
+        return {name: first[name] for name in ("seconds", "kernels", "compiling")} | {"fit": max(0.0, fitted - warm)}
 
 
 def memory_of_a_start(file_bytes: int) -> int:

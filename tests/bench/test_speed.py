@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
+import gguf
 import pytest
 
 from polarlm.bench.speed import __main__ as speed
-from polarlm.bench.speed import contestants, measure, referee
+from polarlm.bench.speed import contestants, measure, referee, starts
 from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.ours import Ours
@@ -25,6 +30,8 @@ from tests.random_model import TINY, random_model
 PEER = "llama-cpp-python"
 SMALL = ["--device", "cpu", "--prompt", "40,100", "--depth", "100,512", "--repeat", "2", "--threads", "1,2"]
 CALLS = [("start", 256), ("prompt", START_TOKENS)]  # of a start
+READY_MEMORY = starts.ready_memory
+GIB = 1 << 30
 # Ours and the peer's, in the order of the columns.
 FOUR = ["--types", "balanced,f16", "--peer-types", "f16,q4_0"]
 
@@ -39,6 +46,7 @@ def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(referee, "_REST_SECONDS", 0)
     monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
     monkeypatch.setattr(measure, "_BATCH_STEPS", 4)
+    monkeypatch.setattr(starts, "ready_memory", lambda size: None)
 
 
 class Measured(NamedTuple):
@@ -113,6 +121,9 @@ class Stand:
     def resident(self) -> dict[str, int]:
         return {"weights": 1_000_000, "store": 500_000}
 
+    def compiled(self) -> tuple[int, float]:
+        return 26, 2.5
+
 
 class Local:
     """A `Child` in this process."""
@@ -186,12 +197,106 @@ def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with
         assert len(row["runs"]) == 2
         assert row["median"] == pytest.approx(sum(row["runs"]) / 2)
         assert list(row["parts"]) == ["imports", "loading", "first token"]
-    assert ours["first"].keys() == {"seconds", "kernels", "fit"}
+    assert ours["first"].keys() == {"seconds", "fit", "kernels", "compiling"}
+    assert (ours["first"]["kernels"], ours["first"]["compiling"]) == (26, 2.5)
     assert "first" not in theirs
     assert ours["memory"]["weights"] == 1_000_000
     (table,) = tables(out)
     assert [row[0] for row in table[1:]] == ["here balanced", "llama.cpp f16"]
     assert "The first start ever of here balanced: " in out
+    assert "; compiling 26 kernels took 2.50 s of one core" in out
+
+
+def test_memory_is_ready_before_each_start_and_takes_none_of_its_seconds(
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    now = 0.0
+
+    def ready(size: int) -> None:
+        nonlocal now
+        now += 1000
+        stands.calls.append(("", 0, "memory", size))
+
+    def compute(*of_the_call: object) -> float:
+        nonlocal now
+        now += 1
+        return 1.0
+
+    stands.rates = staticmethod(compute)
+    monkeypatch.setattr(starts, "ready_memory", ready)
+    monkeypatch.setattr(starts, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(starts, "memory_of_a_start", lambda file_bytes: 2 * file_bytes)
+    whole, _, _ = measure_with(*FOUR, "--only", "starts")
+    calls = [call for _, _, call, _ in stands.calls]
+    assert calls == ["start", *["memory", "start", "prompt"] * 8], "the first call asks for the peer's version"
+    assert {size for _, _, call, size in stands.calls if call == "memory"} == {2 * whole["file_bytes"]}
+    assert [row["runs"] for row in whole["starts"]] == [[2, 2], [2, 2]], "a second each for loading and the prompt"
+    tensors = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(model).tensors)
+    assert whole["file_bytes"] == tensors
+
+
+@pytest.mark.parametrize(
+    ("file_bytes", "available", "size"),
+    [
+        pytest.param(4 * GIB, 32 * GIB, 6.5 * GIB, id="the weights, half as much again, and the process"),
+        pytest.param(4 * GIB, 8 * GIB, 3 * GIB, id="the file stays in memory, and a GiB is free"),
+        pytest.param(4 * GIB, 4 * GIB, 0, id="nothing is free"),
+    ],
+)
+def test_what_is_made_ready_is_what_a_start_may_need_and_has(
+    file_bytes: int, available: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts.host_memory, "available", lambda: available)
+    assert starts.memory_of_a_start(file_bytes) == size
+
+
+def test_memory_is_made_ready_by_a_process_that_writes_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[int, int]] = []  # status and the most KiB of memory
+
+    def run(command: Sequence[str], **settings: object) -> None:
+        _, status, usage = os.wait4(subprocess.Popen(command).pid, 0)
+        ended.append((status, usage.ru_maxrss))
+
+    monkeypatch.setattr(starts, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    READY_MEMORY(100 << 20)
+    READY_MEMORY(0)
+    ((status, most),) = ended
+    assert status == 0
+    assert 100 << 10 < most < 200 << 10
+
+
+def test_the_bar_names_the_first_start_ever_and_ends_full(
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bar:
+        n, total = 0.0, 0.0
+        names: ClassVar[list[str]] = []
+
+        def set_postfix_str(self, name: str) -> None:
+            Bar.names.append(name)
+
+        def update(self, more: float) -> None:
+            Bar.n += more
+
+    @contextmanager
+    def progress_bar(is_shown: bool, total: float, **settings: Any) -> Iterator[Bar]:
+        Bar.total = total
+        yield Bar()
+
+    monkeypatch.setattr(referee, "progress_bar", progress_bar)
+    _, _, err = measure_with(*FOUR, "--only", "starts")
+    assert Bar.names == ["starts", "the first start ever"]
+    assert Bar.n == pytest.approx(Bar.total)
+    assert "Starting with an empty cache folder" in err
+
+
+def test_the_estimate_of_a_whole_measurement_counts_the_starts(
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count(step=1800)  # each start takes half an hour
+    monkeypatch.setattr(contestants, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    _, _, err = measure_with(*FOUR, "--depth", "100")
+    assert f"Takes about {(3 + 3 + starts._WITH_EMPTY_FOLDER) / 2} h" in err
 
 
 def test_a_start_that_fails_is_a_line_in_the_table(measure_with: Measure, stands: type[Stand]) -> None:
