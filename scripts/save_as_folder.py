@@ -120,3 +120,7 @@ def _write_tokenizer(model: Model, folder: Path) -> None:
     settings = {"chat_template": model.template.source, "eos_token": tokens[min(ends)]}
     settings |= {"add_bos_token": first is not None, **({} if first is None else {"bos_token": tokens[first]})}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

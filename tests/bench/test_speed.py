@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,8 +29,6 @@ from tests.random_model import TINY, random_model
 PEER = "llama-cpp-python"
 SMALL = ["--device", "cpu", "--prompt", "40,100", "--depth", "100,512", "--repeat", "2", "--threads", "1,2"]
 CALLS = [("start", 256), ("prompt", START_TOKENS)]  # of a start
-READY_MEMORY = starts.ready_memory
-GIB = 1 << 30
 # Ours and the peer's, in the order of the columns.
 FOUR = ["--types", "balanced,f16", "--peer-types", "f16,q4_0"]
 
@@ -233,36 +230,6 @@ def test_memory_is_ready_before_each_start_and_takes_none_of_its_seconds(
     assert [row["runs"] for row in whole["starts"]] == [[2, 2], [2, 2]], "a second each for loading and the prompt"
     tensors = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(model).tensors)
     assert whole["file_bytes"] == tensors
-
-
-@pytest.mark.parametrize(
-    ("file_bytes", "available", "size"),
-    [
-        pytest.param(4 * GIB, 32 * GIB, 6.5 * GIB, id="the weights, half as much again, and the process"),
-        pytest.param(4 * GIB, 8 * GIB, 3 * GIB, id="the file stays in memory, and a GiB is free"),
-        pytest.param(4 * GIB, 4 * GIB, 0, id="nothing is free"),
-    ],
-)
-def test_what_is_made_ready_is_what_a_start_may_need_and_has(
-    file_bytes: int, available: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(starts.host_memory, "available", lambda: available)
-    assert starts.memory_of_a_start(file_bytes) == size
-
-
-def test_memory_is_made_ready_by_a_process_that_writes_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[tuple[int, int]] = []  # status and the most KiB of memory
-
-    def run(command: Sequence[str], **settings: object) -> None:
-        _, status, usage = os.wait4(subprocess.Popen(command).pid, 0)
-        ended.append((status, usage.ru_maxrss))
-
-    monkeypatch.setattr(starts, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
-    READY_MEMORY(100 << 20)
-    READY_MEMORY(0)
-    ((status, most),) = ended
-    assert status == 0
-    assert 100 << 10 < most < 200 << 10
 
 
 def test_the_bar_names_the_first_start_ever_and_ends_full(
