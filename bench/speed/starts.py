@@ -85,8 +85,8 @@ def memory_of_a_start(file_bytes: int) -> int:
 def ready_memory(size: int) -> None:
     """Let another process write `size` bytes of memory, and end.
 
-    Some hosts of virtual machines take back what has been free for seconds. Who needs it next waits for it, up to 2 s a
-    GiB, in the engine that happens to start then.
+    The host of a virtual machine may take back memory that has been free for seconds. The process that needs it next
+    waits for it, up to 2 s a GiB, of whichever engine it is.
     """
     if size:
         subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
@@ -94,8 +94,9 @@ def ready_memory(size: int) -> None:
 
 def expected_starts(speed: Speed, repeat: int, seconds: Mapping[str, float]) -> float:
     """Return the seconds that all starts should take. seconds: engine → those of one."""
-    each = {contestant.engine: seconds.get(contestant.engine, 0.0) for contestant in speed.contestants}
-    return (1 + repeat) * sum(each.values()) + _WITH_EMPTY_FOLDER * each.get(OURS, 0.0)
+    engines = {contestant.engine for contestant in speed.contestants}
+    alternating = (1 + repeat) * sum(seconds.get(engine, 0.0) for engine in engines)
+    return alternating + _WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0)
 
 
 def measure_starts(
@@ -120,8 +121,9 @@ def measure_starts(
         return Runs(cell, run)
 
     note("Starting new processes")
-    alternating = (1 + referee.repeat) * sum(seconds.get(engine, 0.0) for engine in leaders)
-    referee.measure("starts", [runs(cell) for cell in cells], expected=alternating)
+    first = _WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0)
+    expected = expected_starts(speed, referee.repeat, seconds) - first
+    referee.measure("starts", [runs(cell) for cell in cells], expected=expected)
     for cell in cells:
         row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
         row |= {"threads": cell.threads, "context": context}
@@ -134,7 +136,7 @@ def measure_starts(
                     row["first"] = starter.first(cell.contestant, row["median"])
                 except Failed as error:
                     note(f"The first start ever cannot be measured: {error}")
-                referee.advance(_WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0))
+                referee.advance(first)
         else:
             row["failure"] = cell.failure
         speed.starts.append(row)
