@@ -86,7 +86,7 @@ def ready_memory(size: int) -> None:
     """Let another process write `size` bytes of memory, and end.
 
     The host of a virtual machine may take back memory that has been free for seconds. The process that needs it next
-    waits for it, up to 2 s a GiB, of whichever engine it is.
+    waits for it, seconds a GiB, of whichever engine it is.
     """
     if size:
         subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
