@@ -59,6 +59,7 @@ TYPES = {
     "q6_k": (Type.Q6_K, Type.Q6_K),
     "q8_0": (Type.Q8_0, Type.Q8_0),
     "iq4_xs": (Type.IQ4_XS, Type.Q6_K),
+    "bf16": (Type.BF16, Type.BF16),
 }
 _FILE_TYPES = {
     "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
@@ -66,6 +67,7 @@ _FILE_TYPES = {
     "q6_k": gguf.LlamaFileType.MOSTLY_Q6_K,
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "iq4_xs": gguf.LlamaFileType.MOSTLY_IQ4_XS,
+    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
 }
 for _name in ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"):
     TYPES[_name] = (Type[_name.upper()],) * 2
@@ -219,6 +221,12 @@ def _scale_q6_k(rng: np.random.Generator, blocks: np.ndarray, size: float) -> No
     _set_half(blocks, 208, size / (18.5 * float(np.sqrt(np.mean(scales**2)))))
 
 
+def _normal_bf16(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """A value of two bytes: the upper half of a float32."""
+    values = size * rng.standard_normal(blocks.shape[:-1], np.float32)
+    blocks[:] = values[..., None].view("<u2")[..., 1:].view(np.uint8)
+
+
 def _scale_lattice(blocks: np.ndarray, type: Type, size: float) -> None:
     """d, then indices of points, scales and signs: what these make of d = 1 is measured."""
     _set_half(blocks, 0, 1)
@@ -236,6 +244,7 @@ _SCALES: dict[Type, Callable[[np.random.Generator, np.ndarray, float], None]] = 
     Type.Q4_K: _scale_q4_k,
     Type.Q6_K: _scale_q6_k,
     Type.IQ4_XS: _scale_iq4_xs,
+    Type.BF16: _normal_bf16,
 }
 
 

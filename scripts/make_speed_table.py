@@ -13,9 +13,12 @@ from polarlm.bench.speed.tables import (
     bandwidth_table,
     batches_table,
     memory_table,
+    place,
     rates_table,
     source,
     starts_in_parts,
+    starts_in_words,
+    starts_of_models,
     starts_table,
 )
 from scripts.make_quality_table import README, RESULTS, ROOT, newest, with_tables
@@ -23,15 +26,16 @@ from scripts.make_quality_table import README, RESULTS, ROOT, newest, with_table
 DOCUMENT = ROOT / "docs" / "speed.md"
 DEMO = "SmolLM2-135M-Instruct"
 MISSING = "This version has not been measured yet; `make bench` measures it."
+MISSING_STARTS = "Starts have not been measured yet; `polarlm speed --only starts` measures them."
 
 
-def published() -> dict[Path, Measured]:
+def published(kind: str = "speed") -> dict[Path, Measured]:
     """The newest complete measurement of each model on a CPU, and on one whose kernels are restricted to a level.
 
-    Those of the demonstration model come first, then by name.
+    Those of the demonstration model come first, then by name. kind: "speed", or "starts" for those of starts alone.
     """
     found: dict[str, tuple[Path, Measured]] = {}
-    measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob("speed-*.json")]
+    measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
     for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
         if measured["complete"] and measured["device"] == "cpu":
             found[_title(measured)] = path, measured
@@ -60,6 +64,37 @@ def all_tables() -> str:
             parts += ["Starts:", starts_table(measured), starts_in_parts(measured)]
         parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]
     return "\n\n".join(parts) or MISSING
+
+
+def starts() -> str:
+    """A table of starts for each machine that measured them, for docs/speed.md."""
+    parts = []
+    for where, group in _starts_by_machine().items():
+        one = next((measured for measured in group if len(measured["starts"]) > 1), group[0])  # with the peer
+        runs = max(len(row.get("runs", ())) for row in one["starts"])
+        dates = " to ".join(sorted({min(m["date"] for m in group), max(m["date"] for m in group)}))
+        parts += [
+            starts_of_models(group),
+            f"On {where}, {one['threads']['most']} threads; {one['peer']['name']} {one['peer']['version_or_absence']}; "
+            f"medians of {runs} starts; measured on {dates} with commands such as\n`{one['command']}`.",
+        ]
+    return "\n\n".join(parts) or MISSING_STARTS
+
+
+def starts_in_short() -> str:
+    """The starts of the machine that measured most of them, for the README."""
+    where, group = max(_starts_by_machine().items(), key=lambda item: len(item[1]), default=("", []))
+    sentences = starts_in_words(group)
+    return f"{sentences} Measured on {where}; [more models](docs/speed.md#starts)." if sentences else MISSING_STARTS
+
+
+def _starts_by_machine() -> dict[str, list[Measured]]:
+    """A description of the machine → its measurements of starts."""
+    found: dict[str, list[Measured]] = {}
+    for measured in published("starts").values():
+        level = _restricted_to(measured)
+        found.setdefault(place(measured) + (f" with {level} alone" if level else ""), []).append(measured)
+    return found
 
 
 def conversations() -> str:
@@ -95,8 +130,8 @@ def _picture(path: Path, document: Path) -> list[str]:
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    README: {"speed": headline, "conversations": conversations},
-    DOCUMENT: {"speed": all_tables},
+    README: {"speed": headline, "starts": starts_in_short, "conversations": conversations},
+    DOCUMENT: {"speed": all_tables, "starts": starts},
 }
 
 

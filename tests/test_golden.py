@@ -109,9 +109,9 @@ def test_it_knows_paris_with_a_quantized_cache(demo: Engine) -> None:
 @pytest.fixture(scope="module")
 def resaved(demo: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demonstration model as sharded BF16 safetensors with an index, and its tokenizer beside it."""
-    from tests.resave import save_as_folder
+    from scripts.save_as_folder import save_as_folder
 
-    return save_as_folder(demo.model, tmp_path_factory.mktemp("resaved"))
+    return save_as_folder(demo.model, tmp_path_factory.mktemp("resaved"), shard_bytes=100 << 20)
 
 
 @pytest.mark.slow

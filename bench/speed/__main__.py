@@ -30,6 +30,7 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
+from polarlm.engine.model.weights import file_bytes
 
 _OURS = "balanced,quality,compact,f16"
 
@@ -85,20 +86,22 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
     try:
         path, config, vocabulary = source.path, source.config, len(source.vocabulary)
+        size = file_bytes(source.weights)
         for cache_type in types:
             cache_type.check(config.attention.head_dim)
     finally:
         source.weights.close()
     about = report.machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
-    output = destination.path("starts" if options.only else "speed", f"{source.name} {where}")
+    output = destination.path("starts" if options.only else "speed", f"{source.name} {source.dtype} {where}")
 
+    attention = config.attention
     subject = Subject(
-        path, device, len(config.layers), config.attention.kv_heads, config.attention.head_dim, options.peer_python
+        path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, options.peer_python
     )
     threads = threads[:1] if gpu else threads
     ours = [Contestant(OURS, cache_type.label, cache_type) for cache_type in types]
-    speed = Speed(source.name, source.dtype, device, ours, "", most_threads=max(threads))
+    speed = Speed(source.name, source.dtype, size, device, ours, "", most_threads=max(threads))
     _ask_peer(speed, subject, peer_types)
     lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
     for sentence in speed.left_out:

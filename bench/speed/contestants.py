@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,13 +39,14 @@ class Subject:
     layers: int
     kv_heads: int
     head_dim: int
+    file_bytes: int  # of all tensors in their files
     peer_python: str = sys.executable
 
     def peer_cache_bytes(self, cache: str, tokens: int) -> int:
         """Bytes of K/V of `tokens` tokens in a cache of the peer."""
         return round(2 * self.layers * self.kv_heads * self.head_dim * tokens * peer.CACHES[cache][1] / 8)
 
-    def file_bytes(self) -> int:
+    def peer_weight_bytes(self) -> int:
         """Bytes of the matrices of a .gguf file that a step multiplies by."""
         import gguf
 
@@ -80,10 +82,12 @@ def start(
 
 
 class Children:
-    """The processes of contestants. failures: why contestants are left out."""
+    """The processes of contestants. failures: why contestants are left out. start_seconds: engine → the least that a
+    process took to start and to load the model."""
 
     def __init__(self, subject: Subject) -> None:
         self.failures: dict[Contestant, str] = {}
+        self.start_seconds: dict[str, float] = {}
         self._subject = subject
         self._children: dict[tuple[Contestant, int, int], Child] = {}
 
@@ -96,8 +100,11 @@ class Children:
         """
         key = contestant, threads, context
         if key not in self._children:
+            began = time.perf_counter()
             child = self._children[key] = new_child(contestant, self._subject)
             start(child, contestant, self._subject, threads, context, settings)
+            seconds = time.perf_counter() - began
+            self.start_seconds[contestant.engine] = min(seconds, self.start_seconds.get(contestant.engine, seconds))
         return self._children[key]
 
     def fail(self, contestant: Contestant, reason: str) -> None:

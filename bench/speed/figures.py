@@ -56,6 +56,7 @@ class Speed:
 
     model: str
     weights: str  # the format in which the file stores them
+    file_bytes: int  # of all tensors in their files
     device: str
     contestants: Sequence[Contestant]
     peer: str  # its version, or the reason why it is missing
@@ -75,6 +76,7 @@ class Speed:
         return {
             "model": self.model,
             "weights": self.weights,
+            "file_bytes": self.file_bytes,
             "device": self.device,
             "ours": self.ours,
             "peer": {"name": peer.NAME, "version_or_absence": self.peer, "built_with": self.peer_built_with},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from polarlm.bench.speed.child import Child, Failed, memory
 from polarlm.bench.speed.contestants import Children, Contestant, Subject
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
 from polarlm.bench.speed.referee import Referee, Runs
-from polarlm.bench.speed.starts import START_TOKENS, measure_starts
+from polarlm.bench.speed.starts import START_TOKENS, expected_starts, measure_starts
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
 
@@ -82,7 +82,9 @@ class Measurement:
         """Measure everything. A contestant that fails is left out from then on; its cells say why."""
         try:
             if self._plan.starts_only:
-                self._measure_starts()
+                starts = {contestant.engine: 1.0 for contestant in self._speed.contestants}  # not seconds
+                self._referee.show(expected_starts(self._speed, self._plan.repeat, starts))
+                self._measure_starts(starts)
                 return
             self._choose_threads()
             self._referee.show(self._expected())
@@ -96,7 +98,7 @@ class Measurement:
             self._children.close()
             self._measure_memory()
             self._children.close()
-            self._measure_starts()
+            self._measure_starts(self._children.start_seconds)
         finally:
             self._referee.close()
 
@@ -243,10 +245,13 @@ class Measurement:
             self._referee.advance(self._memory_seconds(contestant))
         self._on_progress(self._speed)
 
-    def _measure_starts(self) -> None:
-        """Measure starts of each engine with its first contestant, and the first start ever of ours."""
-        context = self._plan.memory_context
-        measure_starts(self._speed, self._subject, self._referee, context, self._ids(START_TOKENS))
+    def _measure_starts(self, seconds: Mapping[str, float]) -> None:
+        """Measure starts of each engine with its first contestant, and the first start ever of ours.
+
+        seconds: engine → those that a start should take.
+        """
+        context, ids = self._plan.memory_context, self._ids(START_TOKENS)
+        measure_starts(self._speed, self._subject, self._referee, context, ids, seconds)
         self._on_progress(self._speed)
 
     # -- help --------------------------------------------------------------------------------------------------
@@ -268,7 +273,7 @@ class Measurement:
     def _weight_bytes(self, contestant: Contestant) -> int:
         if contestant.is_ours:
             return int(self._child(contestant, self._speed.chosen[contestant.engine]).call("weight_bytes"))
-        return self._subject.file_bytes()
+        return self._subject.peer_weight_bytes()
 
     def _cache_bytes(self, contestant: Contestant, tokens: int, child: Child | None = None) -> int:
         if contestant.is_ours:
@@ -289,6 +294,7 @@ class Measurement:
             for c in contestants
         )
         seconds += self._batch_seconds()
+        seconds += expected_starts(self._speed, plan.repeat, self._children.start_seconds)
         note(f"Takes about {report.duration(seconds)}")
         return seconds
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -13,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench.speed.child import Failed, memory
-from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
+from polarlm.bench.speed.contestants import OURS, Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Cell, Speed
 from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.cli.commands import note
 
 START_TOKENS = 8  # of the prompt
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
+_WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
+_MIB, _GIB = 1 << 20, 1 << 30
+_WITH_EMPTY_FOLDER = 10  # starts that take as long as the two of `Starter.first`, roughly
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,10 @@ class Starter:
     ids: Sequence[int]
 
     def run(self, contestant: Contestant, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), and its
-        "memory" (name → bytes). variables: further ones of its environment. Raises Failed."""
+        """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), its
+        "memory" (name → bytes), and of ours the number of "kernels" that it has compiled and the "compiling" seconds of
+        CPU time. variables: further ones of its environment. Raises Failed."""
+        ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
             child.call("imported")
@@ -42,32 +50,62 @@ class Starter:
             loaded = time.perf_counter()
             child.call("prompt_rate", self.ids)
             ended = time.perf_counter()
-            sizes = memory(child.pid)
+            sizes, compiled = memory(child.pid), {}
             if contestant.is_ours:
                 sizes |= child.call("resident")
                 if "peak" in sizes and self.subject.device == "cpu":
                     sizes["rest"] = sizes["peak"] - sizes["weights"] - sizes["store"]
+                compiled = dict(zip(("kernels", "compiling"), child.call("compiled"), strict=True))
         parts = {"imports": imported - began, "loading": loaded - imported, "first token": ended - loaded}
-        return {"seconds": ended - began, "parts": parts, "memory": sizes}
+        return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
     def first(self, contestant: Contestant, warm: float) -> dict[str, float]:
-        """Return the "seconds" of a start of ours with an empty cache folder, and what compiling "kernels" and the
-        "fit" of the KV cache take of them. warm: seconds of a start that finds both. Raises Failed.
+        """Return the "seconds" of a start of ours with an empty cache folder, what the "fit" of the KV cache takes of
+        them, the number of "kernels" compiled, and the "compiling" seconds of CPU time, which pass while weights load.
+        warm: seconds of a start that finds fit and kernels. Raises Failed.
 
         A second start finds the kernels alone: it takes longer than a warm one by the fit.
         """
         with tempfile.TemporaryDirectory() as folder:
             variables = {"POLARLM_CACHE": folder}
-            seconds = self.run(contestant, variables)["seconds"]
+            first = self.run(contestant, variables)
             for path in Path(folder).iterdir():
                 if path.name != _KERNELS:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             fitted = self.run(contestant, variables)["seconds"]
-        return {"seconds": seconds, "kernels": max(0.0, seconds - fitted), "fit": max(0.0, fitted - warm)}
+        fit = max(0.0, min(fitted, first["seconds"]) - warm)  # of the two, the machine may slow one down
+        return {name: first[name] for name in ("seconds", "kernels", "compiling")} | {"fit": fit}
 
 
-def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int]) -> None:
-    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count."""
+def memory_of_a_start(file_bytes: int) -> int:
+    """Return the bytes of memory that a start may need, as far as they are free beside the model's file in memory."""
+    return max(0, min(file_bytes * 3 // 2 + 512 * _MIB, host_memory.available() - file_bytes - _GIB))
+
+
+def ready_memory(size: int) -> None:
+    """Let another process write `size` bytes of memory, and end.
+
+    The host of a virtual machine may take back memory that has been free for seconds. The process that needs it next
+    waits for it, seconds a GiB, of whichever engine it is.
+    """
+    if size:
+        subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
+
+
+def expected_starts(speed: Speed, repeat: int, seconds: Mapping[str, float]) -> float:
+    """Return the seconds that all starts should take. seconds: engine → those of one."""
+    engines = {contestant.engine for contestant in speed.contestants}
+    alternating = (1 + repeat) * sum(seconds.get(engine, 0.0) for engine in engines)
+    return alternating + _WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0)
+
+
+def measure_starts(
+    speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int], seconds: Mapping[str, float]
+) -> None:
+    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count.
+
+    seconds: of `expected_starts`.
+    """
     starter = Starter(subject, speed.most_threads, context, ids)
     leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
     cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
@@ -83,17 +121,22 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
         return Runs(cell, run)
 
     note("Starting new processes")
-    referee.measure("starts", [runs(cell) for cell in cells])
+    first = _WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0)
+    expected = expected_starts(speed, referee.repeat, seconds) - first
+    referee.measure("starts", [runs(cell) for cell in cells], expected=expected)
     for cell in cells:
         row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
         row |= {"threads": cell.threads, "context": context}
         if cell.failure is None:
             row |= _medians(found[cell.contestant])
             if cell.contestant.is_ours:
+                note("Starting with an empty cache folder, which compiles the kernels and fits the KV cache")
+                referee.announce("the first start ever")
                 try:
                     row["first"] = starter.first(cell.contestant, row["median"])
                 except Failed as error:
                     note(f"The first start ever cannot be measured: {error}")
+                referee.advance(first)
         else:
             row["failure"] = cell.failure
         speed.starts.append(row)

@@ -15,6 +15,7 @@ from polarlm.engine.state.plan import format_bytes
 Measured = Mapping[str, Any]
 PEER = "llama.cpp"
 NOTHING = "—"
+_OF_THE_FIRST = ("seconds", "fit", "compiling")  # figures of our first start ever
 
 
 def format_tables(measured: Measured) -> str:
@@ -111,20 +112,64 @@ def starts_in_parts(measured: Measured) -> str:
             first = row["first"]
             lines.append(
                 f"The first start ever of {_engine(row['engine'])} {row['cache']}: {first['seconds']:.2f} s, of which "
-                f"compiling kernels {first['kernels']:.2f} s and fitting the cache {first['fit']:.2f} s"
+                f"fitting the cache {first['fit']:.2f} s; compiling {first['kernels']} kernels took "
+                f"{first['compiling']:.2f} s of one core"
             )
     return "\n\n".join(lines)
 
 
+def starts_of_models(found: Sequence[Measured]) -> str:
+    """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
+    header = ["", "file", "here", PEER, "times", "peak", f"{PEER}'s peak", "weights", "first ever", "fit", "compiling"]
+    lines = []
+    for measured in sorted(found, key=lambda one: (one["file_bytes"], one["model"])):
+        ours, theirs = _start_of(measured, OURS), _start_of(measured, peer.NAME)
+        ratio = NOTHING
+        if "median" in ours and "median" in theirs:
+            ratio = f"{ours['median'] / theirs['median']:.2f}"
+        lines.append([_title(measured), format_bytes(measured["file_bytes"]), _median(ours), _median(theirs), ratio])
+        sizes = [(ours, "peak"), (theirs, "peak"), (ours, "weights")]
+        lines[-1] += [format_bytes(row["memory"][part]) if "memory" in row else NOTHING for row, part in sizes]
+        lines[-1] += [f"{ours['first'][part]:.1f} s" if "first" in ours else NOTHING for part in _OF_THE_FIRST]
+    return report.table(header, lines)
+
+
+def starts_in_words(found: Sequence[Measured]) -> str:
+    """Sentences on starts with the smallest and the largest of the files with which both engines have started; empty if
+    there is none."""
+    starts = [(one, _start_of(one, OURS), _start_of(one, peer.NAME)) for one in found]
+    compared = [start for start in starts if "first" in start[1] and "median" in start[2]]
+    compared.sort(key=lambda start: start[0]["file_bytes"])
+    if not compared:
+        return ""
+    ends = [*compared[:1], *compared[1:][-1:]]
+    taken = [
+        f"{ours['median']:.1f} s with {_title(measured)} ({format_bytes(measured['file_bytes'])}; {PEER} takes "
+        f"{theirs['median']:.1f} s)"
+        for measured, ours, theirs in ends
+    ]
+    first = [f"{ours['first']['seconds']:.0f} s" for _, ours, _ in ends]
+    return (
+        f"A new process has the first token after {' and '.join(taken)}. The first start ever with a model, which also "
+        f"compiles kernels and fits the cache, takes {' and '.join(first)}."
+    )
+
+
+def place(measured: Measured) -> str:
+    """The machine of a measurement."""
+    machine = measured["machine"]
+    return f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}"
+
+
 def source(measured: Measured) -> str:
     """A description of the measurement in Markdown: what was measured, where, how and when."""
-    machine, threads = measured["machine"], measured["threads"]
+    threads = measured["threads"]
     runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
     chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
     return (
-        f"{measured['model']} ({measured['weights']}) on {machine['cores']} cores of an {machine['cpu']}, "
-        f"{machine['system']}; {measured['peer']['name']} {measured['peer']['version_or_absence']}; medians of {runs} "
-        f"runs; threads: {threads['most']} for prompts, for steps {chosen}; measured on {measured['date']} with\n"
+        f"{measured['model']} ({measured['weights']}) on {place(measured)}; "
+        f"{measured['peer']['name']} {measured['peer']['version_or_absence']}; medians of {runs} runs; "
+        f"threads: {threads['most']} for prompts, for steps {chosen}; measured on {measured['date']} with\n"
         f"`{measured['command']}`."
     )
 
@@ -144,6 +189,19 @@ def _about(measured: Measured) -> str:
     if rates:
         lines.append(f"Bandwidth of the memory by threads that read: {', '.join(rates)}")
     return "\n".join(lines)
+
+
+def _title(measured: Measured) -> str:
+    return f"{measured['model']}, {measured['weights']}"
+
+
+def _start_of(measured: Measured, engine: str) -> Mapping[str, Any]:
+    """The row of an engine's starts; an empty one if it has none."""
+    return next((row for row in measured["starts"] if row["engine"] == engine), {})
+
+
+def _median(row: Mapping[str, Any]) -> str:
+    return f"{row['median']:.2f} s" if "median" in row else str(row.get("failure", NOTHING))
 
 
 def _columns(measured: Measured) -> list[str]:

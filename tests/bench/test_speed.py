@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
+import gguf
 import pytest
 
 from polarlm.bench.speed import __main__ as speed
-from polarlm.bench.speed import contestants, measure, referee
+from polarlm.bench.speed import contestants, measure, referee, starts
 from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.ours import Ours
@@ -39,6 +43,7 @@ def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(referee, "_REST_SECONDS", 0)
     monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
     monkeypatch.setattr(measure, "_BATCH_STEPS", 4)
+    monkeypatch.setattr(starts, "ready_memory", lambda size: None)
 
 
 class Measured(NamedTuple):
@@ -113,6 +118,9 @@ class Stand:
     def resident(self) -> dict[str, int]:
         return {"weights": 1_000_000, "store": 500_000}
 
+    def compiled(self) -> tuple[int, float]:
+        return 26, 2.5
+
 
 class Local:
     """A `Child` in this process."""
@@ -186,12 +194,76 @@ def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with
         assert len(row["runs"]) == 2
         assert row["median"] == pytest.approx(sum(row["runs"]) / 2)
         assert list(row["parts"]) == ["imports", "loading", "first token"]
-    assert ours["first"].keys() == {"seconds", "kernels", "fit"}
+    assert ours["first"].keys() == {"seconds", "fit", "kernels", "compiling"}
+    assert (ours["first"]["kernels"], ours["first"]["compiling"]) == (26, 2.5)
     assert "first" not in theirs
     assert ours["memory"]["weights"] == 1_000_000
     (table,) = tables(out)
     assert [row[0] for row in table[1:]] == ["here balanced", "llama.cpp f16"]
     assert "The first start ever of here balanced: " in out
+    assert "; compiling 26 kernels took 2.50 s of one core" in out
+
+
+def test_memory_is_ready_before_each_start_and_takes_none_of_its_seconds(
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    now = 0.0
+
+    def ready(size: int) -> None:
+        nonlocal now
+        now += 1000
+        stands.calls.append(("", 0, "memory", size))
+
+    def compute(*of_the_call: object) -> float:
+        nonlocal now
+        now += 1
+        return 1.0
+
+    stands.rates = staticmethod(compute)
+    monkeypatch.setattr(starts, "ready_memory", ready)
+    monkeypatch.setattr(starts, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(starts, "memory_of_a_start", lambda file_bytes: 2 * file_bytes)
+    whole, _, _ = measure_with(*FOUR, "--only", "starts")
+    calls = [call for _, _, call, _ in stands.calls]
+    assert calls == ["start", *["memory", "start", "prompt"] * 8], "the first call asks for the peer's version"
+    assert {size for _, _, call, size in stands.calls if call == "memory"} == {2 * whole["file_bytes"]}
+    assert [row["runs"] for row in whole["starts"]] == [[2, 2], [2, 2]], "a second each for loading and the prompt"
+    tensors = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(model).tensors)
+    assert whole["file_bytes"] == tensors
+
+
+def test_the_bar_names_the_first_start_ever_and_ends_full(
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bar:
+        n, total = 0.0, 0.0
+        names: ClassVar[list[str]] = []
+
+        def set_postfix_str(self, name: str) -> None:
+            Bar.names.append(name)
+
+        def update(self, more: float) -> None:
+            Bar.n += more
+
+    @contextmanager
+    def progress_bar(is_shown: bool, total: float, **settings: Any) -> Iterator[Bar]:
+        Bar.total = total
+        yield Bar()
+
+    monkeypatch.setattr(referee, "progress_bar", progress_bar)
+    _, _, err = measure_with(*FOUR, "--only", "starts")
+    assert Bar.names == ["starts", "the first start ever"]
+    assert Bar.n == pytest.approx(Bar.total)
+    assert "Starting with an empty cache folder" in err
+
+
+def test_the_estimate_of_a_whole_measurement_counts_the_starts(
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count(step=1800)  # each start takes half an hour
+    monkeypatch.setattr(contestants, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    _, _, err = measure_with(*FOUR, "--depth", "100")
+    assert f"Takes about {(3 + 3 + starts._WITH_EMPTY_FOLDER) / 2} h" in err
 
 
 def test_a_start_that_fails_is_a_line_in_the_table(measure_with: Measure, stands: type[Stand]) -> None:

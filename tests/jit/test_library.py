@@ -110,6 +110,12 @@ def test_a_kernel_is_compiled_once_for_all_processes(folder: Path, compiled: lis
     assert compiled == ["test_7", "test_8"]
 
 
+def test_a_library_counts_the_kernels_that_it_compiles_and_their_cpu_time(folder: Path) -> None:
+    one, other = loaded(), loaded()
+    assert (one.compiled, other.compiled) == (1, 0), "the second reads what the first has compiled"
+    assert one.compile_seconds > other.compile_seconds == 0
+
+
 @pytest.mark.parametrize(
     "damage",
     [

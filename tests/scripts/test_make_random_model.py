@@ -15,7 +15,7 @@ from scripts.make_random_model import SHAPES, Shape, _has_better_matrices, rando
 from tests.random_model import TINY, random_model, tokenizer_file
 
 
-@pytest.mark.parametrize("type", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.IQ4_XS])
+@pytest.mark.parametrize("type", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.IQ4_XS, Type.BF16])
 def test_random_blocks_are_a_matrix_that_keeps_the_size_of_its_inputs(type: Type, rng: np.random.Generator) -> None:
     values = gguf.quants.dequantize(random_blocks(rng, 64, 1024, type), type)
     assert values.shape == (64, 1024)

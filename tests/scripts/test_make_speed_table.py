@@ -64,8 +64,19 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-def publish(results: Path, name: str, measured: dict[str, Any]) -> None:
-    (results / f"speed-{name}.json").write_text(json.dumps(measured), encoding="utf-8")
+def publish(results: Path, name: str, measured: dict[str, Any], kind: str = "speed") -> None:
+    (results / f"{kind}-{name}.json").write_text(json.dumps(measured), encoding="utf-8")
+
+
+def starts(model: str, gib: int, ours: float, theirs: float | None, **changes: Any) -> dict[str, Any]:
+    """A measurement of starts alone, of a file of `gib` GiB. theirs: None for one without the peer."""
+    first = {"seconds": 10 * ours, "fit": 4 * ours, "kernels": 26, "compiling": 2.5}
+    memory = {"peak": (gib << 30) + (512 << 20), "weights": gib << 30}
+    rows = [{"engine": "polarlm", "median": ours, "runs": [ours] * 3, "memory": memory, "first": first}]
+    if theirs is not None:
+        rows.append({"engine": PEER, "median": theirs, "runs": [theirs] * 3, "memory": {"peak": 2 * gib << 30}})
+    changes = {"rows": [], "starts": rows, "file_bytes": gib << 30, "command": f"polarlm speed -m {model}", **changes}
+    return measurement("2026-11-23", 0, model=model, **changes)
 
 
 def test_without_a_measurement_the_pages_say_so(results: Path) -> None:
@@ -127,3 +138,64 @@ def test_a_line_of_the_picture_has_a_point_per_context() -> None:
         ("polarlm", "f16"): [],
         (PEER, "q8_0"): [(8, 50.0), (2048, 50.0)],
     }
+
+
+def test_without_starts_the_pages_say_how_to_measure_them(results: Path) -> None:
+    publish(results, "whole", measurement("2026-11-20", 75))
+    assert make_speed_table.starts() == make_speed_table.starts_in_short() == make_speed_table.MISSING_STARTS
+
+
+def test_a_table_of_starts_has_a_line_for_each_file_and_the_smallest_first(results: Path) -> None:
+    publish(results, "a", starts("large", 4, 6.0, 4.0), "starts")
+    publish(results, "b", starts("small", 1, 1.5, 1.0), "starts")
+    publish(results, "c", starts("folder", 2, 3.0, None), "starts")
+    publish(results, "d", starts("stopped", 2, 3.0, None, complete=False), "starts")
+    *lines, _, source, command = make_speed_table.starts().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[:5] for row in cells] == [
+        ["", "file", "here", "llama.cpp", "times"],
+        cells[1][:5],  # the rule
+        ["small, Q4_1", "1.0 GiB", "1.50 s", "1.00 s", "1.50"],
+        ["folder, Q4_1", "2.0 GiB", "3.00 s", "—", "—"],
+        ["large, Q4_1", "4.0 GiB", "6.00 s", "4.00 s", "1.50"],
+    ]
+    assert [row[5:] for row in (cells[0], *cells[2:])] == [
+        ["peak", "llama.cpp's peak", "weights", "first ever", "fit", "compiling"],
+        ["1.5 GiB", "2.0 GiB", "1.0 GiB", "15.0 s", "6.0 s", "2.5 s"],
+        ["2.5 GiB", "—", "2.0 GiB", "30.0 s", "12.0 s", "2.5 s"],
+        ["4.5 GiB", "8.0 GiB", "4.0 GiB", "60.0 s", "24.0 s", "2.5 s"],
+    ]
+    assert source.startswith(
+        "On 2 cores of an AMD EPYC, Linux x86_64, 2 threads; llama-cpp-python 0.3.36; medians of 3 "
+    )
+    assert command == "`polarlm speed -m large`."
+
+
+def test_a_start_that_failed_has_its_reason_in_the_table(results: Path) -> None:
+    failed = starts("small", 1, 1.5, 1.0)
+    failed["starts"][1] = {"engine": PEER, "failure": "too little memory"}
+    publish(results, "a", failed, "starts")
+    cells = [cell.strip() for cell in make_speed_table.starts().splitlines()[2].strip("|").split("|")]
+    assert cells[2:8] == ["1.50 s", "too little memory", "—", "1.5 GiB", "—", "1.0 GiB"]
+    assert make_speed_table.starts_in_short() == make_speed_table.MISSING_STARTS, "there is nothing to compare with"
+
+
+def test_each_machine_has_its_table_of_starts(results: Path) -> None:
+    publish(results, "a", starts("small", 1, 1.5, 1.0), "starts")
+    other = {"cpu": "Xeon", "cores": 8, "system": "Linux x86_64"}
+    publish(results, "b", starts("small", 1, 1.0, 1.0, machine={**other, "restricted_to": "avx2"}), "starts")
+    text = make_speed_table.starts()
+    assert text.count("| small, Q4_1 |") == 2
+    assert "On 2 cores of an AMD EPYC, Linux x86_64, 2 threads" in text
+    assert "On 8 cores of an Xeon, Linux x86_64 with avx2 alone, 2 threads" in text
+
+
+def test_the_readme_tells_the_starts_with_the_smallest_and_the_largest_file(results: Path) -> None:
+    for gib, name in enumerate(("small", "middle", "large"), 1):
+        publish(results, name, starts(name, gib, 1.5 * gib, 1.0 * gib), "starts")
+    assert make_speed_table.starts_in_short() == (
+        "A new process has the first token after 1.5 s with small, Q4_1 (1.0 GiB; llama.cpp takes 1.0 s) and 4.5 s "
+        "with large, Q4_1 (3.0 GiB; llama.cpp takes 3.0 s). The first start ever with a model, which also compiles "
+        "kernels and fits the cache, takes 15 s and 45 s. Measured on 2 cores of an AMD EPYC, Linux x86_64; "
+        "[more models](docs/speed.md#starts)."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ class Library:
 
     def __init__(self, level: Level, cache: ObjectCache | None) -> None:
         self.level, self._cache = level, cache
+        self.compiled, self.compile_seconds = 0, 0.0  # kernels that the cache did not have; CPU time
         self._loaded: dict[Kernel, Loaded] = {}
         self.renew()
         renew_in_children(self)
@@ -111,7 +113,10 @@ class Library:
             code = self._cache.read(kernel.name) if self._cache is not None else None
             if code is not None:
                 return load(code, self.level), None
+            began = time.thread_time()
             code = finished(compile_object(kernel, self.level))
+            self.compiled += 1
+            self.compile_seconds += time.thread_time() - began
             return load(code, self.level), code
         except MemoryError:
             raise
@@ -142,3 +147,9 @@ def library(level: Level, sources: tuple[Path, ...] = ()) -> Library:
     # Without a lock, which could stay locked in a forked child: if two threads make one at once, the first is used.
     key = level, sources
     return _of_this_process.get(key) or _of_this_process.setdefault(key, Library(level, object_cache(level, sources)))
+
+
+def compiled() -> tuple[int, float]:
+    """Return how many kernels this process has compiled, and the seconds of CPU time that it took."""
+    found = list(_of_this_process.values())
+    return sum(one.compiled for one in found), sum(one.compile_seconds for one in found)

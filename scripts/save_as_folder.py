@@ -1,22 +1,47 @@
-"""Saves a loaded model in another file format."""
+"""`python -m scripts.save_as_folder MODEL.gguf FOLDER`: a model of the Llama family as BF16 safetensors."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from polarlm.model_loaders import Model
+from polarlm import model_loaders
+from polarlm.model_loaders import LoadError, Model
 from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.tokenizers import patterns
 
-_SHARD_BYTES = 100 << 20
+_SHARD_BYTES = 5_000_000_000  # as usual on the hub
 
 
-def save_as_folder(model: Model, folder: Path) -> Path:
-    """`model`, from a GGUF file with a byte-level BPE vocabulary, as a folder of BF16 safetensors shards."""
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.save_as_folder", description="Save as BF16 safetensors.")
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="of the Llama family, with a byte-level BPE")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    try:
+        options.folder.mkdir()
+        save_as_folder(model_loaders.load(options.model), options.folder)
+    except (LoadError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def save_as_folder(model: Model, folder: Path, shard_bytes: int = _SHARD_BYTES) -> Path:
+    """Save `model`, from a GGUF file with a byte-level BPE vocabulary, in `folder`, and return the folder.
+
+    shard_bytes: of a file of weights, but for the tensor that exceeds them. Raises LoadError for another family.
+    """
     config = model.config
+    if config.family != "llama":
+        raise LoadError(f"{model.path} is of the family {config.family}, and only llama can be saved as a folder.")
     (folder / "config.json").write_text(
         json.dumps(
             {
@@ -37,7 +62,7 @@ def save_as_folder(model: Model, folder: Path) -> Path:
             }
         )
     )
-    _write_shards(model, folder)
+    _write_shards(model, folder, shard_bytes)
     _write_tokenizer(model, folder)
     return folder
 
@@ -48,25 +73,27 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _write_shards(model: Model, folder: Path) -> None:
-    names, shards = sorted(model.weights.names()), [[]]
-    size = 0
+def _write_shards(model: Model, folder: Path, shard_bytes: int) -> None:
+    names, size = sorted(model.weights.names()), 0
+    shards: list[list[str]] = [[]]
     for name in names:
         size += 2 * int(np.prod(model.weights.shape(name)))
         shards[-1].append(name)
-        if size > _SHARD_BYTES:
+        if size > shard_bytes:
             shards, size = [*shards, []], 0
     shards = [shard for shard in shards if shard]
-    index = {}
+    index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         index |= dict.fromkeys(shard, file)
-        header, offset = {}, 0
+        header: dict[str, object] = {}
+        offset = 0
         for name in shard:
             end = offset + 2 * int(np.prod(model.weights.shape(name)))
             header[name] = {"dtype": "BF16", "shape": model.weights.shape(name), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
         with open(folder / file, "wb") as out:
             out.write(struct.pack("<Q", len(text)) + text)
             for name in shard:
@@ -77,20 +104,23 @@ def _write_shards(model: Model, folder: Path) -> None:
 
 
 def _write_tokenizer(model: Model, folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     gguf = GgufFile(model.path, mmap=True)
     tokens = list(gguf.metadata["tokenizer.ggml.tokens"])
     merges = [tuple(merge.split(" ", 1)) for merge in gguf.metadata["tokenizer.ggml.merges"]]
     kinds = list(gguf.metadata["tokenizer.ggml.token_type"])
+    words = gguf.metadata["tokenizer.ggml.pre"]
     gguf.close()
     bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    bpe.pre_tokenizer = patterns.pre_tokenizer(words)
     bpe.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     bpe.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": model.template.source, "eos_token": "<|im_end|>", "add_bos_token": False}
+    first, ends = model.tokenizer.bos_id, model.tokenizer.eos_ids
+    settings = {"chat_template": model.template.source, "eos_token": tokens[min(ends)]}
+    settings |= {"add_bos_token": first is not None, **({} if first is None else {"bos_token": tokens[first]})}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
