@@ -24,6 +24,8 @@ BEHIND_THE_ENGINE = {
     "jit",
     "loading.encoding",
     "loading.fitting",
+    "loading.rehearsal",
+    "loading.tile_cache",
     "model",
     "quantization",
     "records",
@@ -72,11 +74,21 @@ ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration"
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.checks"] = {"loading.sizes", "state", "storage.tiers"} | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
+ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
+ROOMS["loading.tile_cache"] = ROOMS["model"] | {
+    "loading.kept_arrays",
+    "model",
+    "storage.files",
+    "storage.objects",
+    "storage.tiers",
+}
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
     "loading.fitting",
     "cli.progress",
+    "loading.rehearsal",
     "loading.sizes",
+    "loading.tile_cache",
     "storage.tiers",
 }
 ROOMS["engine"] = {

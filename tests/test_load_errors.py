@@ -37,7 +37,7 @@ def test_memory_that_runs_out_is_named_with_what_is_needed(tiny_path: Path, monk
         raise MemoryError
 
     monkeypatch.setattr(assembly, "load_weights", lacking)
-    monkeypatch.setattr(assembly, "_warm_up", lambda *arguments: [])
+    monkeypatch.setattr(assembly, "warm_up_first", lambda *arguments: [])
     error = refusal(tiny_path)
     assert error.code == "out_of_memory"
     assert f"its weights take {format_bytes(weights)}, its KV store {format_bytes(store)}." in str(error)

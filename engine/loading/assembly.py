@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,35 +16,31 @@ import numpy as np
 
 from polarlm import model_loaders
 from polarlm.engine import codecs
-from polarlm.engine.backends.ops import Load, Ops, WarmUp
+from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.backends.select import select, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
-from polarlm.engine.limits import DRAFT_ROWS
-from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, Encoding, stored
+from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
+from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     cache_shape,
     draft_bytes,
     draft_config,
     fits_beside,
+    is_calibrated,
     no_memory,
     store_plan,
     weight_format,
 )
 from polarlm.engine.loading.tile_cache import TileCache, tile_cache
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.kv_scales import Variances
-from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
-from polarlm.engine.model.weights import file_bytes, in_words, kept, layer_formats, left_out, load_weights, weight_bytes
-from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.statistics import neutral
+from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size
-from polarlm.engine.state.shapes import CacheShape, LayerShape
-from polarlm.engine.state.store import KVStore, Metrics
+from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.model_loaders.config import ModelConfig
@@ -66,13 +62,16 @@ class Parts:
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
     is_mapped: bool = False  # whether the weights are mapped from the tile cache
+    rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
 
     @property
     def draft_model(self) -> Transformer | None:
         return None if self.draft is None else self.draft.model
 
     def close(self) -> None:
-        """Close the weights' files."""
+        """Close the weights' files, and begin no rehearsal."""
+        if self.rehearsal is not None:
+            self.rehearsal.cancel()
         self.source.weights.close()
         if self.draft is not None:
             self.draft.close()
@@ -130,7 +129,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 say(warning)
             warm = ops.warm_up()
             if warm is not None:
-                later = _warm_up(config, encoding, warm, source, shape)
+                later = warm_up_first(config, encoding, warm, source, shape)
             progress = None if bar is None else bar.update
             load = partial(load_weights, ops, source.config, source.weights, progress, weight_type)
             mapped = None if cache is None else cache.load(lambda kept: load(kept=kept))
@@ -145,8 +144,6 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
                 with progress_bar(verbose is not None, desc=what, bar_format=SHARE) as compiling:
                     warm.wait(amounts(compiling))
-                    for warm_up_more in later:
-                        warm_up_more()
         except MemoryError:
             source.weights.close()
             raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
@@ -158,7 +155,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             raise
     _give_back_freed_memory()
     model = Transformer(ops, source.config, weights, store)
-    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None)
+    rehearsal = None if warm is None else rehearse(later)
+    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None, rehearsal=rehearsal)
     if config.model_draft is not None:
         try:
             parts.draft = _assemble(draft_config(config, plan.tokens), ops, verbose, encoding)
@@ -215,48 +213,6 @@ def _tile_cache(config: EngineConfig, ops: Ops, source: model_loaders.Model, say
     return tile_cache(source.weights, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
 
 
-def _warm_up(
-    config: EngineConfig, encoding: Encoding, warm: WarmUp, source: model_loaders.Model, shape: CacheShape
-) -> list[Callable[[], None]]:
-    """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones."""
-    ops, wanted = warm.ops, weight_format(config)
-    numbers = _different_layers(source.config, shape, layer_formats(ops, source.config, source.weights, wanted))
-    model = replace(source.config, layers=tuple(source.config.layers[number] for number in numbers))
-    shape = CacheShape(shape.block_size, tuple(shape.layers[number] for number in numbers))
-    made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
-    for number in model.attentions:
-        layer = shape.kv_layers[number]
-        if layer not in made:
-            heads, dim = layer.kv_heads, layer.head_dim
-            measured = [neutral(heads, dim, shape.block_size)] if _is_calibrated(config, shape) else []
-            (made[layer],) = stored(encoding, layer, [Variances(*np.ones((2, heads, dim)))], measured)
-    conditioning, metrics = zip(
-        *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
-    )
-    weights = load_weights(ops, source.config, source.weights, None, wanted, numbers)
-    store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
-    warmed = Transformer(ops, model, weights, store)
-    sequence = warm_up(warmed)
-    drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
-    return [
-        partial(warm_up_codes, warmed, sequence),
-        *(partial(warm_up_drafts, warmed, rows) for rows in drafts),
-        *(
-            partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
-            for fewer, rows in itertools.pairwise((1, *warm.rows))
-        ),
-    ]
-
-
-def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
-    """Return the numbers of layers that have all kernels of the model. formats: those of each layer's matrices.
-
-    The last layer is one of them even if it is equal to others: a prompt computes only its last rows there.
-    """
-    kinds, last = [*zip(model.layers, shape.layers, formats, strict=True)], len(model.layers) - 1
-    return [number for number, kind in enumerate(kinds) if number == last or kind not in kinds[number + 1 : last]]
-
-
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them
 def _store(
     config: EngineConfig,
@@ -268,19 +224,12 @@ def _store(
     verbose: Say | None,
 ) -> KVStore:
     """Return the KV store, fitted to the model."""
-    tokenizer = source.tokenizer if _is_calibrated(config, plan.shape) else None
+    tokenizer = source.tokenizer if is_calibrated(config, plan.shape) else None
     say = verbose or (lambda sentence: None)
     is_shown = verbose is not None and tokenizer is not None
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
         found = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
         return KVStore(ops, plan, *found)
-
-
-def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
-    quantized = any(
-        codecs.is_quantized(codec) for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)
-    )
-    return config.calibration and config.key_conditioning and quantized
 
 
 def _warn(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Say) -> None:

@@ -90,6 +90,14 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         raise EngineError(str(error)) from None
 
 
+def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
+    """Return whether the KV store is fitted to the model on the calibration text."""
+    quantized = any(
+        codecs.is_quantized(codec) for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)
+    )
+    return config.calibration and config.key_conditioning and quantized
+
+
 def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape) -> Callable[[int], int]:
     """Return a function from the tokens of a prompt to the bytes that it needs in addition to the KV store."""
     return lambda tokens: ops.work_bytes(Load(model, shape.widest, tokens, config.parallel))

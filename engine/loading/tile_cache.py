@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.engine.backends.ops import KeptTiles
-from polarlm.engine.jit.compile.object_cache import source_digest
 from polarlm.engine.loading.kept_arrays import key_of
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.state.plan import format_bytes
@@ -30,6 +29,7 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import digest
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.model_loaders.source_digest import source_digest
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
 
 _OBJECT = b"polarlm tilefile"  # the name of the object at the start of a file

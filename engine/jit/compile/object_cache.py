@@ -22,6 +22,7 @@ import numpy as np
 
 from polarlm.engine.jit.compile.compiler import target_description
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.model_loaders.source_digest import source_digest
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
 
 _SETS = 8  # sets to keep, most recently used, of all versions and levels
@@ -102,21 +103,6 @@ def object_cache(level: Level, sources: Sequence[Path] = ()) -> ObjectCache | No
         return None
     key = "\n".join([digest, np.__version__, level.name, target_description(level)])
     return ObjectCache(folder / hashlib.sha256(key.encode()).hexdigest()[:32], key)
-
-
-def source_digest(folders: Sequence[Path]) -> str | None:
-    """A digest of the Python files of these folders; None if a folder has none or one cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        for folder in folders:
-            files = sorted(folder.rglob("*.py"))
-            if not files:
-                return None
-            for file in files:
-                digest.update(f"{file.relative_to(folder.parent).as_posix()}\n".encode() + file.read_bytes())
-    except OSError:
-        return None
-    return digest.hexdigest()
 
 
 def _is_ours(status: os.stat_result) -> bool:

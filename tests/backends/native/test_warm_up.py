@@ -6,7 +6,7 @@ import functools
 import io
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from polarlm.engine.jit.compile import library as library_module
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.loading import assembly
+from polarlm.engine.loading import assembly, rehearsal
 from polarlm.engine.model.file_matrix import FileMatrix
 from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 
@@ -79,7 +79,19 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
     return only
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later turns and several requests are warmed up when a model is loaded, not a moment after."""
+
+    def rehearse(later: Sequence[Callable[[], None]]) -> None:
+        for warm_up_more in later:
+            warm_up_more()
+
+    monkeypatch.setattr(assembly, "rehearse", rehearse)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -106,6 +118,7 @@ def test_a_conversation_needs_no_other_kernels(
     assert set(watch.needed) <= set(watch.announced)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_they_are_announced_in_the_order_of_need(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
     with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, "cache_type": "ring4", "block_size": 64}):
@@ -113,6 +126,25 @@ def test_they_are_announced_in_the_order_of_need(tiny_path: Path, monkeypatch: p
     kinds = ["prompt_attention", "attention", "encode", "decode"]
     first = [next(i for i, name in enumerate(watch.announced) if name.startswith(kind)) for kind in kinds]
     assert first == sorted(first)
+
+
+def test_later_turns_are_warmed_up_a_moment_after_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the engine is closed before: then no compiler is needed where the first kernels are in the cache."""
+    monkeypatch.setattr(rehearsal, "_SECONDS", 0.2)
+    watch = Watch(monkeypatch)
+
+    def announces_later_turns(waits: bool) -> bool:
+        watch.announced.clear()
+        with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, "cache_type": "ring4"}) as engine:
+            timer = engine._parts.rehearsal
+            assert timer is not None
+            if waits:
+                timer.join()
+        timer.join()
+        return any(name.startswith("decode_") for name in watch.announced)
+
+    assert announces_later_turns(waits=True)
+    assert not announces_later_turns(waits=False)
 
 
 def test_weights_are_read_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,89 @@
+"""Warms up for requests: for the first ones before the weights are loaded, for all others after a moment."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from polarlm import model_loaders
+from polarlm.engine.backends.ops import WarmUp
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.limits import DRAFT_ROWS
+from polarlm.engine.loading.encoding import NOT_STORED, Encoding, stored
+from polarlm.engine.loading.sizes import is_calibrated, weight_format
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.kv_scales import Variances
+from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
+from polarlm.engine.model.weights import layer_formats, load_weights
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.statistics import neutral
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore, Metrics
+from polarlm.model_loaders.config import ModelConfig
+
+_SECONDS = 2.0  # after loading: a process that ends before need not map a compiler
+
+
+def warm_up_first(
+    config: EngineConfig, encoding: Encoding, warm: WarmUp, source: model_loaders.Model, shape: CacheShape
+) -> list[Callable[[], None]]:
+    """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones."""
+    ops, wanted = warm.ops, weight_format(config)
+    numbers = _different_layers(source.config, shape, layer_formats(ops, source.config, source.weights, wanted))
+    model = replace(source.config, layers=tuple(source.config.layers[number] for number in numbers))
+    shape = CacheShape(shape.block_size, tuple(shape.layers[number] for number in numbers))
+    made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
+    for number in model.attentions:
+        layer = shape.kv_layers[number]
+        if layer not in made:
+            heads, dim = layer.kv_heads, layer.head_dim
+            measured = [neutral(heads, dim, shape.block_size)] if is_calibrated(config, shape) else []
+            (made[layer],) = stored(encoding, layer, [Variances(*np.ones((2, heads, dim)))], measured)
+    conditioning, metrics = zip(
+        *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
+    )
+    weights = load_weights(ops, source.config, source.weights, None, wanted, numbers)
+    store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
+    warmed = Transformer(ops, model, weights, store)
+    sequence = warm_up(warmed)
+    drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
+    return [
+        partial(warm_up_codes, warmed, sequence),
+        *(partial(warm_up_drafts, warmed, rows) for rows in drafts),
+        *(
+            partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
+            for fewer, rows in itertools.pairwise((1, *warm.rows))
+        ),
+    ]
+
+
+def rehearse(later: Sequence[Callable[[], None]]) -> threading.Timer | None:
+    """Make these calls in a thread, a moment from now; return its timer, or None if the system refuses the thread."""
+
+    def run() -> None:
+        with suppress(Exception):  # what cannot be warmed up is an error of the requests that need it
+            for warm_up_more in later:
+                warm_up_more()
+
+    timer = threading.Timer(_SECONDS, run)
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError:
+        return None
+    return timer
+
+
+def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
+    """Return the numbers of layers that have all kernels of the model. formats: those of each layer's matrices.
+
+    The last layer is one of them even if it is equal to others: a prompt computes only its last rows there.
+    """
+    kinds, last = [*zip(model.layers, shape.layers, formats, strict=True)], len(model.layers) - 1
+    return [number for number, kind in enumerate(kinds) if number == last or kind not in kinds[number + 1 : last]]
