@@ -120,9 +120,12 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)
             size = weight_bytes(ops, source.weights, weight_type)
+            progress = None if bar is None else bar.update
+            load = partial(load_weights, ops, source.config, source.weights, weight_type=weight_type)
             cache = _tile_cache(config, ops, source, say)
+            mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
             # The system can drop mapped weights, and reads them again: they leave half of the memory to other things.
-            room = ops.room_beside(size if cache is None else min(size, ops.free_memory() // 2))
+            room = ops.room_beside(size if mapped is None else min(size, ops.free_memory() // 2))
             plan = store_plan(config, ops, source.config, shape, room, draft_bytes(config, ops))
             _warn(config, source.config, plan, say)
             if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
@@ -130,10 +133,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             warm = ops.warm_up()
             if warm is not None:
                 later = warm_up_first(config, encoding, warm, source, shape)
-            progress = None if bar is None else bar.update
-            load = partial(load_weights, ops, source.config, source.weights, progress, weight_type)
-            mapped = None if cache is None else cache.load(lambda kept: load(kept=kept))
-            weights = mapped or load()
+            weights = load(progress=progress) if mapped is None else load(kept=mapped)
             source.read_tokenizer()  # what is wrong with it is an error of loading
             bars.close()
             ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))

@@ -3,7 +3,8 @@
 A file has a checked object, whose header lists the bytes of every matrix, and then the tiles of all matrices in the
 order of loading, each aligned to 64 bytes. Its name is a digest of what the tiles depend on: the weights' files, the
 type that they are converted to, and the code that packs them; not the level of CPU features. Files are written as a
-whole or not at all. The least recently used ones are removed when they exceed the size that the user gave.
+whole or not at all. When they exceed the size that the user gave, the least recently used ones are removed that no
+process has mapped.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.loading.kept_arrays import key_of
-from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files, objects
 from polarlm.engine.storage.objects import DamagedObject, Object
@@ -31,6 +32,11 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.model_loaders.source_digest import source_digest
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _OBJECT = b"polarlm tilefile"  # the name of the object at the start of a file
 _NAME = re.compile("[0-9a-f]{32}")
@@ -84,25 +90,26 @@ class TileCache:
     limit: int
     say: Callable[[str], None]
 
-    def load(self, load: Callable[[KeptTiles], ModelWeights]) -> ModelWeights | None:
-        """Return the weights that `load` returns for the mapped tiles, which are packed and written first if need be;
+    def tiles(self, load: Callable[[KeptTiles], object]) -> KeptTiles | None:
+        """Return the mapped tiles of the matrices that `load` loads, which are packed and written first if need be;
         None if they cannot be written. Raises LoadError for weights that cannot be read."""
         if (mapped := self._open()) is None:
             listed = _Listed()
             load(listed)
-            if not self._write(listed):
-                return None
-            mapped = self._open()
-        return None if mapped is None else load(mapped)
+            if self._write(listed):
+                mapped = self._open()
+        return mapped
 
     def _open(self) -> _Mapped | None:
         """Map the file; None if there is none, or if it is damaged."""
         with suppress(OSError, DamagedObject, LookupError, TypeError), self.file.open("rb") as opened:
+            _lock(opened, is_shared=True)
             found = objects.read(opened, _OBJECT)
             sizes, first = found.header["sizes"], opened.tell()
             end = first + sum(map(_padded, sizes))
             if found.header["key"] == self.file.name and os.fstat(opened.fileno()).st_size == end:
                 os.utime(self.file)  # marks it as recently used
+                _make_room(self.file.parent, self.file, self.limit - end)
                 memory = mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ)
                 return _Mapped(np.frombuffer(memory, np.uint8, end - first, first), sizes)
         return None
@@ -154,6 +161,21 @@ def _parts(header: bytes, listed: _Listed) -> Iterator[bytes | memoryview]:
         yield bytes(_padded(nbytes) - nbytes)
 
 
+def _lock(file: BinaryIO, *, is_shared: bool) -> None:
+    """Lock a file that is to be mapped (is_shared) or removed, until it is neither open nor mapped: a mapping has a copy
+    of the descriptor. Raises BlockingIOError if another process has the other lock.
+
+    Windows needs no lock: it does not remove files that are mapped.
+    """
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            pass
+
+
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
@@ -161,7 +183,7 @@ def _padded(nbytes: int) -> int:
 def _make_room(folder: Path, own: Path, limit: int) -> int:
     """Remove the least recently used files until the others than `own` take `limit` bytes, and return what they take.
 
-    Files of other users and of other names stay and do not count.
+    Files that a process has mapped stay. Those of other users and of other names stay and do not count.
     """
     found = []
     for file in folder.iterdir():
@@ -173,7 +195,8 @@ def _make_room(folder: Path, own: Path, limit: int) -> int:
     for _, size, file in sorted(found):
         if total <= limit:
             break
-        with suppress(OSError):  # on Windows, a file that is mapped cannot be removed
+        with suppress(OSError), file.open("rb") as opened:
+            _lock(opened, is_shared=False)
             file.unlink()
             total -= size
     return total
