@@ -162,8 +162,8 @@ def _parts(header: bytes, listed: _Listed) -> Iterator[bytes | memoryview]:
 
 
 def _lock(file: BinaryIO, *, is_shared: bool) -> None:
-    """Lock a file that is to be mapped (is_shared) or removed, until it is neither open nor mapped: a mapping has a copy
-    of the descriptor. Raises BlockingIOError if another process has the other lock.
+    """Lock a file that is to be mapped (is_shared) or removed, until it is neither open nor mapped: a mapping has
+    a copy of the descriptor. Raises BlockingIOError if another process has the other lock.
 
     Windows needs no lock: it does not remove files that are mapped.
     """
