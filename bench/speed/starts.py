@@ -22,10 +22,11 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.cli.commands import note
 
 START_TOKENS = 8  # of the prompt
+_TILE_CACHE = {"tile_cache": "1000G"}
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
 _WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
 _MIB, _GIB = 1 << 20, 1 << 30
-_WITH_EMPTY_FOLDER = 10  # starts that take as long as the two of `Starter.first`, roughly
+_WITH_EMPTY_FOLDER = 14  # starts that take as long as those of `Starter.first_ever`, roughly
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,21 @@ class Starter:
     context: int
     ids: Sequence[int]
 
-    def run(self, contestant: Contestant, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        contestant: Contestant,
+        variables: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), its
         "memory" (name → bytes), and of ours the number of "kernels" that it has compiled and the "compiling" seconds of
-        CPU time. variables: further ones of its environment. Raises Failed."""
+        CPU time. variables: further ones of its environment; settings: further ones of our engine. Raises Failed."""
         ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
             child.call("imported")
             imported = time.perf_counter()
-            start(child, contestant, self.subject, self.threads, self.context)
+            start(child, contestant, self.subject, self.threads, self.context, settings)
             loaded = time.perf_counter()
             child.call("prompt_rate", self.ids)
             ended = time.perf_counter()
@@ -59,13 +65,15 @@ class Starter:
         parts = {"imports": imported - began, "loading": loaded - imported, "first token": ended - loaded}
         return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
-    def first(self, contestant: Contestant, warm: float) -> dict[str, float]:
-        """Return the "seconds" of a start of ours with an empty cache folder, what the "fit" of the KV cache takes of
-        them, the number of "kernels" compiled, and the "compiling" seconds of CPU time, which pass while weights load.
-        warm: seconds of a start that finds fit and kernels. Raises Failed.
+    def first_ever(self, contestant: Contestant, warm: float, repeat: int) -> dict[str, Any]:
+        """Return the "first" start of ours with an empty cache folder: its "seconds", what the "fit" of the KV cache
+        takes of them, the number of "kernels" compiled, and the "compiling" seconds of CPU time, which pass while
+        weights load; and, on a CPU, the medians of `repeat` starts that find "mapped" weights in the tile cache. warm:
+        seconds of a start that finds fit and kernels. Raises Failed.
 
         A second start finds the kernels alone: it takes longer than a warm one by the fit.
         """
+        mapped = {}
         with tempfile.TemporaryDirectory() as folder:
             variables = {"POLARLM_CACHE": folder}
             first = self.run(contestant, variables)
@@ -73,8 +81,11 @@ class Starter:
                 if path.name != _KERNELS:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             fitted = self.run(contestant, variables)["seconds"]
+            if self.subject.device == "cpu":
+                self.run(contestant, variables, _TILE_CACHE)  # writes the file
+                mapped = {"mapped": _medians([self.run(contestant, variables, _TILE_CACHE) for _ in range(repeat)])}
         fit = max(0.0, min(fitted, first["seconds"]) - warm)  # of the two, the machine may slow one down
-        return {name: first[name] for name in ("seconds", "kernels", "compiling")} | {"fit": fit}
+        return {"first": {name: first[name] for name in ("seconds", "kernels", "compiling")} | {"fit": fit}, **mapped}
 
 
 def memory_of_a_start(file_bytes: int) -> int:
@@ -133,7 +144,7 @@ def measure_starts(
                 note("Starting with an empty cache folder, which compiles the kernels and fits the KV cache")
                 referee.announce("the first start ever")
                 try:
-                    row["first"] = starter.first(cell.contestant, row["median"])
+                    row |= starter.first_ever(cell.contestant, row["median"], referee.repeat)
                 except Failed as error:
                     note(f"The first start ever cannot be measured: {error}")
                 referee.advance(first)

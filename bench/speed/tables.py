@@ -115,19 +115,21 @@ def starts_in_parts(measured: Measured) -> str:
                 f"fitting the cache {first['fit']:.2f} s; compiling {first['kernels']} kernels took "
                 f"{first['compiling']:.2f} s of one core"
             )
+        if "mapped" in row:
+            lines.append(f"With --tile-cache, {_engine(row['engine'])} {row['cache']}: {row['mapped']['median']:.2f} s")
     return "\n\n".join(lines)
 
 
 def starts_of_models(found: Sequence[Measured]) -> str:
     """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
-    header = ["", "file", "here", PEER, "times", "peak", f"{PEER}'s peak", "weights", "first ever", "fit", "compiling"]
+    header = ["", "file", "here", PEER, "times", "mapped", "times"]
+    header += ["peak", f"{PEER}'s peak", "weights", "first ever", "fit", "compiling"]
     lines = []
     for measured in sorted(found, key=lambda one: (one["file_bytes"], one["model"])):
         ours, theirs = _start_of(measured, OURS), _start_of(measured, peer.NAME)
-        ratio = NOTHING
-        if "median" in ours and "median" in theirs:
-            ratio = f"{ours['median'] / theirs['median']:.2f}"
-        lines.append([_title(measured), format_bytes(measured["file_bytes"]), _median(ours), _median(theirs), ratio])
+        mapped = ours.get("mapped", {})
+        lines.append([_title(measured), format_bytes(measured["file_bytes"]), _median(ours), _median(theirs)])
+        lines[-1] += [_times(ours, theirs), _median(mapped), _times(mapped, theirs)]
         sizes = [(ours, "peak"), (theirs, "peak"), (ours, "weights")]
         lines[-1] += [format_bytes(row["memory"][part]) if "memory" in row else NOTHING for row, part in sizes]
         lines[-1] += [f"{ours['first'][part]:.1f} s" if "first" in ours else NOTHING for part in _OF_THE_FIRST]
@@ -202,6 +204,11 @@ def _start_of(measured: Measured, engine: str) -> Mapping[str, Any]:
 
 def _median(row: Mapping[str, Any]) -> str:
     return f"{row['median']:.2f} s" if "median" in row else str(row.get("failure", NOTHING))
+
+
+def _times(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """How many times the seconds of another row this one takes."""
+    return f"{row['median'] / other['median']:.2f}" if "median" in row and "median" in other else NOTHING
 
 
 def _columns(measured: Measured) -> list[str]:

@@ -185,8 +185,9 @@ def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with
     whole, out, _ = measure_with(*FOUR, "--only", "starts")
     one = [(label, 2, call, tokens) for label in ("ours ring4", "peer f16") for call, tokens in CALLS]
     first_ever = [("ours ring4", 2, call, tokens) for call, tokens in 2 * CALLS]
+    mapped = [("ours ring4", 2, call, tokens) for call, tokens in 3 * CALLS]
     asked = [("peer f16", 1, "start", measure.SHORT_DEPTH)]
-    assert stands.calls == asked + 3 * one + first_ever, "one run before those that count, and two that do"
+    assert stands.calls == asked + 3 * one + first_ever + mapped, "one run before those that count, and two that do"
     assert whole["rows"] == whole["memory"] == []
     ours, theirs = whole["starts"]
     assert (ours["engine"], ours["cache"], theirs["engine"], theirs["cache"]) == ("polarlm", "balanced", PEER, "f16")
@@ -196,6 +197,7 @@ def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with
         assert list(row["parts"]) == ["imports", "loading", "first token"]
     assert ours["first"].keys() == {"seconds", "fit", "kernels", "compiling"}
     assert (ours["first"]["kernels"], ours["first"]["compiling"]) == (26, 2.5)
+    assert len(ours["mapped"]["runs"]) == 2, "the first of three writes the file"
     assert "first" not in theirs
     assert ours["memory"]["weights"] == 1_000_000
     (table,) = tables(out)
@@ -225,7 +227,7 @@ def test_memory_is_ready_before_each_start_and_takes_none_of_its_seconds(
     monkeypatch.setattr(starts, "memory_of_a_start", lambda file_bytes: 2 * file_bytes)
     whole, _, _ = measure_with(*FOUR, "--only", "starts")
     calls = [call for _, _, call, _ in stands.calls]
-    assert calls == ["start", *["memory", "start", "prompt"] * 8], "the first call asks for the peer's version"
+    assert calls == ["start", *["memory", "start", "prompt"] * 11], "the first call asks for the peer's version"
     assert {size for _, _, call, size in stands.calls if call == "memory"} == {2 * whole["file_bytes"]}
     assert [row["runs"] for row in whole["starts"]] == [[2, 2], [2, 2]], "a second each for loading and the prompt"
     tensors = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(model).tensors)
@@ -356,7 +358,9 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += 2 * [(label, 2, "steps", 100) for label in all_four]
     expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in all_four]
-    starts = ["ours ring4", "peer f16"] * 3 + ["ours ring4"] * 2  # the last two are the first start ever
+    starts = ["ours ring4", "peer f16"] * 3 + [
+        "ours ring4"
+    ] * 5  # two with an empty cache folder, three with mapped weights
     expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
     assert calls[14:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out

@@ -68,11 +68,16 @@ def publish(results: Path, name: str, measured: dict[str, Any], kind: str = "spe
     (results / f"{kind}-{name}.json").write_text(json.dumps(measured), encoding="utf-8")
 
 
-def starts(model: str, gib: int, ours: float, theirs: float | None, **changes: Any) -> dict[str, Any]:
-    """A measurement of starts alone, of a file of `gib` GiB. theirs: None for one without the peer."""
+def starts(
+    model: str, gib: int, ours: float, theirs: float | None, mapped: float | None = None, **changes: Any
+) -> dict[str, Any]:
+    """A measurement of starts alone, of a file of `gib` GiB. theirs: None for one without the peer; mapped: with mapped
+    weights."""
     first = {"seconds": 10 * ours, "fit": 4 * ours, "kernels": 26, "compiling": 2.5}
     memory = {"peak": (gib << 30) + (512 << 20), "weights": gib << 30}
     rows = [{"engine": "polarlm", "median": ours, "runs": [ours] * 3, "memory": memory, "first": first}]
+    if mapped is not None:
+        rows[0]["mapped"] = {"median": mapped}
     if theirs is not None:
         rows.append({"engine": PEER, "median": theirs, "runs": [theirs] * 3, "memory": {"peak": 2 * gib << 30}})
     changes = {"rows": [], "starts": rows, "file_bytes": gib << 30, "command": f"polarlm speed -m {model}", **changes}
@@ -146,20 +151,20 @@ def test_without_starts_the_pages_say_how_to_measure_them(results: Path) -> None
 
 
 def test_a_table_of_starts_has_a_line_for_each_file_and_the_smallest_first(results: Path) -> None:
-    publish(results, "a", starts("large", 4, 6.0, 4.0), "starts")
+    publish(results, "a", starts("large", 4, 6.0, 4.0, mapped=3.0), "starts")
     publish(results, "b", starts("small", 1, 1.5, 1.0), "starts")
     publish(results, "c", starts("folder", 2, 3.0, None), "starts")
     publish(results, "d", starts("stopped", 2, 3.0, None, complete=False), "starts")
     *lines, _, source, command = make_speed_table.starts().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [row[:5] for row in cells] == [
-        ["", "file", "here", "llama.cpp", "times"],
-        cells[1][:5],  # the rule
-        ["small, Q4_1", "1.0 GiB", "1.50 s", "1.00 s", "1.50"],
-        ["folder, Q4_1", "2.0 GiB", "3.00 s", "—", "—"],
-        ["large, Q4_1", "4.0 GiB", "6.00 s", "4.00 s", "1.50"],
+    assert [row[:7] for row in cells] == [
+        ["", "file", "here", "llama.cpp", "times", "mapped", "times"],
+        cells[1][:7],  # the rule
+        ["small, Q4_1", "1.0 GiB", "1.50 s", "1.00 s", "1.50", "—", "—"],
+        ["folder, Q4_1", "2.0 GiB", "3.00 s", "—", "—", "—", "—"],
+        ["large, Q4_1", "4.0 GiB", "6.00 s", "4.00 s", "1.50", "3.00 s", "0.75"],
     ]
-    assert [row[5:] for row in (cells[0], *cells[2:])] == [
+    assert [row[7:] for row in (cells[0], *cells[2:])] == [
         ["peak", "llama.cpp's peak", "weights", "first ever", "fit", "compiling"],
         ["1.5 GiB", "2.0 GiB", "1.0 GiB", "15.0 s", "6.0 s", "2.5 s"],
         ["2.5 GiB", "—", "2.0 GiB", "30.0 s", "12.0 s", "2.5 s"],
@@ -176,7 +181,7 @@ def test_a_start_that_failed_has_its_reason_in_the_table(results: Path) -> None:
     failed["starts"][1] = {"engine": PEER, "failure": "too little memory"}
     publish(results, "a", failed, "starts")
     cells = [cell.strip() for cell in make_speed_table.starts().splitlines()[2].strip("|").split("|")]
-    assert cells[2:8] == ["1.50 s", "too little memory", "—", "1.5 GiB", "—", "1.0 GiB"]
+    assert cells[2:10] == ["1.50 s", "too little memory", "—", "—", "—", "1.5 GiB", "—", "1.0 GiB"]
     assert make_speed_table.starts_in_short() == make_speed_table.MISSING_STARTS, "there is nothing to compare with"
 
 
