@@ -33,7 +33,7 @@ def test_memory_that_runs_out_is_named_with_what_is_needed(tiny_path: Path, monk
     with Engine.load(tiny_path, device="cpu", calibration=False) as engine:
         weights, store = engine._model.weights.bytes, engine._store.plan.bytes
 
-    def lacking(*arguments: object) -> None:
+    def lacking(*arguments: object, **more: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(assembly, "load_weights", lacking)

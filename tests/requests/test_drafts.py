@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
-from polarlm.engine.loading import assembly
+from polarlm.engine.loading import assembly, rehearsal
 from polarlm.engine.model.warm_up import warm_up_drafts
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import Batch, Drafts, PromptLookup, StepSeconds
@@ -273,8 +273,9 @@ def test_steps_of_drafts_are_warmed_up_where_an_engine_drafts(
     """Otherwise the first drafts would wait for kernels."""
     seen: list[int] = []
     monkeypatch.setattr(
-        assembly, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows)
+        rehearsal, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows)
     )
+    monkeypatch.setattr(assembly, "rehearse", lambda later: [warm_up_more() for warm_up_more in later] and None)
     with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
         assert seen == (wanted if engine._parts.model.ops.warm_up() is not None else [])
 
