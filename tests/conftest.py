@@ -7,7 +7,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from polarlm.bench.gpu import nvrtc
 from polarlm.engine import Engine
-from polarlm.engine.loading import kept_arrays
+from polarlm.engine.loading import assembly, kept_arrays
 from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
@@ -191,3 +191,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", started.url)
         yield started
     utils.close_session()
+
+
+@pytest.fixture
+def rehearsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later turns and several requests are warmed up when a model is loaded, not a moment after."""
+
+    def rehearse(later: Sequence[Callable[[], None]]) -> None:
+        for warm_up_more in later:
+            warm_up_more()
+
+    monkeypatch.setattr(assembly, "rehearse", rehearse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,19 +75,8 @@ def converse(engine: Engine, length: int) -> None:
     engine.generate([*PROMPT[:length], *answer.token_ids, *PROMPT[:length]], SOME)
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later turns and several requests are warmed up when a model is loaded, not a moment after."""
-
-    def rehearse(later: Sequence[Callable[[], None]]) -> None:
-        for warm_up_more in later:
-            warm_up_more()
-
-    monkeypatch.setattr(assembly, "rehearse", rehearse)
-
-
 @pytest.mark.slow(keep=1)
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("rehearsed_at_once")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -115,7 +104,7 @@ def test_a_conversation_launches_nothing_unexpected(
         assert not device.unexpected() - {"copy_full_kernel"}  # it takes over a part of a block
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("rehearsed_at_once")
 def test_the_first_prompt_and_steps_are_waited_for_and_further_turns_and_batches_are_expected(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
-from polarlm.engine.loading import assembly, rehearsal
+from polarlm.engine.loading import rehearsal
 from polarlm.engine.model.warm_up import warm_up_drafts
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import Batch, Drafts, PromptLookup, StepSeconds
@@ -263,6 +263,7 @@ def test_prompt_lookup_reads_each_token_once() -> None:
     assert Watched.reads == 3040
 
 
+@pytest.mark.usefixtures("rehearsed_at_once")
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [({}, []), ({"spec_type": "ngram-simple"}, [2, 4, 8, 16]), ({"spec_type": "ngram-simple", "draft_max": 5}, [2, 4])],
@@ -275,7 +276,6 @@ def test_steps_of_drafts_are_warmed_up_where_an_engine_drafts(
     monkeypatch.setattr(
         rehearsal, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows)
     )
-    monkeypatch.setattr(assembly, "rehearse", lambda later: [warm_up_more() for warm_up_more in later] and None)
     with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
         assert seen == (wanted if engine._parts.model.ops.warm_up() is not None else [])
 

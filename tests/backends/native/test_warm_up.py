@@ -6,7 +6,7 @@ import functools
 import io
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +79,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
     return only
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later turns and several requests are warmed up when a model is loaded, not a moment after."""
-
-    def rehearse(later: Sequence[Callable[[], None]]) -> None:
-        for warm_up_more in later:
-            warm_up_more()
-
-    monkeypatch.setattr(assembly, "rehearse", rehearse)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("rehearsed_at_once")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -118,7 +107,7 @@ def test_a_conversation_needs_no_other_kernels(
     assert set(watch.needed) <= set(watch.announced)
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("rehearsed_at_once")
 def test_they_are_announced_in_the_order_of_need(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
     with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, "cache_type": "ring4", "block_size": 64}):
