@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,11 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import KeptTiles
-from polarlm.engine.loading import assembly
+from polarlm.engine.loading import assembly, tile_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.tile_cache import TileCache
-from polarlm.engine.storage import files
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+from tests.small_disk import small_disk
 from tests.tiny import make_model, matrices_read
 
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 64, "calibration": False}
@@ -97,18 +97,21 @@ def test_a_damaged_file_is_replaced(tiny_path: Path, folder: Path, damage: Calla
     assert file.read_bytes() == content
 
 
-def test_a_model_whose_file_cannot_be_written_is_loaded_all_the_same(
-    tiny_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_model_is_loaded_all_the_same_on_a_full_disk(
+    tiny_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files.os, "fsync", full)
-    said: list[str] = []
-    assert answer(tiny_path, said) == answer(tiny_path, tile_cache=None)
-    assert any("No space left on device" in sentence and str(folder) in sentence for sentence in said)
+    """is_known: whether it is full before anything is written."""
+    if not is_known:
+        monkeypatch.setattr(tile_cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
+    folder.mkdir(parents=True)
+    expected, said = answer(tiny_path, tile_cache=None), list[str]()
+    with small_disk(folder, 16 << 10):
+        assert answer(tiny_path, said) == expected
+        assert not list(folder.iterdir())
+    reason = "of the disk are free" if is_known else "No space left on device"
+    assert any(reason in sentence and str(folder) in sentence for sentence in said)
     assert "mapped" not in said[-1]
-    assert not list(folder.iterdir())
 
 
 def test_a_limit_that_is_too_small_is_named_and_costs_no_other_file(tiny_path: Path, folder: Path) -> None:
