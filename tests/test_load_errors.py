@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.loading import assembly
 from polarlm.engine.state.plan import format_bytes
+from tests.tiny import make_model
 
 
 def refusal(path: Path | str) -> EngineError:
@@ -27,6 +29,24 @@ def test_a_missing_model(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"no model")
     assert refusal(tmp_path / "model.gguf").code == "model_unavailable"
+
+
+@pytest.mark.parametrize("reads_in_a_thread", [True, False])
+def test_a_tokenizer_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads_in_a_thread: bool
+) -> None:
+    """It is read while the weights are loaded, or before where the system refuses a thread."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if not reads_in_a_thread:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    folder = make_model(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    error = refusal(folder)
+    assert "tokenizer.json" in str(error)
+    assert error.code == "model_unavailable"
 
 
 def test_memory_that_runs_out_is_named_with_what_is_needed(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
