@@ -1,8 +1,10 @@
-"""The user's cache folder, and whether a file is the user's."""
+"""The user's cache folder, whether a file is the user's, and on which code a file of that folder depends."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from polarlm.model_loaders.errors import LoadError
@@ -37,3 +39,18 @@ def belongs_to_user(status: os.stat_result) -> bool:
     """Whether a file or folder is this user's, so that this program may remove it. Always True on Windows, where the
     folders are the users' own."""
     return not hasattr(os, "getuid") or status.st_uid == os.getuid()
+
+
+def source_digest(folders: Sequence[Path]) -> str | None:
+    """A digest of the Python files of these folders; None if a folder has none or one cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for folder in folders:
+            files = sorted(folder.rglob("*.py"))
+            if not files:
+                return None
+            for file in files:
+                digest.update(f"{file.relative_to(folder.parent).as_posix()}\n".encode() + file.read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest()

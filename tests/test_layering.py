@@ -146,7 +146,7 @@ APART = {
 }
 
 # All of this project that the language of kernels imports, and the parts of it, each of which imports those before it.
-OF_THE_LANGUAGE = {"engine.errors", "model_loaders.forks", "model_loaders.source_digest", "model_loaders.user_dirs"}
+OF_THE_LANGUAGE = {"engine.errors", "model_loaders.forks", "model_loaders.user_dirs"}
 PARTS_OF_THE_LANGUAGE = ["lang", "isa", "compile", "run"]
 
 # Rooms that need almost nothing from outside.

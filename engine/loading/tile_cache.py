@@ -30,8 +30,7 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import digest
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
-from polarlm.model_loaders.source_digest import source_digest
-from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
+from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, source_digest
 
 try:
     import fcntl

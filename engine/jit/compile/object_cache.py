@@ -22,8 +22,7 @@ import numpy as np
 
 from polarlm.engine.jit.compile.compiler import target_description
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.model_loaders.source_digest import source_digest
-from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder
+from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, source_digest
 
 _SETS = 8  # sets to keep, most recently used, of all versions and levels
 _JIT = Path(__file__).resolve().parents[1]
