@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class Model:
     generation: GenerationDefaults
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
 
-    @property
+    @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, once it is read. Raises LoadError."""
         return self.read_tokenizer()

@@ -60,18 +60,8 @@ TYPES = {
     "q8_0": (Type.Q8_0, Type.Q8_0),
     "iq4_xs": (Type.IQ4_XS, Type.Q6_K),
     "bf16": (Type.BF16, Type.BF16),
+    **{name.lower(): (Type[name],) * 2 for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
 }
-_FILE_TYPES = {
-    "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
-    "q4_k": gguf.LlamaFileType.MOSTLY_Q4_K_M,
-    "q6_k": gguf.LlamaFileType.MOSTLY_Q6_K,
-    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-    "iq4_xs": gguf.LlamaFileType.MOSTLY_IQ4_XS,
-    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
-}
-for _name in ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"):
-    TYPES[_name] = (Type[_name.upper()],) * 2
-    _FILE_TYPES[_name] = gguf.LlamaFileType[f"MOSTLY_{_name.upper()}"]
 
 
 def main() -> int:
@@ -93,7 +83,7 @@ def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> Non
     """Write a model of `shape` to `out`. kind: a key of TYPES. tokenizer: a .gguf file that has the tokenizer."""
     writer = gguf.GGUFWriter(out, shape.arch)
     writer.add_name(f"Random {name}")
-    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType["MOSTLY_" + {"q4_k": "Q4_K_M"}.get(kind, kind.upper())])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)

@@ -65,11 +65,13 @@ def warm_up_first(
 
 def rehearse(later: Sequence[Callable[[], None]]) -> threading.Timer | None:
     """Make these calls in a thread, a moment from now; return its timer, or None if the system refuses the thread."""
+    left = [*later]
 
     def run() -> None:
         with suppress(Exception):  # what cannot be warmed up is an error of the requests that need it
-            for warm_up_more in later:
-                warm_up_more()
+            while left:
+                left.pop(0)()
+        left.clear()  # the timer stays, and they have a model
 
     timer = threading.Timer(_SECONDS, run)
     timer.daemon = True

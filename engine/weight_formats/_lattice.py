@@ -93,6 +93,12 @@ def words(field: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
     return np.ascontiguousarray(field).view(dtype)
 
 
+def scales_and_signs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split (rows, blocks, n) uint32, of which each has 7 signs four times and then 4 bits of a scale: return sub_scale
+    and signs as in `Lattice`."""
+    return bits_of(numbers, range(28, 29), 4), bits_of(numbers, range(0, 28, 7), 7)
+
+
 def bits_of(numbers: np.ndarray, shifts: range, bits: int, dtype: type = np.uint8) -> np.ndarray:
     """The integers of `bits` bits that lie at these shifts in each number: (rows, blocks, n) → (rows, blocks · n ·
     shifts)."""

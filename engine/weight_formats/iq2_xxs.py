@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
-from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
+from polarlm.engine.weight_formats._lattice import Grid, Lattice, scales_and_signs, words
 
 VALUES, NBYTES = 256, 66
 BITS, GROUP = 8, 32
@@ -19,11 +19,5 @@ dequantize = functools.partial(dequantize_gguf, "IQ2_XXS")
 def unpack(raw: np.ndarray) -> Lattice:
     d, rest = fields(raw, 2, 64)
     pairs = words(rest, "<u4")
-    indices, signs = words(pairs[..., 0::2], np.uint8), pairs[..., 1::2]
-    return Lattice(
-        GRID,
-        flat(indices).astype(np.uint16),
-        halves(d),
-        bits_of(signs, range(28, 29), 4),
-        bits_of(signs, range(0, 28, 7), 7),
-    )
+    indices = words(pairs[..., 0::2], np.uint8)
+    return Lattice(GRID, flat(indices).astype(np.uint16), halves(d), *scales_and_signs(pairs[..., 1::2]))

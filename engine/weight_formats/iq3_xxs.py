@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
-from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
+from polarlm.engine.weight_formats._lattice import Grid, Lattice, scales_and_signs, words
 
 VALUES, NBYTES = 256, 98
 BITS, GROUP = 8, 32
@@ -18,11 +18,4 @@ dequantize = functools.partial(dequantize_gguf, "IQ3_XXS")
 
 def unpack(raw: np.ndarray) -> Lattice:
     d, indices, rest = fields(raw, 2, 64, 32)
-    signs = words(rest, "<u4")
-    return Lattice(
-        GRID,
-        flat(indices).astype(np.uint16),
-        halves(d),
-        bits_of(signs, range(28, 29), 4),
-        bits_of(signs, range(0, 28, 7), 7),
-    )
+    return Lattice(GRID, flat(indices).astype(np.uint16), halves(d), *scales_and_signs(words(rest, "<u4")))
