@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
+# swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,); or of all heads, with weights (H·D,) and (K·D,).
 QKNorm = Literal["head", "all"] | None
 Norms = Literal["before", "after", "both"]  # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both
@@ -56,6 +57,8 @@ class Attention(Mixer):
     rotary_dim: int | None = None  # channels of a head that RoPE rotates; None: D
     window: int | None = None  # attend to this many last tokens (itself included); None: all
     scale: float | None = None  # of q·k; None: D^-½
+    softcap: float | None = None  # c: scores s become c · tanh(s / c)
+    sinks: bool = False  # each query head has one more score, a weight, whose value is 0
     qk_norm: QKNorm = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -86,11 +89,35 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: each token has a weighted sum of the results of `top_k` of `count` gated networks.
+
+    The router's logits become scores; the experts with the largest scores are chosen, and weigh by their scores.
+    """
+
+    count: int
+    top_k: int
+    size: int  # F of one expert
+    activation: Activation = "silu"
+    bias: bool = False  # of the experts' matrices
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False  # the weights of a token are divided by their sum
+    scale: float = 1.0  # of the weights
+    router_bias: bool = False  # of the router's logits
+    choice_bias: bool = False  # a number for each expert is added to the scores that it is chosen by, not to its weight
+    shared: GatedMLP | None = None  # computed for every token, and added
+    shared_gate: bool = False  # the shared network's result is multiplied by σ of a product with the input
+
+
+Ffn = GatedMLP | Experts
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer adds the output of its mixer to the residual stream, then that of its feed-forward network."""
 
     mixer: Mixer
-    ffn: GatedMLP
+    ffn: Ffn
     norms: Norms = "before"
 
 
@@ -110,6 +137,7 @@ class ModelConfig:
     norm_eps: float
     tied_head: bool = False  # the output head is the embedding
     embedding_scale: float = 1.0  # of embeddings, not of the head
+    logit_softcap: float | None = None  # c: logits l become c · tanh(l / c)
 
     @property
     def attentions(self) -> dict[int, Attention]:
@@ -122,7 +150,7 @@ class ModelConfig:
         return next(iter(self.attentions.values()))
 
     @property
-    def ffn(self) -> GatedMLP:
+    def ffn(self) -> Ffn:
         """The feed-forward network of the first layer, for figures that describe a whole model."""
         return self.layers[0].ffn
 

@@ -82,7 +82,7 @@ def random_weights(ops: CudaOps, config: ModelConfig, kind: str, noise: Noise) -
     def layer(number: int) -> LayerWeights:
         linear = {name: Linear(tuple(map(matrix, parts))) for name, parts in layer_parts(config, kind, number).items()}
         first, second = (ops.to_device(np.ones(config.hidden_size, np.float32)) for _ in range(2))
-        mixer = AttentionWeights(first, linear["qkv"], None, None, linear["out"], None)
+        mixer = AttentionWeights(first, linear["qkv"], None, None, None, linear["out"], None)
         return LayerWeights(mixer, GatedMLPWeights(second, linear["gate_up"], linear["down"], None))
 
     embedding, head = map(matrix, outer_parts(config, kind))

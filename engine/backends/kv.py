@@ -16,6 +16,8 @@ from polarlm.engine.quantization.metric import Metric
 
 Cache = Any  # the K/V of one layer
 Buffer = Any  # a prompt's full-precision K/V of one layer
+Spans = Any  # a list of `SpanView`
+PreparedTransform = Any  # a `HeadTransform` on the device
 
 
 @dataclass(frozen=True)

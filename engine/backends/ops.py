@@ -4,28 +4,28 @@ Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F
 K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32. The other
 types below are opaque to the engine: `PreparedTransform` is a `HeadTransform` on the device, `Cache` the K/V of one
 layer, `Buffer` a prompt's full-precision K/V of one layer, `Spans` a list of `SpanView`, `SamplerInputs` a list of
-`SamplerInput`.
+`SamplerInput`, `Routing` the experts of each row and their weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, PreparedTransform
+from polarlm.engine.backends.kv_ops import KVOps
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
-from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
+from polarlm.model_loaders.config import Experts, ModelConfig
 
 STEP_ROWS = 16  # most rows of one sequence in a step
 
 Array = Any
-PreparedTransform = Any
-Spans = Any
+Routing = Any
 SamplerInputs = Any
 Result = TypeVar("Result")
 
@@ -63,7 +63,7 @@ class KeptTiles(Protocol):
         """
 
 
-class Ops(Protocol):
+class Ops(KVOps, Protocol):
     """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
 
     Objects that outlive a call (from `load`, `prepare`, `cache`, `buffer`, `spans`) are passed to the ops that need
@@ -144,6 +144,11 @@ class Ops(Protocol):
         Raises EngineError for a matrix that the device cannot read, MemoryError if they do not fit.
         """
 
+    def load_experts(
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+    ) -> tuple[Matrix, ...]:
+        """The parts of an `ExpertLinear`. matrices: for each expert, those that are stacked; otherwise as `load`."""
+
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
         """Rows of a matrix, or of the stacked parts of a `Linear`: NumPy float32 (rows, in)."""
 
@@ -161,6 +166,9 @@ class Ops(Protocol):
 
         norm: weight (n,) and eps. x may be a slice of columns of a wider array.
         """
+
+    def softcap(self, x: Array, cap: float) -> None:
+        """cap · tanh(x / cap) of x (T, n), in place."""
 
     def linear(
         self,
@@ -183,6 +191,33 @@ class Ops(Protocol):
         CUDA: gemv up to 2 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
         packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.
         """
+
+    def route(self, logits: Array, rule: Experts, bias: Array | None = None) -> Routing:
+        """The experts of each row of logits (T, count), of the router, and their weights, as `rule` says.
+
+        bias (count,): see `Experts.choice_bias`. Of equal scores, that of the lowest number is chosen. A row whose
+        logits are not finite has NaN for weights.
+        """
+
+    def experts(
+        self,
+        x: Array,
+        routing: Routing,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: str,
+        *,
+        norm: tuple[Array, float] | None = None,
+        residual: Array | None = None,
+        recorded: bool = False,
+    ) -> Array:
+        """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, E) → (T, E).
+
+        gate_up: [gate | up] (2F, E) of each expert; down (E, F). norm, residual, activation, recorded: as in `linear`.
+        """
+
+    def gate(self, x: Array, logits: Array) -> None:
+        """x (T, n) times σ(logits), in place; logits (T, n) or (T, 1)."""
 
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""
@@ -224,101 +259,4 @@ class Ops(Protocol):
 
         Another `run_graph` may start before they have arrived, with their ids as its input. No input may ask for
         log-probabilities. None if fetching later has no use, since the host computes the step itself.
-        """
-
-    # -- the KV store --------------------------------------------------------------------------------------------
-
-    def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        """Bytes of a quantized block, and of a full-precision slot, all KV heads.
-
-        Raises ValueError for a codec that the backend does not support.
-        """
-
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
-        """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
-
-        Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity becomes NaN.
-        """
-
-    def in_numpy(self, cache: Cache) -> Mapping[str, str]:
-        """The parts of a layer with this cache that NumPy computes for lack of compiled kernels → why.
-
-        Empty if kernels compute all of it, or if NumPy is the whole backend.
-        """
-
-    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
-        """Memory for `rows` tokens' K/V of one layer in full precision: float16 on a GPU; on the CPU float32, or
-        float16 with `as_slots`."""
-
-    def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
-        """`spans` as the argument of the ops below: one span of a prompt, or those of a step, in order of their rows.
-
-        block_size: N. The rows of consecutive spans are contiguous.
-        """
-
-    def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
-        """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""
-
-    def place_kv(
-        self,
-        qkv: Array,
-        rope: tuple[Array, Array],
-        transform: PreparedTransform,
-        cache: Cache,
-        spans: Spans,
-        norms: tuple[Array, Array, float] | None = None,
-    ) -> Array:
-        """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D).
-
-        CUDA: place_kv in a step; transform_heads and append_kv in a prompt, or where a rotation is dense.
-        """
-
-    def attention(
-        self,
-        q: Array,
-        cache: Cache,
-        spans: Spans,
-        scale: float,
-        window: int | None,
-        transform: PreparedTransform | None = None,
-        then: Linear | None = None,
-    ) -> Array:
-        """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
-        → (T, H, D).
-
-        scale: multiplies the scores. Query head h reads KV head h // (H // K). With a window, position p sees only
-        positions > p − window. transform: its scale_back and inverse value rotation are applied to the result; None
-        leaves the result in the space of the stored values. then: as in `linear`.
-        CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
-        rotation is dense.
-        """
-
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        """Encode blocks; keys are centred first. CUDA: encode_blocks, once for each pair of codecs among all caches."""
-
-    def copy_full(self, cache: Cache, target: KVLocation, source: KVLocation, tokens: int) -> None:
-        """Copy the first `tokens` ≤ N tokens of `source` to `target`."""
-
-    def round_trip(self, cache: Cache, place: KVLocation, tokens: int) -> None:
-        """Replace the first `tokens` ≤ N tokens at `place` by what a block of them, padded with their mean, decodes
-        to."""
-
-    # -- from the KV store to the host, and back -----------------------------------------------------------------
-
-    def read_blocks(self, cache: Cache, blocks: Sequence[int]) -> dict[str, Any]:
-        """The quantized blocks with one or more ids as NumPy arrays, in the representation `stored_as`."""
-
-    def write_blocks(self, cache: Cache, blocks: Sequence[int], arrays: Mapping[str, Any]) -> None:
-        """Overwrite the quantized blocks with one or more ids with `arrays`, from `read_blocks` of any backend.
-
-        Raises ValueError if the arrays do not hold that many blocks of this cache's format.
-        """
-
-    def read_full(self, cache: Cache, slot: int, tokens: int) -> tuple[Any, Any]:
-        """The first `tokens` ≤ N tokens of a full-precision slot: k, v (K, tokens, D) float16, as stored."""
-
-    def write_full(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
-        """Write k, v (K, tokens ≤ N, D), float16 or float32, to the first tokens of a full-precision slot.
-
-        Raises ValueError for arrays of another shape or type.
         """

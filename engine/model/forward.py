@@ -196,4 +196,7 @@ class Transformer:
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""
         norm = self.weights.norm, self.config.norm_eps
-        return self.ops.linear(hidden, self.weights.head, norm=norm, recorded=recorded)
+        logits = self.ops.linear(hidden, self.weights.head, norm=norm, recorded=recorded)
+        if self.config.logit_softcap is not None:
+            self.ops.softcap(logits, self.config.logit_softcap)
+        return logits

@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.engine.backends.ops import Array, Ops, Spans
+from polarlm.engine.backends.kv import Spans
+from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables

@@ -16,8 +16,8 @@ from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
 from polarlm.engine.state.plan import format_bytes
-from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, find
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
+from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
@@ -55,7 +55,7 @@ class _Reader:
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
         """Load tensors (rows_i, columns) as the parts of one matrix."""
         matrices = self._ops.load([self._matrix(name) for name in names], self._kept)
-        self.bytes += sum(self._ops.matrix_bytes(matrix.format, math.prod(matrix.shape)) for matrix in matrices)
+        self._count(matrices)
         return matrices
 
     def _matrix(self, name: str) -> FileMatrix:
@@ -65,6 +65,19 @@ class _Reader:
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
         """Load a projection whose output is the concatenation of those of `weights`, with `biases`."""
         return Linear(self.matrices(weights), self.vector(biases) if biases else None)
+
+    def experts(self, count: int, weights: Sequence[str], biases: Sequence[str]) -> ExpertLinear:
+        """Load a projection of `count` experts. weights, biases: those of the first expert, then those of the next."""
+        each = len(weights) // count
+        stored = [
+            [self._matrix(name) for name in weights[first : first + each]] for first in range(0, len(weights), each)
+        ]
+        parts = self._ops.load_experts(stored, self._kept)
+        self._count(parts)
+        return ExpertLinear(count, parts, self.vector(biases).reshape(count, -1) if biases else None)
+
+    def _count(self, matrices: Sequence[Matrix]) -> None:
+        self.bytes += sum(self._ops.matrix_bytes(matrix.format, math.prod(matrix.shape)) for matrix in matrices)
 
 
 def load_weights(
@@ -87,7 +100,8 @@ def load_weights(
     (embedding,) = read.matrices(top["embedding"])
     layers = []
     for number in range(len(config.layers)) if numbers is None else numbers:
-        layer, own = config.layers[number], _LayerReader(read, table.layers[number])
+        layer = config.layers[number]
+        own = _LayerReader(read, table.layers[number], layer.ffn.count if isinstance(layer.ffn, Experts) else 0)
         mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
         layers.append(LayerWeights(mixer.Weights.read(own), ffn.Weights.read(own)))
     norm = read.vector(top["norm"])
@@ -212,7 +226,10 @@ def _described(value: Any) -> Any:
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
     """Yield (name, shape, values from each end) of every weight."""
     for name, tensor in _tensors(weights):
-        if isinstance(tensor, Matrix | Linear):
+        if isinstance(tensor, ExpertLinear):
+            tensor = tensor.parts[0]
+            first = last = ops.rows(tensor, slice(0, 1))
+        elif isinstance(tensor, Matrix | Linear):
             count, width = tensor.shape
             rows = -(-_SAMPLE // width)
             first, last = (ops.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
@@ -221,29 +238,36 @@ def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, 
         yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
 
 
-def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear]]:
+def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
     yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
     for number, layer in enumerate(weights.layers):
         for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn)):
             for field in fields(of_part):
                 if (tensor := getattr(of_part, field.name)) is not None:
                     yield f"{number}.{part}.{field.name}", tensor
-                    if isinstance(tensor, Linear) and tensor.bias is not None:
+                    if isinstance(tensor, Linear | ExpertLinear) and tensor.bias is not None:
                         yield f"{number}.{part}.{field.name}_bias", tensor.bias
 
 
 @dataclass(frozen=True)
 class _LayerReader:
-    """Reads the slots of one layer."""
+    """Reads the slots of one layer. count: of its experts."""
 
     read: _Reader
     slots: Slots
+    count: int
 
     def vector(self, slot: str) -> Array | None:
         return self.read.vector(self._names(slot)) if slot in self.slots else None
 
     def linear(self, slot: str) -> Linear:
         return self.read.linear(self._names(slot), self._names(f"{slot}_bias"))
+
+    def optional_linear(self, slot: str) -> Linear | None:
+        return self.linear(slot) if slot in self.slots else None
+
+    def experts(self, slot: str) -> ExpertLinear:
+        return self.read.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))
 
     def _names(self, slot: str) -> list[str]:
         return [spec.name for spec in self.slots.get(slot, ())]

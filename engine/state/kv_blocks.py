@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
-from polarlm.engine.backends.ops import Ops, Spans
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Spans, SpanView
+from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
 from polarlm.engine.sampling.sample import NOT_FINITE

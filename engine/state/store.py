@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, SpanView
-from polarlm.engine.backends.ops import STEP_ROWS, Ops, Spans
+from polarlm.engine.backends.kv import Cache, Spans, SpanView
+from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric

@@ -143,3 +143,26 @@ class Linear:
     def nbytes(self) -> int:
         """Bytes of the matrices."""
         return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLinear:
+    """The same linear layer of each of `count` experts.
+
+    parts: as in `Linear`, each with its rows of all experts, those of the first expert first: (count · out_i, in).
+    bias: (count, out), or None.
+    """
+
+    count: int
+    parts: tuple[Matrix, ...]
+    bias: Any | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of one expert."""
+        return sum(part.shape[0] for part in self.parts) // self.count, self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices of all experts."""
+        return sum(part.nbytes for part in self.parts)

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.model_loaders.config import Attention, GatedMLP, ModelConfig
+from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, ModelConfig
 
-# Slot → names of its tensors in a layer, without ".weight": Hugging Face's and llama.cpp's.
+# Slot → names of its tensors in a layer, without ".weight": Hugging Face's, with {} for the number of an expert, and
+# llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
+_WHOLE_NAMES = ("sinks", "choice_bias")
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,11 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head.
 
-    A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, out, attention_post_norm, ffn_norm,
-    gate_up, down, ffn_post_norm; qkv_bias, out_bias, gate_up_bias, down_bias. A slot that a model lacks is absent.
+    A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sinks, out, attention_post_norm, ffn_norm,
+    gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and down, router, choice_bias,
+    experts_gate_up and experts_down (all tensors of the first expert, then those of the next), shared_gate,
+    shared_gate_up, shared_down. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a
+    model lacks is absent.
     """
 
     top: Slots
@@ -73,36 +78,77 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     slots: dict[str, tuple[TensorSpec, ...]] = {}
     mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
     assert isinstance(mixer, Attention)
-    biased = {"qkv": mixer.qkv_bias, "out": mixer.out_bias, "gate_up": ffn.bias, "down": ffn.bias}
+    shapes_of = {**_attention_shapes(config.hidden_size, mixer), **_ffn_shapes(config.hidden_size, ffn)}
     for slot, tensors in names.items():
-        shapes = _shapes(config.hidden_size, mixer, ffn, slot, len(tensors))
-        for kind in ("weight", "bias") if biased.get(slot) else ("weight",):
-            slots[slot if kind == "weight" else f"{slot}_bias"] = tuple(
+        if slot not in shapes_of:
+            continue
+        shapes, has_bias = shapes_of[slot]
+        of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot.startswith("experts_") else (None,)
+        kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if has_bias else (".weight",)
+        for kind in kinds:
+            slots[f"{slot}_bias" if kind == ".bias" else slot] = tuple(
                 TensorSpec(
-                    f"model.layers.{layer}.{theirs}.{kind}",
-                    f"blk.{layer}.{ggml}.{kind}",
-                    shape if kind == "weight" else shape[:1],
+                    f"model.layers.{layer}.{theirs.format(expert)}{kind}",
+                    f"blk.{layer}.{ggml}{kind}" + ("" if expert is None else f"[{expert}]"),
+                    shape[:1] if kind == ".bias" else shape,
                     heads,
                     mixer if heads else None,
                     norm_offset if slot.endswith("norm") else 0.0,
                 )
-                for (theirs, ggml), (shape, heads) in zip(tensors, shapes, strict=True)
+                for expert in of_experts
+                for (theirs, ggml), (shape, heads) in zip(tensors, shapes[len(tensors)], strict=True)
             )
     return slots
 
 
-def _shapes(e: int, mixer: Attention, ffn: GatedMLP, slot: str, count: int) -> list[tuple[tuple[int, ...], int]]:
-    """(shape, rotated heads) of each of the `count` tensors of a slot; e: hidden size."""
-    f, d, h, k = ffn.size, mixer.head_dim, mixer.heads, mixer.kv_heads
-    if slot == "qkv":
-        heads = ((h, h), (k, k), (k, 0)) if count == 3 else ((h + 2 * k, h + k),)
-        return [((number * d, e), rotated) for number, rotated in heads]
-    if slot == "gate_up":
-        return [((2 * f // count, e), 0)] * count
-    if slot in ("q_norm", "k_norm"):
-        number = 1 if mixer.qk_norm == "head" else h if slot == "q_norm" else k
-        return [((number * d,), number)]
-    return [({"out": (e, h * d), "down": (e, f)}.get(slot, (e,)), 0)]
+_Shape = tuple[tuple[int, ...], int]  # and the number of rotated heads
+_Shapes = Mapping[int, list[_Shape]]  # by the number of tensors
+
+
+def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool]]:
+    """Slot → the shapes of its tensors, for each number of tensors that may fill it, and whether they have biases."""
+    d, h, k = mixer.head_dim, mixer.heads, mixer.kv_heads
+    per_head = mixer.qk_norm == "head"
+    separate: list[_Shape] = [((h * d, e), h), ((k * d, e), k), ((k * d, e), 0)]
+    shapes: dict[str, tuple[_Shapes, bool]] = {
+        "qkv": ({3: separate, 1: [(((h + 2 * k) * d, e), h + k)]}, mixer.qkv_bias),
+        "out": (_one(e, h * d), mixer.out_bias),
+        **dict.fromkeys(("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"), (_one(e), False)),
+    }
+    if mixer.qk_norm is not None:
+        numbers = (1, 1) if per_head else (h, k)
+        for slot, number in zip(("q_norm", "k_norm"), numbers, strict=True):
+            shapes[slot] = {1: [((number * d,), number)]}, False
+    if mixer.sinks:
+        shapes["sinks"] = _one(h), False
+    return shapes
+
+
+def _ffn_shapes(e: int, ffn: Ffn) -> dict[str, tuple[_Shapes, bool]]:
+    """As `_attention_shapes`."""
+    if isinstance(ffn, GatedMLP):
+        return {"gate_up": (_pair(ffn.size, e), ffn.bias), "down": (_one(e, ffn.size), ffn.bias)}
+    shapes: dict[str, tuple[_Shapes, bool]] = {
+        "router": (_one(ffn.count, e), ffn.router_bias),
+        "experts_gate_up": (_pair(ffn.size, e), ffn.bias),
+        "experts_down": (_one(e, ffn.size), ffn.bias),
+    }
+    if ffn.choice_bias:
+        shapes["choice_bias"] = _one(ffn.count), False
+    if ffn.shared is not None:
+        shapes["shared_gate_up"], shapes["shared_down"] = _ffn_shapes(e, ffn.shared).values()
+    if ffn.shared_gate:
+        shapes["shared_gate"] = _one(1, e), False
+    return shapes
+
+
+def _one(*shape: int) -> _Shapes:
+    return {1: [(shape, 0)]}
+
+
+def _pair(size: int, e: int) -> _Shapes:
+    """Gate and up projection, in two tensors or in one."""
+    return {2: [((size, e), 0)] * 2, 1: [((2 * size, e), 0)]}
 
 
 def row_order(spec: TensorSpec, interleaved: bool) -> np.ndarray | None:

@@ -11,7 +11,8 @@ import pytest
 
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm, rotate
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.rows import rms_norm, rotate
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import FORMATS, assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program

@@ -11,7 +11,8 @@ import pytest
 from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.backends.ops import KeptTiles, Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.model import prompt_readers
@@ -57,8 +58,8 @@ class Rounded(SameWeights):
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, _half(k), _half(v))
 
-    def attention(self, q, cache, spans, scale, window, transform=None, then=None) -> np.ndarray:
-        return super().attention(_half(q), cache, spans, scale, window, transform)
+    def attention(self, q, cache, spans, scale, window, transform=None, then=None, **rule) -> np.ndarray:
+        return super().attention(_half(q), cache, spans, scale, window, transform, **rule)
 
     def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None, recorded=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)

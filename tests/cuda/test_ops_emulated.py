@@ -15,7 +15,8 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
-from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.errors import EngineError

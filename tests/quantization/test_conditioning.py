@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from polarlm.engine.backends.numpy.ops import rotate
+from polarlm.engine.backends.numpy.rows import rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.quantization.conditioning import Conditioning, Scale, centre, mean_fields, read_mean
 from tests.pairs import pairs

@@ -14,6 +14,7 @@ from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.backends.cuda.linear import input_type, result_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
+from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear
 
 
@@ -41,7 +42,12 @@ class AttentionOps:
         window: int | None,
         transform: DeviceTransform | None = None,
         then: Linear | None = None,
+        *,
+        softcap: float | None = None,
+        sinks: Array | None = None,
     ) -> Array:
+        if softcap is not None or sinks is not None:
+            raise EngineError("Soft caps and sinks of attention have no kernels for a GPU yet; use --device cpu.")
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
         parameters = _Parameters(float(scale), window or 0, scale_back)
         if spans.buffer is not None:

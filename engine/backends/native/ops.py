@@ -63,6 +63,11 @@ class NativeOps:
         self.embed = matrices.embed
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
+        self.softcap = launch.unrecorded(plain.softcap)
+        self.load_experts = plain.load_experts
+        self.route = launch.unrecorded(plain.route)
+        self.experts = launch.unrecorded(plain.experts)
+        self.gate = launch.unrecorded(plain.gate)
 
         heads = HeadOps(launch)
         self.prepare = heads.prepare

@@ -28,6 +28,18 @@ def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
     return _over_one_plus_exp(gate, exponent, up)
 
 
+_LIMIT, _STEEPNESS = 7.0, 1.702  # of the activation of gpt-oss
+
+
+def swiglu_clamped_mul(gate_up: np.ndarray) -> np.ndarray:
+    """gate_up (T, 2F) = [gate | up] → g / (1 + e^-1.702g) * (u + 1) (T, F), where g = min(gate, 7) and
+    u = up clipped to ±7."""
+    half = gate_up.shape[-1] // 2
+    gate = np.minimum(gate_up[..., :half], np.float32(_LIMIT))
+    up = np.clip(gate_up[..., half:], np.float32(-_LIMIT), np.float32(_LIMIT)) + np.float32(1)
+    return _over_one_plus_exp(gate, gate * np.float32(-_STEEPNESS), up)
+
+
 def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray) -> np.ndarray:
     """gate / (1 + e^exponent) * up, in the memory of `exponent`."""
     # exp overflows to inf above 88, where the quotient is 0 = gate / inf.
@@ -40,4 +52,8 @@ def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray) -
 
 
 # Name → the function [gate | up] → activation(gate) * up.
-ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_tanh_mul,
+    "swiglu_clamped": swiglu_clamped_mul,
+}

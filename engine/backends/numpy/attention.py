@@ -11,6 +11,7 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
+from polarlm.engine.backends.numpy.rows import softcap
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import read_mean
 
@@ -109,21 +110,33 @@ def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return halves
 
 
-def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, window: int | None) -> None:
+class ScoreRule(NamedTuple):
+    """How scores become weights: see `Ops.attention`. sinks (K, G), G = H / K; None: there are none."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: np.ndarray | None = None
+
+
+def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
     """Attention of scaled q (T, K, G, D), the rows of one sequence, in tiles of queries → out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
         # (T, K, G, D) → (K, G, T, D): the group of query heads of a KV head shares one pass over its keys.
         grouped = q[first : first + tile].transpose(1, 2, 0, 3)
-        tile_out = attend(grouped, span.position + first, cache, span, window)
+        tile_out = attend(grouped, span.position + first, cache, span, rule)
         into = out[first : first + tile]
         into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
 
 
-def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, window: int | None) -> np.ndarray:
+def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule: ScoreRule) -> np.ndarray:
     """Attention of scaled q (K, G, T, D), whose first row has `position`, by online softmax over tiles → same shape."""
-    tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, window)
-    whole = functools.reduce(_merge, (_partial(q, position, tile, window) for tile in tiles))
+    tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, rule.window)
+    whole = functools.reduce(_merge, (_partial(q, position, tile, rule) for tile in tiles))
+    if rule.sinks is not None:
+        kv_heads, group, count, _ = q.shape
+        sinks = np.broadcast_to(rule.sinks[:, :, None], (kv_heads, group, count)).reshape(whole.row_max.shape)
+        whole = _merge(whole, _Partial(sinks, np.ones_like(whole.row_sum), np.zeros_like(whole.weighted)))
     return (whole.weighted / whole.row_sum).reshape(q.shape)
 
 
@@ -147,7 +160,7 @@ class _Partial(NamedTuple):
     weighted: np.ndarray
 
 
-def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _Partial:
+def _partial(q: np.ndarray, position: int, tile: _Tile, rule: ScoreRule) -> _Partial:
     """Attention of q (K, G, T, D) over one tile, with R = G·T."""
     kv_heads, group, count, dim = q.shape
     flat = q.reshape(kv_heads, group * count, dim)
@@ -155,7 +168,9 @@ def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _
     if tile.mean is not None:  # q·k = q·(k − μ) + q·μ, one μ per block of N keys
         by_block = scores.reshape(*scores.shape[:2], tile.mean.shape[1], -1)
         by_block += (flat @ tile.mean.swapaxes(1, 2))[..., None]
-    _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, window)
+    if rule.softcap is not None:
+        softcap(scores, rule.softcap)
+    _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, rule.window)
     row_max = scores.max(axis=-1, keepdims=True)
     scores -= _finite(row_max)
     np.exp(scores, out=scores)

@@ -17,9 +17,11 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, Sides, attend_alone, rounded
+from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, ScoreRule, Sides, attend_alone, rounded
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
+from polarlm.engine.backends.numpy.experts import ExpertOps
+from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
 from polarlm.engine.backends.ops import KeptTiles, Load, Result
 from polarlm.engine.jit.run.zeros import zeros
 from polarlm.engine.outputs import Threads
@@ -32,11 +34,7 @@ from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFo
 _PARALLEL_ROWS = 32
 
 
-# Damaged weights give NaN, which the checks of logits and codecs find; NumPy's warnings would add nothing.
-_quiet = np.errstate(invalid="ignore", over="ignore")
-
-
-class NumpyOps:
+class NumpyOps(ExpertOps):
     """See `engine.backends.ops.Ops`."""
 
     name = "cpu"
@@ -106,6 +104,12 @@ class NumpyOps:
             matrix.dequantize(part)
         return (Matrix(get("f32"), whole, shape),)
 
+    def load_experts(
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+    ) -> tuple[Matrix, ...]:
+        """All matrices, converted to float32 and joined into one."""
+        return self.load([matrix for expert in matrices for matrix in expert])
+
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         return _whole(matrix)[rows]
 
@@ -115,12 +119,12 @@ class NumpyOps:
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x
 
-    @_quiet
+    @quiet
     def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:
         x: np.ndarray = table.data[ids]
         return x if scale == 1 else x * np.float32(scale)
 
-    @_quiet
+    @quiet
     def rms_norm(self, x: np.ndarray, norm: tuple[np.ndarray, float], residual: np.ndarray | None = None) -> None:
         y = rms_norm(x, *norm)
         if residual is None:
@@ -128,7 +132,10 @@ class NumpyOps:
         else:
             residual += y
 
-    @_quiet
+    def softcap(self, x: np.ndarray, cap: float) -> None:
+        softcap(x, cap)
+
+    @quiet
     def linear(
         self,
         x: np.ndarray,
@@ -154,7 +161,7 @@ class NumpyOps:
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[HeadTransform]:
         return list(transforms)
 
-    @_quiet
+    @quiet
     def transform_heads(
         self,
         qkv: np.ndarray,
@@ -236,7 +243,7 @@ class NumpyOps:
         self.append_kv(cache, spans, k, v)
         return q
 
-    @_quiet
+    @quiet
     def attention(
         self,
         q: np.ndarray,
@@ -246,13 +253,17 @@ class NumpyOps:
         window: int | None,
         transform: HeadTransform | None = None,
         then: Linear | None = None,
+        *,
+        softcap: float | None = None,
+        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads
         heads, dim = q.shape[1:]
         q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(scale)
+        rule = ScoreRule(window, softcap, None if sinks is None else sinks.reshape(kv_heads, heads // kv_heads))
         for span in spans:
-            attend_alone(q[span.rows], out[span.rows], cache, span, window)
+            attend_alone(q[span.rows], out[span.rows], cache, span, rule)
         if transform is None:
             return out
         back = None if transform.value_rotation is None else transform.value_rotation.T
@@ -268,7 +279,7 @@ class NumpyOps:
         k, v = cache.full(source)
         cache.store(target, (k[:, :tokens], v[:, :tokens]))
 
-    @_quiet
+    @quiet
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         k, v = (full[:, :tokens].astype(np.float32) for full in cache.full(place))
         format = cache.format
@@ -301,28 +312,3 @@ def _whole(matrix: Matrix | Linear) -> np.ndarray:
     if isinstance(matrix, Linear):
         (matrix,) = matrix.parts
     return matrix.data
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """x (..., n) / rms(x) * weight (n,)."""
-    mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
-    normed = x * (1 / np.sqrt(mean_square + np.float32(eps)))
-    normed *= weight
-    return normed
-
-
-def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Rotate channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    low, high = x[..., :half], x[..., half:]
-    rotated = low * cos - high * sin
-    high *= cos
-    high += low * sin
-    low[...] = rotated
-
-
-def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
-    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None means no factor."""
-    x = x if scale is None else x * scale
-    return x if rotation is None else x @ rotation

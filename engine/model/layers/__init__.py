@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.weight_formats import Linear
+from polarlm.engine.weight_formats import ExpertLinear, Linear
 
 Tap = Callable[[str, Array], None]
 """tap(name, x): see `engine.model.prefill.Taps`, for one layer and position."""
@@ -28,6 +28,12 @@ class ReadSlot(Protocol):
 
     def linear(self, slot: str) -> Linear:
         """Return the projection of a slot, with its biases if it has any."""
+
+    def optional_linear(self, slot: str) -> Linear | None:
+        """As `linear`; None if the model lacks the slot."""
+
+    def experts(self, slot: str) -> ExpertLinear:
+        """Return the projection of every expert in a slot, with their biases if they have any."""
 
 
 def norm_of(weight: Array | None, eps: float) -> Norm:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.kv import Cache
-from polarlm.engine.backends.ops import Array, Ops, PreparedTransform, Spans
+from polarlm.engine.backends.kv import Cache, PreparedTransform, Spans
+from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import ReadSlot, Tap, add_projected, norm_of
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
@@ -19,6 +19,7 @@ class AttentionWeights:
     qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
     q_norm: Array | None  # (D,), or (H·D,) of all heads together
     k_norm: Array | None  # (D,), or (K·D,)
+    sinks: Array | None  # (H,)
     out: Linear  # (E, H·D)
     post_norm: Array | None  # (E,): norms the result before it is added to the residual
 
@@ -30,6 +31,7 @@ class AttentionWeights:
             qkv=read.linear("qkv"),
             q_norm=read.vector("q_norm"),
             k_norm=read.vector("k_norm"),
+            sinks=read.vector("sinks"),
             out=read.linear("out"),
             post_norm=read.vector("attention_post_norm"),
         )
@@ -83,7 +85,17 @@ class Attention:
     def mix(self, x: Array, q: Array, spans: Spans, *, recorded: bool, tap: Tap | None = None) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
-        mixed = self._ops.attention(q, self._cache, spans, shape.score_scale, shape.window, self._transform, w.out)
+        mixed = self._ops.attention(
+            q,
+            self._cache,
+            spans,
+            shape.score_scale,
+            shape.window,
+            self._transform,
+            w.out,
+            softcap=shape.softcap,
+            sinks=w.sinks,
+        )
         mixed = mixed.reshape(len(x), shape.heads * shape.head_dim)
         if tap is not None:
             tap("attention", mixed)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.attention import Attention
+from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.state.shapes import OwnShape
 from polarlm.engine.weight_formats import Linear
@@ -44,7 +45,7 @@ class Mixer(Protocol):
 
 # The class of a kind in a configuration → the class that computes it, a Mixer.
 MIXERS: dict[type[config.Mixer], Any] = {config.Attention: Attention}
-FFNS = {config.GatedMLP: GatedMLP}
+FFNS: dict[type[config.Ffn], Any] = {config.GatedMLP: GatedMLP, config.Experts: Experts}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LayerWeights:
     """The weights of a decoder layer."""
 
     mixer: Any  # an instance of the mixer's `Weights`
-    ffn: GatedMLPWeights
+    ffn: GatedMLPWeights | ExpertsWeights
 
     @property
     def matrices(self) -> dict[str, Linear]:
@@ -64,7 +65,7 @@ class DecoderLayer(NamedTuple):
     """The objects that compute a decoder layer."""
 
     mixer: Mixer
-    ffn: GatedMLP
+    ffn: GatedMLP | Experts
 
 
 def decoder_layer(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
-from polarlm.engine.backends.numpy.ops import NumpyOps, apply_rope, rms_norm, rotate
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.rows import apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.launching import launcher

@@ -12,7 +12,8 @@ pytest.importorskip("llvmlite")
 from polarlm.engine.backends.native.kernels.linear.product import row_tile_of
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
-from polarlm.engine.backends.numpy.ops import NumpyOps, rms_norm
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.jit.compile import library as library_module
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.library import Library

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
-from polarlm.engine.backends.numpy.attention import LayerCache, attend
+from polarlm.engine.backends.numpy.attention import LayerCache, ScoreRule, attend
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
@@ -63,7 +63,7 @@ def exact(
 ) -> np.ndarray:
     rows, _, dim = q.shape
     grouped = (q.astype(np.float64) * scale).reshape(rows, cache.format.kv_heads, -1, dim).transpose(1, 2, 0, 3)
-    out = attend(grouped, span.position, cache, span, window).transpose(2, 0, 1, 3).reshape(q.shape)
+    out = attend(grouped, span.position, cache, span, ScoreRule(window)).transpose(2, 0, 1, 3).reshape(q.shape)
     assert out.dtype == np.float64
     out = out if transform.scale_back is None else out * transform.scale_back[:, None]
     return out if transform.value_rotation is None else out @ transform.value_rotation.T

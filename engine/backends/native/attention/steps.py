@@ -39,11 +39,14 @@ class AttentionOps:
         window: int | None,
         transform: PreparedTransform | None = None,
         then: Linear | None = None,
+        *,
+        softcap: float | None = None,
+        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
-        if not isinstance(cache, TileCache):
+        if not isinstance(cache, TileCache) or softcap is not None or sinks is not None:
             if isinstance(spans, StepTable):
                 spans = self._plain.spans(spans.views, cache.format.block_size)
-            return self._in_numpy(q, cache, spans, scale, window, transform)
+            return self._in_numpy(q, cache, spans, scale, window, transform, softcap=softcap, sinks=sinks)
         if isinstance(spans, StepTable):
             return self._step(q, cache, spans, scale, window, transform)
         return self._prompts.attention(q, cache, spans, scale, window, transform)

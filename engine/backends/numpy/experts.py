@@ -1,0 +1,97 @@
+"""A mixture of experts in NumPy: the choice of experts, and their weighted results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.backends.numpy.rows import quiet, rms_norm
+from polarlm.engine.weight_formats import ExpertLinear
+from polarlm.model_loaders.config import Experts
+
+
+class Routing(NamedTuple):
+    """The experts of each row, best first: ids (T, k) int32, and their weights (T, k) float32."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+class ExpertOps:
+    """The ops of a mixture of experts."""
+
+    @quiet
+    def route(self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None) -> Routing:
+        return route(logits, rule, bias)
+
+    @quiet
+    def experts(
+        self,
+        x: np.ndarray,
+        routing: Routing,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: str,
+        *,
+        norm: tuple[np.ndarray, float] | None = None,
+        residual: np.ndarray | None = None,
+        recorded: bool = False,
+    ) -> np.ndarray:
+        x = x if norm is None else rms_norm(x, *norm)
+        y = weighted_experts(x, routing, gate_up, down, ACTIVATIONS[activation])
+        if residual is None:
+            return y
+        residual += y
+        return residual
+
+    @quiet
+    def gate(self, x: np.ndarray, logits: np.ndarray) -> None:
+        x /= 1 + np.exp(-logits)
+
+
+def route(logits: np.ndarray, rule: Experts, bias: np.ndarray | None) -> Routing:
+    """See `Ops.route`."""
+    if rule.scoring == "softmax":
+        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+    else:
+        scores = 1 / (1 + np.exp(-logits))
+    ranks = scores if bias is None else scores + bias
+    ids = np.argsort(-ranks, axis=1, kind="stable")[:, : rule.top_k].astype(np.int32)
+    weights = np.take_along_axis(scores, ids, axis=1)
+    if rule.renormalize:
+        weights /= weights.sum(axis=1, keepdims=True)
+    weights *= np.float32(rule.scale)
+    weights[~np.isfinite(logits).all(axis=1)] = np.nan
+    return Routing(ids, weights)
+
+
+def weighted_experts(
+    x: np.ndarray,
+    routing: Routing,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
+    activate: Callable[[np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """See `Ops.experts`. The rows of an expert are multiplied together, so its weights are read once."""
+    y = np.zeros((len(x), down.shape[0]), np.float32)
+    order = np.argsort(routing.ids, axis=None, kind="stable")
+    experts, first = np.unique(routing.ids.ravel()[order], return_index=True)
+    for expert, pairs in zip(experts.tolist(), np.split(order, first[1:]), strict=True):
+        rows = pairs // routing.ids.shape[1]
+        result = _product(activate(_product(x[rows], gate_up, expert)), down, expert)
+        y[rows] += result * routing.weights.ravel()[pairs, None]  # a row has an expert at most once
+    return y
+
+
+def _product(x: np.ndarray, w: ExpertLinear, expert: int) -> np.ndarray:
+    """x (n, in) @ w (out, in)ᵀ of one expert + its bias → (n, out)."""
+    outputs = w.shape[0]
+    (part,) = w.parts
+    y: np.ndarray = x @ part.data[expert * outputs : (expert + 1) * outputs].T
+    if w.bias is not None:
+        y += w.bias[expert]
+    return y

@@ -1,0 +1,82 @@
+"""A mixture of experts: a router chooses gated networks for each token, whose results are added with weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import ReadSlot, add_projected, norm_of
+from polarlm.engine.weight_formats import ExpertLinear, Linear
+from polarlm.model_loaders import config
+
+
+@dataclass(frozen=True)
+class ExpertsWeights:
+    """Matrices are (out, in); None for what the family does not have."""
+
+    norm: Array | None  # (E,)
+    router: Linear  # (count, E)
+    choice_bias: Array | None  # (count,)
+    gate_up: ExpertLinear  # (2F, E) of each expert
+    down: ExpertLinear  # (E, F) of each expert
+    shared_gate: Linear | None  # (1, E)
+    shared_gate_up: Linear | None  # (2S, E), S the size of the shared network
+    shared_down: Linear | None  # (E, S)
+    post_norm: Array | None  # (E,): norms the result before it is added to the residual
+
+    @classmethod
+    def read(cls, read: ReadSlot) -> ExpertsWeights:
+        """Read the weights in the slots of a layer."""
+        return cls(
+            norm=read.vector("ffn_norm"),
+            router=read.linear("router"),
+            choice_bias=read.vector("choice_bias"),
+            gate_up=read.experts("experts_gate_up"),
+            down=read.experts("experts_down"),
+            shared_gate=read.optional_linear("shared_gate"),
+            shared_gate_up=read.optional_linear("shared_gate_up"),
+            shared_down=read.optional_linear("shared_down"),
+            post_norm=read.vector("ffn_post_norm"),
+        )
+
+
+class Experts:
+    """The mixture of experts of one layer."""
+
+    Weights = ExpertsWeights
+
+    def __init__(self, ops: Ops, shape: config.Experts, norm_eps: float, weights: ExpertsWeights):
+        self._ops, self._shape, self._weights = ops, shape, weights
+        self._norm, self._post_norm = norm_of(weights.norm, norm_eps), norm_of(weights.post_norm, norm_eps)
+
+    def add(self, x: Array, *, recorded: bool) -> None:
+        """Add the result to x (T, E), in place. recorded: whether this is a step, which may be recorded."""
+        ops, w, shape = self._ops, self._weights, self._shape
+        routing = ops.route(ops.linear(x, w.router, norm=self._norm, recorded=recorded), shape, w.choice_bias)
+        shared = self._shared(x, recorded=recorded)  # before x changes
+        into = x if self._post_norm is None else None
+        y = ops.experts(
+            x, routing, w.gate_up, w.down, shape.activation, norm=self._norm, residual=into, recorded=recorded
+        )
+        if shared is not None:
+            assert w.shared_down is not None
+            add_projected(ops, y, shared, w.shared_down, None, recorded=recorded)
+        if self._post_norm is not None:
+            ops.rms_norm(y, self._post_norm, residual=x)
+
+    def _shared(self, x: Array, *, recorded: bool) -> Array | None:
+        """Return the input of the shared network's last projection, times its gate if it has one: (T, S), or None."""
+        ops, w, shared = self._ops, self._weights, self._shape.shared
+        if shared is None or w.shared_gate_up is None:
+            return None
+        y = ops.linear(
+            x,
+            w.shared_gate_up,
+            norm=self._norm,
+            activation=shared.activation,
+            then=None if w.shared_gate is not None else w.shared_down,
+            recorded=recorded,
+        )
+        if w.shared_gate is not None:
+            ops.gate(y, ops.linear(x, w.shared_gate, norm=self._norm, recorded=recorded))
+        return y
