@@ -134,6 +134,90 @@ MODELS = {
         "new",
         {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True},
     ),
+    # The sizes of experts are no multiples of 16, the rows of a tile. No two experts of a token have scores so close to
+    # each other that rounding the cache to halves would change the choice.
+    "qwen3_moe_normed": (
+        "qwen3_moe",
+        "bfloat16",
+        "new",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_mixed_tied": (
+        "qwen3_moe",
+        "float16",
+        "old",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_moe_shared": (
+        "qwen2_moe",
+        "bfloat16",
+        "old",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "use_sliding_window": False,
+        },
+    ),
+    "olmoe_all_heads": (
+        "olmoe",
+        "float16",
+        "new",
+        {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40, "pad_token_id": 0},
+    ),
+    "mixtral_window": (
+        "mixtral",
+        "bfloat16",
+        "new",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": 16},
+    ),
+    "glm4_moe_qk_norm": (
+        "glm4_moe",
+        "bfloat16",
+        "new",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "glm4_moe_biases_two_shared": (
+        "glm4_moe",
+        "bfloat16",
+        "new",
+        {
+            "attention_bias": True,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
 }
 
 # Released settings: Llama 2, linear with factor 4, Llama 3.1 and 3.2, Qwen2.5 with yarn, and yarn's variants.
@@ -163,9 +247,12 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
         elif name.endswith("bias"):
             parameter.data = 0.5 * torch.randn_like(parameter)
         else:
-            is_selective = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
+            is_selective = any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "mlp.gate.weight"))
             scale = 1.6 if is_selective else 2.0 if parameter.shape[0] == 96 else 1.0
-            parameter.data = scale * torch.randn_like(parameter) / parameter.shape[1] ** 0.5
+            parameter.data = scale * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
 
 
 def spell_as_before(path: Path) -> None:
@@ -180,6 +267,8 @@ def spell_as_before(path: Path) -> None:
         config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     config.pop("layer_types", None)
+    if "num_local_experts" in config:  # Mixtral's key; those of Qwen's models had another one
+        config["num_experts"] = config.pop("num_local_experts")
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = 8  # published Qwen2 models have one that must be ignored
     path.write_text(json.dumps(config, indent=2) + "\n")

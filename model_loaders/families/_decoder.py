@@ -8,6 +8,7 @@ from dataclasses import replace
 from polarlm.model_loaders.config import (
     Activation,
     Attention,
+    Ffn,
     GatedMLP,
     Layer,
     ModelConfig,
@@ -56,12 +57,14 @@ def decoder(
     embedding_scale: Callable[[int], float] = lambda size: 1.0,
     windows: Sequence[int | None] = (),
     ropes: Sequence[RopeConfig | None] = (),
+    ffns: Sequence[Ffn] = (),
 ) -> ModelConfig:
     """The ModelConfig from the keys that all families share.
 
     activation_key, activations: the key of the activation and its supported values, the default first. rope: RoPE, if
     the family has read it already. head_dim: the family's default; None: E / H. embedding_scale: computes the scale
-    from the hidden size. windows, ropes: one per layer; empty: no windows, and `rope` in all layers.
+    from the hidden size. windows, ropes, ffns: one per layer; empty: no windows, `rope` in all layers, and a gated
+    network of `intermediate_size` in all layers.
     """
     hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
     heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
@@ -74,25 +77,23 @@ def decoder(
     if head_dim % 2:
         key = "head_dim" if fields.has("head_dim") else "hidden_size"
         raise fields.refuse(key, f"but RoPE needs an even number of channels per head, not {head_dim}")
-    activation = fields.text(activation_key, next(iter(activations)))
-    if activation not in activations:
-        raise fields.refuse(activation_key, f"but only {next(iter(activations))} is supported")
     max_context = fields.integer("max_position_embeddings")
     rope = rope or rope_config(fields, max_context)
     if rope.kind == "yarn":  # some files give the trained context as the maximum, some the extended one
         max_context = max(max_context, int(rope.original_context * rope.factor))
-    ffn = GatedMLP(fields.integer("intermediate_size", maximum=_MAX_SIZE), activations[activation], mlp_bias)
     attention = Attention(
         heads, kv_heads, head_dim, rope, scale=scale, qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias
     )
     count = layer_count(fields)
+    if not ffns:
+        ffns = [gated_mlp(fields, activation_key, activations, bias=mlp_bias)] * count
     mixers = [
         replace(attention, window=window, rope=rope)
         for window, rope in zip(windows or [None] * count, ropes or [rope] * count, strict=True)
     ]
     return ModelConfig(
         family=family,
-        layers=tuple(Layer(mixer, ffn, norms) for mixer in mixers),
+        layers=tuple(Layer(mixer, ffn, norms) for mixer, ffn in zip(mixers, ffns, strict=True)),
         hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size", maximum=_MAX_SIZE),
         max_context=max_context,
@@ -100,6 +101,21 @@ def decoder(
         tied_head=fields.flag("tie_word_embeddings", False),
         embedding_scale=embedding_scale(hidden_size),
     )
+
+
+def gated_mlp(
+    fields: Fields,
+    activation_key: str = "hidden_act",
+    activations: Mapping[str, Activation] = _ACTIVATIONS,
+    *,
+    size_key: str = "intermediate_size",
+    bias: bool = False,
+) -> GatedMLP:
+    """The feed-forward network of a dense layer."""
+    activation = fields.text(activation_key, next(iter(activations)))
+    if activation not in activations:
+        raise fields.refuse(activation_key, f"but only {next(iter(activations))} is supported")
+    return GatedMLP(fields.integer(size_key, maximum=_MAX_SIZE), activations[activation], bias)
 
 
 def plain_tensors(config: ModelConfig) -> TensorTable:

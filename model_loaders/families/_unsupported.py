@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polarlm.model_loaders.fields import Fields
 
-_EXPERTS = "a mixture of experts, which is not supported: use a dense model"
+_EXPERTS = "a mixture of experts of a family that is not supported: use another family or a dense model"
 _HYBRID = "which has recurrent layers without a KV cache and is not supported: use a model with attention in all layers"
 _IMAGES = "a model for images or sound, which is not supported: use a text-only model"
 _ENCODER = "which has an encoder and is not supported: use a decoder-only model"

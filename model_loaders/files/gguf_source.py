@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +38,12 @@ _ROPE_KEYS = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
+_MISTRAL = {
+    "sliding_window": "attention.sliding_window",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)(\[\d+\])?")
 _SCALED = "NVFP4"  # a tensor `x.weight` of this type is multiplied by the number in `x.scale`, if that exists
 _ROPE_DIVISORS = "rope_freqs.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
@@ -92,17 +97,18 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
             f"{where} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
             f"supported are {', '.join(layouts)} (Mistral's files call themselves llama)."
         )
-    _refuse_unsupported(metadata, where, f"{arch}.")
-    return arch, *layouts[arch]
+    family, layout = layouts[arch]
+    _refuse_unsupported(metadata, where, f"{arch}.", layout.keys)
+    return arch, family, layout
 
 
-def _refuse_unsupported(metadata: Mapping[str, object], where: str | Path, prefix: str) -> None:
+def _refuse_unsupported(metadata: Mapping[str, object], where: str | Path, prefix: str, keys: Container[str]) -> None:
     def given(key: str) -> object:
         """The value of a key; None if it is 0, false or empty, which switches the feature off."""
         return metadata.get(key) or None
 
-    if prefix + "expert_count" in metadata and given(prefix + "expert_count"):
-        raise LoadError(f"{where} holds a mixture of experts, which is not supported; use a dense model.")
+    if given(prefix + "expert_count") and "num_experts" not in keys and prefix != "llama.":
+        raise LoadError(f"{where} holds a mixture of experts, which {prefix[:-1]} models have not; use another file.")
     if metadata.get(prefix + "attention.causal") is False:
         raise LoadError(
             f"{where} holds an embedding model, whose tokens attend to later ones ({prefix}attention.causal is "
@@ -126,14 +132,19 @@ def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout
         values["rope_parameters"] = _longrope(gguf, prefix)
     values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
+    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in gguf.tensors
     values["tie_word_embeddings"] = "output.weight" not in gguf.tensors  # overrides the family's default
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise LoadError(f"{gguf.path} holds no token embedding, so it is not a whole model; use another file.")
     values["vocab_size"] = embedding.shape[0]
-    if values["model_type"] == "llama" and metadata.get(prefix + "attention.sliding_window"):
-        names["sliding_window"] = prefix + "attention.sliding_window"
-        values |= {"model_type": "mistral", "sliding_window": metadata[names["sliding_window"]]}
+    if family == "llama":  # the architecture of other families, too
+        names |= {key: prefix + theirs for key, theirs in _MISTRAL.items()}
+        values |= {key: metadata.get(names[key]) or None for key in _MISTRAL}
+        if values["num_local_experts"] is not None:
+            values["model_type"] = "mixtral"
+        elif values["sliding_window"] is not None:
+            values["model_type"] = "mistral"
     return Fields({**values, **layout.implied(values)}, gguf.path, names)
 
 
@@ -206,11 +217,24 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")
         if label.endswith((".scale", ".input_scale")) and weight is not None and weight.dtype == _SCALED:
             continue  # the scale is in the weight's factor; the inputs' scale is for kernels that round inputs, too
-        match = _LAYER_TENSOR.fullmatch(label)
-        name = names.get(label, f"model.layers.{match[1]}.{match[2]}.{match[3]}" if match else label)
         factor = _factor(gguf, label.removesuffix("weight") + "scale") if entry.dtype == _SCALED else 1.0
-        found[name] = StoredTensor(_file(entry), label, entry.shape, entry.dtype, entry.offset, factor=factor)
+        for part, tensor in _of_experts(entry):
+            match = _LAYER_TENSOR.fullmatch(part)
+            name = names.get(part, f"model.layers.{match[1]}.{match[2]}.{match[3]}{match[4] or ''}" if match else part)
+            found[name] = replace(tensor, factor=factor)
     return found
+
+
+def _of_experts(entry: GgufTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """The name and the tensor of each expert in a tensor of all experts; a tensor that is none, under its own name."""
+    whole = StoredTensor(_file(entry), entry.name, entry.shape, entry.dtype, entry.offset)
+    if not entry.name.rpartition(".")[0].endswith("_exps") or len(entry.shape) < 2:
+        yield entry.name, whole
+        return
+    count, *shape = entry.shape
+    for expert in range(count):
+        at = entry.offset + entry.nbytes // count * expert
+        yield f"{entry.name}[{expert}]", replace(whole, shape=tuple(shape), offset=at)
 
 
 def _factor(gguf: GgufFile, label: str) -> float:

@@ -1,6 +1,7 @@
 """Checkpoints for the loader's tests: the stored tiny models, and files written on the spot."""
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +11,7 @@ import gguf
 import numpy as np
 
 from polarlm.model_loaders import ModelConfig, WeightSource, families, load_weights
-from polarlm.model_loaders.config import Attention, GatedMLP, Layer
+from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 
@@ -44,9 +45,23 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     """The name that ggml gives a tensor of this architecture; that of qwen3 if the loader does not know it."""
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
-    found = official.get_name(name, try_suffixes=(".weight", ".bias"))
+    expert = re.search(r"\.experts\.(\d+)", name)
+    whole = name if expert is None else name.replace(expert[0], ".experts")
+    found = official.get_name(whole.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
     assert found is not None, name
-    return found
+    return found if expert is None else f"{found}[{expert[1]}]"
+
+
+def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors by ggml's names, those of experts as ggml has them: as one."""
+    joined: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        label, _, number = name.removesuffix("]").partition("[")
+        joined.setdefault(label, {})[int(number or 0)] = tensor
+    return {
+        label: np.stack([parts[i] for i in range(len(parts))]) if "_exps" in label else parts[0]
+        for label, parts in joined.items()
+    }
 
 
 def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -59,10 +74,11 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
     """A writer with the metadata of `config`; `changes` are further keys, with `__` for the dots."""
     writer = gguf.GGUFWriter(path, arch)
     ropes = [layer.mixer.rope for layer in sorted(config.layers, key=lambda layer: layer.mixer.window is not None)]
+    ffns = [layer.ffn for layer in config.layers]
     numbers = {
         "block_count": len(config.layers),
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.ffn.size,
+        "feed_forward_length": next((f.size for f in ffns if isinstance(f, GatedMLP)), ffns[0].size),
         "attention.head_count": config.attention.heads,
         "attention.head_count_kv": config.attention.kv_heads,
         "attention.key_length": config.attention.head_dim,
@@ -72,6 +88,19 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
         "context_length": config.max_context,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
     } | {key.replace("__", "."): value for key, value in changes.items()}
+    for ffn in (ffn for ffn in ffns if isinstance(ffn, Experts)):
+        numbers |= {
+            "expert_count": ffn.count,
+            "expert_used_count": ffn.top_k,
+            "expert_feed_forward_length": ffn.size,
+            "expert_weights_scale": ffn.scale,
+            "expert_weights_norm": ffn.renormalize,
+        }
+        if ffn.shared is not None:
+            numbers |= {
+                "expert_shared_feed_forward_length": ffn.shared.size,
+                "expert_shared_count": ffn.shared.size // ffn.size,
+            }
     for key, value in numbers.items():
         adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add = adds[type(value)]
@@ -98,15 +127,23 @@ def rotated_in_front(tensor: np.ndarray, config: ModelConfig, heads: int) -> np.
 
 def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.ndarray], **changes: object) -> Path:
     """The model as llama.cpp's converter writes it, in F32; tensors with ggml's names are not changed."""
-    writer = gguf_header(path, arch, config, **changes)
+    writer, written = gguf_header(path, arch, config, **changes), {}
     for name, tensor in tensors.items():
         if arch in ("llama", "smollm3") and ".q_proj." in name:
             tensor = interleaved(tensor, config.attention.heads)
         if arch in ("llama", "smollm3") and ".k_proj." in name:
             tensor = interleaved(tensor, config.attention.kv_heads)
-        if ".qkv_proj." in name:
-            tensor = rotated_in_front(tensor, config, config.attention.heads + config.attention.kv_heads)
-        writer.add_tensor(gguf_name(name, arch) if name.startswith(("model.", "lm_head.")) else name, tensor)
+        heads = {
+            "qkv_proj": config.attention.heads + config.attention.kv_heads,
+            "q_proj": config.attention.heads,
+            "k_proj": config.attention.kv_heads,
+            **dict.fromkeys(("q_norm", "k_norm"), 1),
+        }
+        if (projection := name.split(".")[-2]) in heads:
+            tensor = rotated_in_front(tensor, config, heads[projection])
+        written[gguf_name(name, arch) if name.startswith(("model.", "lm_head.")) else name] = tensor
+    for label, tensor in joined_experts(written).items():
+        writer.add_tensor(label, tensor)
     finish(writer)
     return path
 

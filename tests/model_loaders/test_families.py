@@ -243,8 +243,7 @@ def test_phi3_longrope(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mixtral"}, "mixture of experts.*use a dense model"),
-        ({"model_type": "qwen3_moe"}, "mixture of experts"),
+        ({"model_type": "deepseek_v2"}, "mixture of experts.*use another family or a dense model"),
         ({"model_type": "novel", "num_local_experts": 8}, "mixture of experts"),
         ({"model_type": "mamba2"}, "recurrent layers.*attention in all layers"),
         ({"model_type": "falcon_h1"}, "recurrent layers"),
@@ -350,8 +349,17 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
         assert np.isfinite(factor)
 
 
-IN_GGUF = {"mistral"} | {family for family, _ in gguf_layouts().values()}  # mistral's files call themselves llama
-every_gguf = pytest.mark.parametrize("name", [name for name in NAMES if stored(name).family in IN_GGUF])
+IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
+IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
+every_gguf = pytest.mark.parametrize(
+    "name", [name for name in NAMES if stored(name).family in IN_GGUF and name != "qwen3_moe_mixed_tied"]
+)  # which has dense layers, for which its architecture has no names
+
+
+def architecture(config: ModelConfig) -> str:
+    """The architecture in GGUF files of the family."""
+    names = {family: arch for arch, (family, _) in gguf_layouts().items()}
+    return "llama" if config.family in IN_LLAMA else names[config.family]
 
 
 @every_gguf
@@ -378,11 +386,13 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
         }
         scale = config.attention.head_dim**-0.5
         expected = expected.with_attention(lambda mixer: replace(mixer, scale=scale))  # they know no other
-    elif config.attention.window and config.family in ("mistral", "phi3"):
+    elif config.attention.window and config.family in (*IN_LLAMA, "phi3"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
         expected = expected.with_attention(lambda mixer: replace(mixer, window=None))
-    arch = "llama" if config.family == "mistral" else config.family
+    if config.family == "glm4_moe":
+        changes["leading_dense_block_count"] = sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers)
+    arch = architecture(config)
     got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, written, **changes))
     assert dtype == "F32"
     assert got.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # GGUF keeps it in float32
@@ -479,11 +489,12 @@ def test_a_gguf_files_scaling_without_a_type_is_linear(
     [
         ("gemma", {}, f"gemma.*supported are {', '.join(sorted(gguf_layouts()))}"),
         ("mamba", {}, "mamba.*recurrent layers"),
-        ("qwen3moe", {}, "qwen3moe.*mixture of experts"),
+        ("deepseek2", {}, "deepseek2.*mixture of experts"),
+        ("qwen3", {"expert_count": 8}, "mixture of experts.*qwen3 models have not"),
         ("t5", {}, "t5.*encoder"),
         ("gemma3n", {}, "gemma3n.*images"),
         ("llama", {"attention__causal": False}, "embedding model.*llama.attention.causal is false"),
-        ("llama", {"expert_count": 8}, "mixture of experts"),
+        ("llama", {"expert_count": 8, "expert_used_count": 9}, "llama.expert_used_count is 9.*only 8 experts"),
         ("llama", {"split.count": 3}, "is part 1 of 3, but its name does not say so"),
         ("llama", {"rope__dimension_count": 4}, "llama.rope.dimension_count is 4"),
         ("llama", {"rope__scaling__type": "longrope"}, "llama.rope.scaling.type.*longrope"),
@@ -517,4 +528,4 @@ def test_a_published_layout() -> None:
 def test_tables_have_the_formats_own_names(name: str) -> None:
     config = stored(name)
     for spec in tensors(replace(config, tied_head=False)).specs():
-        assert spec.gguf == gguf_name(spec.name, "llama" if config.family == "mistral" else config.family)
+        assert spec.gguf == gguf_name(spec.name, architecture(config))

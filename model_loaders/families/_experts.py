@@ -1,0 +1,72 @@
+"""What families with a mixture of experts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from polarlm.model_loaders.config import Experts, Ffn, GatedMLP, ModelConfig
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, gated_mlp, layer_count
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
+
+GGUF_KEYS = {  # of `GgufLayout`
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+EXPERTS: Names = {
+    "router": (("mlp.gate", "ffn_gate_inp"),),
+    "experts_gate_up": (
+        ("mlp.experts.{}.gate_proj", "ffn_gate_exps"),
+        ("mlp.experts.{}.up_proj", "ffn_up_exps"),
+    ),
+    "experts_down": (("mlp.experts.{}.down_proj", "ffn_down_exps"),),
+}
+_COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file
+_MOST_EXPERTS = 4096
+
+
+def experts(
+    fields: Fields,
+    *,
+    size_key: str = "moe_intermediate_size",
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    choice_bias: bool = False,
+    shared: GatedMLP | None = None,
+    shared_gate: bool = False,
+) -> Experts:
+    """A layer of experts whose sizes are in `fields`. Raises LoadError if more are to be chosen than there are."""
+    count = fields.integer(next(filter(fields.has, _COUNT_KEYS), _COUNT_KEYS[0]), maximum=_MOST_EXPERTS)
+    top_k = fields.integer("num_experts_per_tok")
+    if top_k > count:
+        raise fields.refuse("num_experts_per_tok", f"but each layer has only {count} experts")
+    one = gated_mlp(fields, size_key=size_key)
+    return Experts(
+        count,
+        top_k,
+        one.size,
+        one.activation,
+        scoring=scoring,
+        renormalize=renormalize,
+        scale=scale,
+        choice_bias=choice_bias,
+        shared=shared,
+        shared_gate=shared_gate,
+    )
+
+
+def qwen_layers(fields: Fields, of_experts: Experts) -> Sequence[Ffn]:
+    """The feed-forward network of each layer: every `decoder_sparse_step`-th has experts, unless `mlp_only_layers`
+    names it."""
+    step, dense = fields.integer("decoder_sparse_step", 1), set(fields.integers("mlp_only_layers"))
+    has_experts = [(layer + 1) % step == 0 and layer not in dense for layer in range(layer_count(fields))]
+    plain = of_experts if all(has_experts) else gated_mlp(fields)
+    return [of_experts if one else plain for one in has_experts]
+
+
+def expert_tensors(config: ModelConfig) -> TensorTable:
+    """The tensors of a decoder with Llama's names, and Qwen's names for experts."""
+    return tensor_table(config, {**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})

@@ -1,0 +1,83 @@
+"""GLM 4.5, 4.6 and 4.5-Air: experts chosen by sigmoid scores and a bias, a shared one, and dense first layers.
+
+RoPE rotates half of the channels. The layer that predicts several tokens, after the last one, is not loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polarlm.model_loaders.config import GatedMLP, ModelConfig
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, decoder, gated_mlp, layer_count
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.rope import rope_config, rotary_dim
+
+ARCHITECTURES = ("Glm4MoeForCausalLM",)
+
+
+def _without(layers: object, after_last: object) -> object:
+    return layers - after_last if isinstance(layers, int) and isinstance(after_last, int) else layers
+
+
+GGUF = GgufLayout(
+    "glm4moe",
+    keys={
+        **GGUF_KEYS,
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "rotary_dim": "rope.dimension_count",
+        "layers_after_last": "nextn_predict_layers",  # which the number of layers counts, too
+    },
+    implied=lambda values: {"num_hidden_layers": _without(values["num_hidden_layers"], values["layers_after_last"])},
+)
+_NAMES = {
+    **PRE_NORMS,
+    "ffn_norm": (("post_attention_layernorm", "post_attention_norm"),),
+    **QK_NORMS,
+    **PROJECTIONS,
+    **EXPERTS,
+    "choice_bias": (("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),),
+    "shared_gate_up": (
+        ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+        ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    ),
+    "shared_down": (("mlp.shared_experts.down_proj", "ffn_down_shexp"),),
+}
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = fields.completed({"partial_rotary_factor": 0.5})
+    for key in ("n_group", "topk_group"):
+        if fields.integer(key, 1) != 1:
+            raise fields.refuse(key, "but experts that are chosen by groups are not supported")
+    size, shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts", 1, minimum=0)
+    of_experts = experts(
+        fields,
+        scoring="sigmoid",
+        renormalize=fields.flag("norm_topk_prob", True),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        shared=GatedMLP(size * shared) if shared else None,
+    )
+    count, dense = layer_count(fields), fields.integer("first_k_dense_replace", 1, minimum=0)
+    ffns = [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
+    rope = rope_config(fields, fields.integer("max_position_embeddings"), partial=True)
+    config = decoder(
+        fields,
+        "glm4_moe",
+        rope=rope,
+        qkv_bias=fields.flag("attention_bias", False),
+        qk_norm="head" if fields.flag("use_qk_norm", False) else None,
+        ffns=ffns,
+    )
+    rotated = rotary_dim(fields, config.attention.head_dim)
+    return config.with_attention(lambda mixer: replace(mixer, rotary_dim=rotated))
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, _NAMES)

@@ -1,0 +1,30 @@
+"""Mixtral 8x7B and 8x22B: Mistral with a mixture of experts in every layer."""
+
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
+from polarlm.model_loaders.families._experts import experts
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+
+ARCHITECTURES = ("MixtralForCausalLM",)  # GGUF files call them llama
+_EXPERTS = {
+    "router": (("block_sparse_moe.gate", "ffn_gate_inp"),),
+    "experts_gate_up": (
+        ("block_sparse_moe.experts.{}.w1", "ffn_gate_exps"),
+        ("block_sparse_moe.experts.{}.w3", "ffn_up_exps"),
+    ),
+    "experts_down": (("block_sparse_moe.experts.{}.w2", "ffn_down_exps"),),
+}
+
+
+def configure(fields: Fields) -> ModelConfig:
+    count = layer_count(fields)
+    windows: tuple[int | None, ...] = ()
+    if fields.has("sliding_window"):
+        windows = (fields.integer("sliding_window"),) * count
+    of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
+    return decoder(fields, "mixtral", windows=windows, ffns=[of_experts] * count)
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, {**PRE_NORMS, **PROJECTIONS, **_EXPERTS})

@@ -1,0 +1,36 @@
+"""Qwen1.5 and Qwen2 with a mixture of experts, and a shared one with a gate: A2.7B, 57B-A14B."""
+
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, gated_mlp, qwen_windows
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts, qwen_layers
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+
+ARCHITECTURES = ("Qwen2MoeForCausalLM",)
+GGUF = GgufLayout(
+    "qwen2moe", keys={**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+)
+_SHARED = {
+    "shared_gate": (("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),),
+    "shared_gate_up": (
+        ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+        ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ),
+    "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
+}
+
+
+def configure(fields: Fields) -> ModelConfig:
+    of_experts = experts(
+        fields,
+        renormalize=fields.flag("norm_topk_prob", False),
+        shared=gated_mlp(fields, size_key="shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    bias, ffns = fields.flag("qkv_bias", True), qwen_layers(fields, of_experts)
+    return decoder(fields, "qwen2_moe", qkv_bias=bias, windows=qwen_windows(fields), ffns=ffns)
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, {**PRE_NORMS, **PROJECTIONS, **EXPERTS, **_SHARED})
