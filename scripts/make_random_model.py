@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -40,10 +40,15 @@ class Shape:
     norm_eps: float = 1e-5
     tied: bool = False  # the embedding is the head, too
     qkv_bias: bool = False
+    head_size: int = 0  # 0: hidden / heads
+    qk_norm: str = ""  # "head" or "all"; see `model_loaders.config.QKNorm`
+    experts: int = 0  # in each layer; 0: the layers are dense, with networks of size ffn
+    experts_used: int = 0
+    expert_ffn: int = 0
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
 
 SHAPES = {
@@ -51,6 +56,13 @@ SHAPES = {
     "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 32_000, 8192),
     "7b": Shape("llama", 32, 4096, 14_336, 32, 8, 32_000, 8192),
     "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 151_936, 32_768, 1e6, 1e-6, tied=True, qkv_bias=True),
+    "olmoe-1b-7b": Shape(
+        "olmoe", 16, 2048, 1024, 16, 16, 50_304, 4096, qk_norm="all", experts=64, experts_used=8, expert_ffn=1024
+    ),
+    "qwen3-30b-a3b": Shape(
+        *("qwen3moe", 48, 2048, 6144, 32, 4, 151_936, 40_960, 1e6, 1e-6),
+        **{"head_size": 128, "qk_norm": "head", "experts": 128, "experts_used": 8, "expert_ffn": 768},
+    ),
 }
 # Type of the command line → the type of most matrices, and of those that matter most.
 TYPES = {
@@ -69,10 +81,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.make_random_model", description=__doc__.split("\n")[2])
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--type", choices=TYPES, required=True, help="q4_k is the mixture Q4_K_M")
+    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    if options.layers is not None:
+        shape = replace(shape, layers=max(1, min(options.layers, shape.layers)))
     try:
-        write(options.out, options.shape, SHAPES[options.shape], options.type, demo_model())
+        write(options.out, options.shape, shape, options.type, demo_model())
     except (LoadError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -91,13 +107,22 @@ def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> Non
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_used)
+        writer.add_expert_feed_forward_length(shape.expert_ffn)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     vocabulary = _copy_tokenizer(writer, tokenizer, shape.vocabulary)
     tensors = list(_tensors(shape, kind, vocabulary))
     for tensor, rows, columns, type in tensors:
-        writer.add_tensor_info(tensor, *_stored(rows, columns, type))
+        dims, *stored = _stored(rows, columns, type)
+        if "_exps." in tensor:
+            dims = [shape.experts, rows // shape.experts, dims[1]]
+        writer.add_tensor_info(tensor, dims, *stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -127,28 +152,47 @@ def _copy_tokenizer(writer: gguf.GGUFWriter, path: Path, vocabulary: int) -> int
 def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, int, int, Type]]:
     """(name, rows, columns, type) of every tensor; a vector has 0 rows."""
     usual, better = TYPES[kind]
-    kv = shape.kv_heads * shape.head_dim
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = {"head": (shape.head_dim,) * 2, "all": (heads, kv)}.get(shape.qk_norm, ())
     yield "token_embd.weight", vocabulary, shape.hidden, better if shape.tied else usual
     for layer in range(shape.layers):
         mixed = better if _has_better_matrices(layer, shape.layers) else usual
         for name, rows, columns, type in (
             ("attn_norm.weight", 0, shape.hidden, Type.F32),
-            ("attn_q.weight", shape.hidden, shape.hidden, usual),
+            ("attn_q.weight", heads, shape.hidden, usual),
             ("attn_k.weight", kv, shape.hidden, usual),
             ("attn_v.weight", kv, shape.hidden, mixed),
-            ("attn_output.weight", shape.hidden, shape.hidden, usual),
+            ("attn_output.weight", shape.hidden, heads, usual),
             ("ffn_norm.weight", 0, shape.hidden, Type.F32),
-            ("ffn_gate.weight", shape.ffn, shape.hidden, usual),
-            ("ffn_up.weight", shape.ffn, shape.hidden, usual),
-            ("ffn_down.weight", shape.hidden, shape.ffn, mixed),
+            *((f"attn_{part}_norm.weight", 0, length, Type.F32) for part, length in zip("qk", norms, strict=False)),
+            *(_of_experts if shape.experts else _dense)(shape, usual, mixed),
         ):
             yield f"blk.{layer}.{name}", rows, columns, type
         if shape.qkv_bias:
-            for part, length in (("q", shape.hidden), ("k", kv), ("v", kv)):
+            for part, length in (("q", heads), ("k", kv), ("v", kv)):
                 yield f"blk.{layer}.attn_{part}.bias", 0, length, Type.F32
     yield "output_norm.weight", 0, shape.hidden, Type.F32
     if not shape.tied:
         yield "output.weight", vocabulary, shape.hidden, better
+
+
+def _dense(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:
+    return [
+        ("ffn_gate.weight", shape.ffn, shape.hidden, usual),
+        ("ffn_up.weight", shape.ffn, shape.hidden, usual),
+        ("ffn_down.weight", shape.hidden, shape.ffn, mixed),
+    ]
+
+
+def _of_experts(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:
+    """The rows are those of all experts."""
+    outer, inner = shape.experts * shape.expert_ffn, shape.experts * shape.hidden
+    return [
+        ("ffn_gate_inp.weight", shape.experts, shape.hidden, Type.F32),
+        ("ffn_gate_exps.weight", outer, shape.hidden, usual),
+        ("ffn_up_exps.weight", outer, shape.hidden, usual),
+        ("ffn_down_exps.weight", inner, shape.expert_ffn, mixed),
+    ]
 
 
 def _has_better_matrices(layer: int, layers: int) -> bool:
@@ -217,6 +261,10 @@ def _normal_bf16(rng: np.random.Generator, blocks: np.ndarray, size: float) -> N
     blocks[:] = values[..., None].view("<u2")[..., 1:].view(np.uint8)
 
 
+def _normal_f32(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    blocks[:] = (size * rng.standard_normal(blocks.shape[:-1], np.float32))[..., None].view(np.uint8)
+
+
 def _scale_lattice(blocks: np.ndarray, type: Type, size: float) -> None:
     """d, then indices of points, scales and signs: what these make of d = 1 is measured."""
     _set_half(blocks, 0, 1)
@@ -235,6 +283,7 @@ _SCALES: dict[Type, Callable[[np.random.Generator, np.ndarray, float], None]] = 
     Type.Q6_K: _scale_q6_k,
     Type.IQ4_XS: _scale_iq4_xs,
     Type.BF16: _normal_bf16,
+    Type.F32: _normal_f32,
 }
 
 

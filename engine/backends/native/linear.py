@@ -1,10 +1,6 @@
-"""Weights in tiles, and products with them."""
+"""Products with weights in tiles."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -16,7 +12,6 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
-from polarlm.engine.backends.native.kernels.linear.packing import PackArguments, pack
 from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
@@ -28,84 +23,13 @@ from polarlm.engine.backends.native.kernels.linear.product import (
 )
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import GateArguments, NormArguments, gate, norm_rows
-from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.ops import KeptTiles
+from polarlm.engine.backends.native.loading import LoadOps
 from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
-
-_SLAB_BYTES = 8 << 20  # bytes of the file that a launch packs: enough for all threads, little beside the weights
+from polarlm.engine.weight_formats import Linear, Matrix
 
 
-@dataclass(frozen=True, eq=False)
-class _Tiles:
-    """A matrix in tiles: uint8 (tiles, bytes of a tile)."""
-
-    memory: np.ndarray
-
-
-class LinearOps:
+class LinearOps(LoadOps):
     """The ops on matrices and on rows of activations."""
-
-    def __init__(self, launch: Launcher) -> None:
-        self._launch = launch
-
-    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        if format.unpack is None:
-            return count * format.nbytes
-        return count // format.values * tiles.block_bytes(format) // tiles.ROWS
-
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        """Consecutive matrices of the same format become one."""
-        return tuple(self._load(group, kept) for group in _joined(matrices))
-
-    def load_shapes(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        """As `load`, but reads nothing and allocates nothing: for warm-up ops, which compute nothing."""
-        loaded = []
-        for group in _joined(matrices):
-            format, rows, columns = _size(group)
-            self._launch.library.expect([pack(format)])
-            tile_count = -(-rows // tiles.ROWS)
-            shape = tile_count, tiles.tile_bytes(format, rows, columns) // tile_count
-            loaded.append(Matrix(format, _Tiles(np.broadcast_to(np.uint8(0), shape)), (rows, columns)))
-        return tuple(loaded)
-
-    def _load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None) -> Matrix:
-        """Matrices of one format, packed as one; all but the last have whole tiles."""
-        format, rows, columns = _size(matrices)
-        nbytes = tiles.tile_bytes(format, rows, columns)
-        found = None if kept is None else kept.take(nbytes, partial(self._packed, matrices))
-        memory = (self._launch.arena.take(nbytes) if found is None else found).reshape(-(-rows // tiles.ROWS), -1)
-        if found is None:
-            for first, raw in _slabs(matrices):
-                self._pack(raw, format, memory[first:])
-        return Matrix(format, _Tiles(memory), (rows, columns))
-
-    def _packed(self, matrices: Sequence[StoredMatrix]) -> Iterator[np.ndarray]:
-        """The tiles of matrices of one format, packed as one, slab by slab."""
-        format, rows, columns = _size(matrices)
-        tile_bytes = tiles.tile_bytes(format, rows, columns) // -(-rows // tiles.ROWS)
-        for _, raw in _slabs(matrices):
-            memory = self._launch.empty((-(-len(raw) // tiles.ROWS), tile_bytes), np.uint8)
-            self._pack(raw, format, memory)
-            yield memory.reshape(-1)
-
-    def _pack(self, raw: np.ndarray, format: WeightFormat, target: np.ndarray) -> None:
-        """Pack raw (rows, bytes of a row) uint8, as in the file, into the first tiles of `target`."""
-        whole = len(raw) // tiles.ROWS
-        parts = [(raw, target, whole)]
-        if rest := len(raw) % tiles.ROWS:
-            last = np.zeros((tiles.ROWS, raw.shape[1]), np.uint8)
-            last[:rest] = raw[whole * tiles.ROWS :]
-            parts.append((last, target[whole:], 1))
-        for rows, memory, count in parts:
-            arguments = PackArguments(
-                raw=rows,
-                tiles=memory,
-                row_bytes=raw.shape[1],
-                blocks=raw.shape[1] // format.nbytes,
-                tile_bytes=target.shape[1],
-            )
-            self._launch(pack(format), count, arguments)
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
@@ -167,14 +91,14 @@ class LinearOps:
             return Product(part.format, row_tile, residual is not None, w.bias is not None, gates)
 
         # Whether parts have codes: inputs are quantized for those that do, and stay float32 for the others.
-        kinds = tuple(dict.fromkeys(map(_is_packed, w.parts)))
+        kinds = tuple(dict.fromkeys(map(has_codes, w.parts)))
 
         def products(row_tile: dict[bool, int]) -> list[Kernel[ProductArguments]]:
-            return [product(spec(part, row_tile[_is_packed(part)])) for part in w.parts]
+            return [product(spec(part, row_tile[has_codes(part)])) for part in w.parts]
 
         def kernels(row_tile: dict[bool, int]) -> list[Kernel]:
             return [
-                *(_panel_kernel(norm is not None, row_tile[packed], packed) for packed in kinds),
+                *(panel_kernel(norm is not None, row_tile[packed], packed) for packed in kinds),
                 *products(row_tile),
             ]
 
@@ -194,7 +118,7 @@ class LinearOps:
         inputs: dict[bool, np.ndarray] = {}  # is packed → the inputs of such parts
         first = 0
         for part, kernel in zip(w.parts, products(row_tile), strict=True):
-            is_packed = _is_packed(part)
+            is_packed = has_codes(part)
             if is_packed not in inputs:
                 inputs[is_packed] = self._panels(x, norm, row_tile[is_packed], is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
@@ -237,45 +161,18 @@ class LinearOps:
         out = self._launch.empty((-(-len(x) // row_tile), nbytes), np.uint8)
         weight, eps = norm or (None, 0.0)
         arguments = RowArguments(x=x, weight=weight, out=out, columns=columns, stride=x.strides[0], eps=eps)
-        self._launch(_panel_kernel(norm is not None, row_tile, is_packed), len(x), arguments)
+        self._launch(panel_kernel(norm is not None, row_tile, is_packed), len(x), arguments)
         return out
 
 
-def _joined(matrices: Sequence[StoredMatrix]) -> list[list[StoredMatrix]]:
-    """Groups of matrices that are packed as one: consecutive, of the same format, all but the last with whole tiles."""
-    together: list[list[StoredMatrix]] = []
-    for matrix in matrices:
-        last = together[-1][-1] if together else None
-        if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
-            together.append([])
-        together[-1].append(matrix)
-    return together
-
-
-def _slabs(matrices: Sequence[StoredMatrix]) -> Iterator[tuple[int, np.ndarray]]:
-    """The first tile and the rows, uint8 (rows, bytes of a row), of every slab of matrices that are packed as one."""
-    format, _, columns = _size(matrices)
-    row_size = format.size(columns)
-    step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
-    first = 0
-    for matrix in matrices:
-        for slab, raw in matrix.slabs(step * row_size):
-            yield (first + slab.start) // tiles.ROWS, raw
-        first += matrix.shape[0]
-
-
-def _size(matrices: Sequence[StoredMatrix]) -> tuple[WeightFormat, int, int]:
-    """Format, rows and columns of a group of matrices that are packed as one."""
-    return matrices[0].format, sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
-
-
-def _is_packed(part: Matrix) -> bool:
+def has_codes(part: Matrix) -> bool:
     """Whether a matrix has codes, so that its inputs are int16."""
     return part.format.unpack is not None
 
 
-def _panel_kernel(has_norm: bool, row_tile: int, is_packed: bool) -> Kernel[RowArguments]:
-    return (quantize_rows if is_packed else interleave_rows)(has_norm, row_tile)
+def panel_kernel(has_norm: bool, row_tile: int, is_packed: bool, *, picks: bool = False) -> Kernel[RowArguments]:
+    """The kernel that makes panels for weights that have codes, or none."""
+    return (quantize_rows if is_packed else interleave_rows)(has_norm, row_tile, picks=picks)
 
 
 def _is_gated(w: Linear) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.native.attention.heads import HeadOps
 from polarlm.engine.backends.native.attention.steps import AttentionOps
+from polarlm.engine.backends.native.experts import ExpertOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
 from polarlm.engine.backends.native.kv.cache import CacheOps
@@ -59,15 +60,17 @@ class NativeOps:
         self._matrices = matrices = LinearOps(launch)
         self.matrix_bytes = matrices.matrix_bytes
         self.load = matrices.load
+        self.load_experts = matrices.load_experts
         self.rows = matrices.rows
         self.embed = matrices.embed
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
         self.softcap = launch.unrecorded(plain.softcap)
-        self.load_experts = plain.load_experts
-        self.route = launch.unrecorded(plain.route)
-        self.experts = launch.unrecorded(plain.experts)
-        self.gate = launch.unrecorded(plain.gate)
+
+        experts = ExpertOps(launch)
+        self.route = experts.route
+        self.experts = experts.experts
+        self.gate = experts.gate
 
         heads = HeadOps(launch)
         self.prepare = heads.prepare
@@ -107,7 +110,7 @@ class NativeOps:
         launch = WarmUpLauncher(self._launch)
         ops = copy(self)
         ops._compose(self._plain, launch)
-        ops.load = ops._matrices.load_shapes
+        ops.load, ops.load_experts = ops._matrices.load_shapes, ops._matrices.load_expert_shapes
         return WarmUp(ops, launch.wait, ())
 
     def room_beside(self, weights: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import linear
+from polarlm.engine.backends.native import loading
 from polarlm.engine.backends.native.kernels.linear import packing
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.jit.compile.target import levels
@@ -64,7 +64,7 @@ def test_a_format_whose_fields_are_no_moved_bits_is_refused() -> None:
 
 
 def test_a_matrix_is_packed_in_several_launches_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_SLAB_BYTES", 1 << 14)
+    monkeypatch.setattr(loading, "_SLAB_BYTES", 1 << 14)
     matrix = stored(np.random.default_rng(1), "q4_k", 500, 1024)
     (packed,) = LinearOps(launcher(levels()[-1], threads=2)).load([matrix])
     np.testing.assert_array_equal(packed.data.memory, pack(matrix.raw, get("q4_k")))

@@ -14,7 +14,7 @@ NONE = -1
 
 _TOGETHER = 2  # independent vectors of maxima: with one, each comparison would wait for the previous one
 _LANES = 16
-_LOWEST = -3.4028234663852886e38  # the least float32
+LOWEST = -3.4028234663852886e38  # the least float32
 
 
 class BestArguments(NamedTuple):
@@ -36,17 +36,18 @@ def best_of_rows() -> Kernel[BestArguments]:
 
     def emit(e: Emitter, args: BestArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            e.store(_best(e, args.x + row * args.stride, args.columns), args.best + row * 4)
+            e.store(best(e, args.x + row * args.stride, args.columns), args.best + row * 4)
 
     return Kernel("best_of_rows", emit, BestArguments)
 
 
-def _best(e: Emitter, x: Value, columns: Value) -> Value:
+def best(e: Emitter, x: Value, columns: Value) -> Value:
+    """The column of the maximum of float32 (columns,) at x, int32; see `best_of_rows`."""
     step = _TOGETHER * _LANES
     whole = columns // step * step
     widths = [*([_LANES] * _TOGETHER), 0]  # lanes: of the vectors for whole steps, then 0 for the scalar remainder
     floats, integers = zip(*((vector(F32, n), vector(I32, n)) if n else (F32, I32) for n in widths), strict=True)
-    tops = [e.variable(e.constant(kind, _LOWEST)) for kind in floats]
+    tops = [e.variable(e.constant(kind, LOWEST)) for kind in floats]
     columns_of = [e.variable(e.constant(kind, 0)) for kind in integers]
     infinite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # becomes NaN if a number is not finite
 
@@ -75,7 +76,7 @@ def _best(e: Emitter, x: Value, columns: Value) -> Value:
     for number, (own, column_of, lanes) in enumerate(zip(tops, columns_of, widths, strict=True)):
         first = tuple(range(_LANES * number, _LANES * (number + 1))) if lanes else 0
         place = (column_of.get() + e.constant(integers[number], first)).to_float()
-        places.append(e.select(own.get().equals(top), -place, e.like(_LOWEST, place)))
+        places.append(e.select(own.get().equals(top), -place, e.like(LOWEST, place)))
     total = infinite[-1].get()
     for own in infinite[:-1]:
         total = total + e.sum_lanes(own.get())

@@ -96,6 +96,47 @@ def gate(activation: str) -> Kernel[GateArguments]:
 
 
 def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
-    """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU) or u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh)."""
+    """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
+    u = -1.702 x for x up to 7 and (up between ±7) + 1 in the place of up (clamped SwiGLU)."""
+    if activation == "swiglu_clamped":
+        x = _at_most(e, x, 7.0)
+        up = -_at_most(e, -_at_most(e, up, 7.0), 7.0) + 1.0
+        return x / (e.exp(x * -1.702) + 1.0) * up
     u = -x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * -((8 / 3.141592653589793) ** 0.5)
     return x / (e.exp(u) + 1.0) * up
+
+
+def _at_most(e: Emitter, x: Value, limit: float) -> Value:
+    """The minimum of x and a limit; NaN for NaN."""
+    return e.select(x > limit, e.like(limit, x), x)
+
+
+class RowGateArguments(NamedTuple):
+    """Arguments of `gate_rows`."""
+
+    x: Pointer
+    logits: Pointer
+    columns: Int64
+    x_stride: Int64
+    stride: Int64
+
+
+@cache
+def gate_rows(*, by_row: bool) -> Kernel[RowGateArguments]:
+    """x (rows, columns) times σ(logits), in place; one unit per row. by_row: a row has one logit, not one per column.
+
+    x_stride, stride: bytes from row to row of x and of the logits.
+    """
+
+    def emit(e: Emitter, args: RowGateArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as row:
+            own, logits = args.x + row * args.x_stride, args.logits + row * args.stride
+
+            def write(offset: Value, kind: Type) -> None:
+                x = e.load(own + offset, kind)
+                logit = e.like(e.load(logits, F32), x) if by_row else e.load(logits + offset, kind)
+                e.store(x / (e.exp(-logit) + 1.0), own + offset)
+
+            over_columns(e, args.columns, write)
+
+    return Kernel(f"gate_rows{'_whole' * by_row}", emit, RowGateArguments)

@@ -12,6 +12,8 @@ faster only for prompts and large batches, since a step waits for the weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I16, Type, Value, vector
+from polarlm.engine.jit.lang.values import F32, I16, I32, I64, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
 ROW_BYTES = 2 * GROUP + 16  # bytes of a group of a row
@@ -40,20 +42,22 @@ class RowArguments(NamedTuple):
     columns: Int64
     stride: Int64
     eps: Float32
+    sources: Pointer = None
 
 
 @cache
-def quantize_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
+def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
     """Rows of x → panels for packed weights, one unit per row. The largest magnitude of a group becomes ±32767.
 
     normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
+    picks: a unit is a row of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
     """
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         f16, groups = vector(F32, 16), args.columns // 32
-        with e.loop(begin, end) as row:
+        with _rows(e, args, begin, end, picks) as (row, source):
             panel, place = row // row_tile, row % row_tile
-            source, start = args.x + row * args.stride, args.out + panel * groups * (ROW_BYTES * row_tile)
+            start = args.out + panel * groups * (ROW_BYTES * row_tile)
             if normed:
                 factor = inverse_rms(e, source, args.columns, args.eps)
             with e.loop(0, groups) as group:
@@ -70,17 +74,17 @@ def quantize_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
                 sums = [totals[0] + totals[1], *totals]
                 e.store(e.collect([top * (1 / 32767), *(total.to_float() for total in sums)]), numbers)
 
-    name = f"quantize{'_normed' * normed}_{row_tile}"
+    name = f"quantize{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
 
 
 @cache
-def interleave_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
+def interleave_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
     """Rows of x → panels of float32, one unit per row. Arguments as of `quantize_rows`, with any number of columns."""
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as row:
-            source, panel = args.x + row * args.stride, args.out + row // row_tile * args.columns * (4 * row_tile)
+        with _rows(e, args, begin, end, picks) as (row, source):
+            panel = args.out + row // row_tile * args.columns * (4 * row_tile)
             target = panel + row % row_tile * 4
             factor = inverse_rms(e, source, args.columns, args.eps) if normed else None
 
@@ -94,5 +98,17 @@ def interleave_rows(normed: bool, row_tile: int) -> Kernel[RowArguments]:
 
             over_columns(e, args.columns, write)
 
-    name = f"interleave{'_normed' * normed}_{row_tile}"
+    name = f"interleave{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
+
+
+@contextmanager
+def _rows(e: Emitter, args: RowArguments, begin: Value, end: Value, picks: bool) -> Iterator[tuple[Value, Value]]:
+    """A loop over units: the number of a row of the panels, and the address of its row of x."""
+    with e.loop(begin, end) as row:
+        if not picks:
+            yield row, args.x + row * args.stride
+            return
+        source = e.load(args.sources + row * 4, I32).sext(I64)
+        with e.when(source >= 0):
+            yield row, args.x + source * args.stride

@@ -18,7 +18,7 @@ from polarlm.engine.backends.native.tiles import layout
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer
+from polarlm.engine.jit.lang.records import Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
@@ -49,7 +49,8 @@ class Product:
     """The properties that a kernel is specialized for.
 
     row_tile: rows of a panel. adds: the product is added to y. has_bias: a bias is added. activation: the weights are
-    [gate | up], each of whole tiles, and y = activation(gate) * up; excludes `adds`.
+    [gate | up], each of whole tiles, and y = activation(gate) * up; excludes `adds`. by_expert: the weights are
+    those of several experts, of which each has its own rows.
     """
 
     format: WeightFormat
@@ -57,11 +58,20 @@ class Product:
     adds: bool = False
     has_bias: bool = False
     activation: str | None = None
+    by_expert: bool = False
 
     @property
     def name(self) -> str:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
-        return f"product_{self.format.name}_{self.row_tile}{options}"
+        return f"product_{self.format.name}_{self.row_tile}{options}{'_experts' * self.by_expert}"
+
+
+class ExpertRows(NamedTuple):
+    """The rows of an expert: those of consecutive panels. Without rows, the other numbers mean nothing."""
+
+    expert: Int64
+    panel: Int64
+    rows: Int64
 
 
 class ProductArguments(NamedTuple):
@@ -79,6 +89,9 @@ class ProductArguments(NamedTuple):
     rows: Int64
     outputs: Int64
     tiles: Int64
+    chosen: Pointer = None
+    expert_bytes: Int64 = 0
+    bias_bytes: Int64 = 0
 
 
 @cache
@@ -89,39 +102,47 @@ def product(spec: Product) -> Kernel[ProductArguments]:
     read. x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights; for formats without codes,
     inputs. tiles: tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
     (`engine.backends.native.kernels.prefetch`), of which the product takes `prefetched_pieces`.
+
+    With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of the
+    weights and of the bias of an expert, of which `tiles` is the number.
     """
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
-        rows, tiles = args.rows, args.tiles
+        tiles = args.tiles
         prefetch = Prefetch(e, args.hint) if _prefetches(spec) else None
         parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
         wide = _tiles_of_unit(spec, e.level)
 
-        def write(sums: Sequence[Sequence[Value]], tile: Value, first: Value) -> None:
+        def write(of: _Operands, sums: Sequence[Sequence[Value]], tile: Value, first: Value) -> None:
             """Store the outputs of the rows from `first` on. sums: of each row; with an activation, also of the up
             projection."""
             for row, totals in enumerate(zip(*sums, strict=True)):
-                with e.when(first + row < rows) if spec.row_tile > 1 else nullcontext():
-                    at = args.y + (first + row) * args.y_stride
-                    _write(e, spec, totals, at, args.bias, (tile, tiles), args.outputs, scratch)
+                with e.when(first + row < of.rows) if spec.row_tile > 1 else nullcontext():
+                    at = of.y + (first + row) * args.y_stride
+                    _write(e, spec, totals, at, of.bias, (tile, tiles), args.outputs, scratch)
 
         if spec.format.grid is not None:
-            with e.loop(begin, end) as tile:
-                together = [tile, tile + tiles] if spec.activation else [tile]
-                starts = [args.weights + number * args.tile_bytes for number in together]
-                inputs = args.x, args.x_stride, args.blocks, rows
+            with e.loop(begin, end) as unit:
+                of = _operands(e, spec, args, unit, wide)
+                together = [of.unit, of.unit + tiles] if spec.activation else [of.unit]
+                starts = [of.weights + number * args.tile_bytes for number in together]
+                inputs = of.x, args.x_stride, args.blocks, of.rows
                 for first, sums in expanded_sums(e, spec.format, spec.row_tile, starts, inputs, scratch + SUMS):
-                    write(sums, tile, first)
+                    write(of, sums, of.unit, first)
             return
-        with e.loop(begin, end) as unit, e.loop(0, rows, spec.row_tile) as first:
-            tile = unit * wide
+        with (
+            e.loop(begin, end) as unit,
+            nullcontext(_operands(e, spec, args, unit, wide)) as of,
+            e.loop(0, of.rows, spec.row_tile) as first,
+        ):
+            tile = of.unit * wide
             others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
-            starts = [args.weights + number * args.tile_bytes for number in (tile, *others)]
-            passed = unit * ((rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
+            starts = [of.weights + number * args.tile_bytes for number in (tile, *others)]
+            passed = unit * ((of.rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
 
             def multiply(part: int) -> list[list[Value]]:
                 """The sums of each tile of part `part` and each row."""
-                own, inputs = starts[part::parts], (args.x, first, args.blocks, args.x_stride)
+                own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
                 if spec.format.unpack is None:
                     return _plain(e, spec, own, *inputs)
                 return _packed(e, spec, own, *inputs, prefetch, (passed * parts + part) * steps)
@@ -136,9 +157,36 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.row_tile)], ups]
             by_tile = [sums] if spec.activation else [[own] for own in sums]
             for number, own in enumerate(by_tile):
-                write(own, tile + number, first)
+                write(of, own, tile + number, first)
 
     return Kernel(spec.name, emit, ProductArguments)
+
+
+class _Operands(NamedTuple):
+    """What a unit multiplies: its number among those of a matrix, and the addresses and rows of that matrix."""
+
+    unit: Value
+    weights: Value
+    x: Value
+    y: Value
+    bias: Value
+    rows: Value
+
+
+def _operands(e: Emitter, spec: Product, args: ProductArguments, unit: Value, wide: int) -> _Operands:
+    """wide: tiles per unit."""
+    if not spec.by_expert:
+        return _Operands(unit, args.weights, args.x, args.y, args.bias, args.rows)
+    units = (args.tiles + (wide - 1)) // wide
+    chosen = read(e, ExpertRows, args.chosen, unit // units)
+    return _Operands(
+        unit % units,
+        args.weights + chosen.expert * args.expert_bytes,
+        args.x + chosen.panel * args.x_stride,
+        args.y + chosen.panel * (args.y_stride * spec.row_tile),
+        args.bias + chosen.expert * args.bias_bytes,
+        chosen.rows,
+    )
 
 
 def units(spec: Product, tiles: int, level: Level) -> int:
@@ -161,7 +209,7 @@ def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows
 
 def _prefetches(spec: Product) -> bool:
     """Whether the product is bound by arithmetic: with several rows and few bytes per weight."""
-    return spec.row_tile > 1 and spec.format.unpack is not None and spec.format.grid is None
+    return spec.row_tile > 1 and spec.format.unpack is not None and spec.format.grid is None and not spec.by_expert
 
 
 def _steps(spec: Product, blocks: Size) -> Size:

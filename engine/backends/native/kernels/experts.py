@@ -1,0 +1,199 @@
+"""The choice of experts, the order of their rows, and the weighted sum of their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from polarlm.engine.backends.native.kernels.best import LOWEST, best
+from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
+from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
+from polarlm.engine.jit.lang.values import F32, I32, I64, Type, Value, vector
+
+MOST_EXPERTS = 4096  # whose scores and counters are in a thread's scratch memory
+
+_F16 = vector(F32, 16)
+_RECORD = 8 * len(ExpertRows._fields)  # bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The properties that `route` is specialized for; see `model_loaders.config.Experts`."""
+
+    scoring: str
+    has_bias: bool
+    renormalizes: bool
+
+    @property
+    def name(self) -> str:
+        return f"route_{self.scoring}{'_biased' * self.has_bias}{'_normed' * self.renormalizes}"
+
+
+class RouteArguments(NamedTuple):
+    """Arguments of `route`."""
+
+    logits: Pointer
+    bias: Pointer
+    ids: Pointer
+    weights: Pointer
+    stride: Int64
+    count: Int64
+    top_k: Int64
+    scale: Float32
+
+
+@cache
+def route(spec: Choice) -> Kernel[RouteArguments]:
+    """The experts with the largest scores, best first, and their weights; one unit per row.
+
+    logits (rows, count) float32; stride: bytes from row to row. bias (count,): added to the scores to choose by. ids
+    (rows, top_k) int32, weights (rows, top_k) float32. If a logit is not finite, the weights of its row are NaN.
+    """
+
+    def emit(e: Emitter, args: RouteArguments, begin: Value, end: Value, scratch: Value) -> None:
+        scores, ranks = scratch, scratch + 4 * MOST_EXPERTS
+        with e.loop(begin, end) as row:
+            logits = args.logits + row * args.stride
+            ids, weights = (at + row * args.top_k * 4 for at in (args.ids, args.weights))
+            top = best(e, logits, args.count)
+            is_finite = top >= 0
+            highest = e.load(logits + e.imax(top, 0).sext(I64) * 4, F32)
+            _scores(e, spec, args, logits, highest, (scores, ranks))
+            total = e.variable(e.constant(F32, 0.0))
+            with e.loop(0, args.top_k) as number:
+                expert = e.imax(best(e, ranks, args.count), 0)
+                at = expert.sext(I64) * 4
+                e.store(e.constant(F32, LOWEST), ranks + at)
+                score = e.load(scores + at, F32)
+                total.add(score)
+                e.store(expert, ids + number * 4)
+                e.store(score, weights + number * 4)
+            factor = args.scale / total.get() if spec.renormalizes else args.scale
+            factor = e.select(is_finite, factor, e.constant(F32, float("nan")))
+            with e.loop(0, args.top_k) as number:
+                e.store(e.load(weights + number * 4, F32) * factor, weights + number * 4)
+
+    return Kernel(spec.name, emit, RouteArguments, scratch=8 * MOST_EXPERTS)
+
+
+def _scores(
+    e: Emitter, spec: Choice, args: RouteArguments, logits: Value, highest: Value, targets: tuple[Value, Value]
+) -> None:
+    """Write the scores of a row, and the numbers that its experts are chosen by. highest: of its logits."""
+    scores, ranks = targets
+    sums = {kind: e.variable(e.zero(kind)) for kind in (_F16, F32)}
+
+    def exponentials(offset: Value, kind: Type) -> None:
+        logit = e.load(logits + offset, kind)
+        power = e.exp(logit - e.like(highest, logit)) if spec.scoring == "softmax" else e.exp(-logit) + 1.0
+        e.store(power, scores + offset)
+        sums[kind].add(power)
+
+    over_columns(e, args.count, exponentials)
+    total = e.sum_lanes(sums[_F16].get()) + sums[F32].get()
+
+    def finish(offset: Value, kind: Type) -> None:
+        power = e.load(scores + offset, kind)
+        score = power / e.like(total, power) if spec.scoring == "softmax" else e.like(1.0, power) / power
+        e.store(score, scores + offset)
+        e.store(score + e.load(args.bias + offset, kind) if spec.has_bias else score, ranks + offset)
+
+    over_columns(e, args.count, finish)
+
+
+class ArrangeArguments(NamedTuple):
+    """Arguments of `arrange`."""
+
+    ids: Pointer
+    chosen: Pointer
+    sources: Pointer
+    own: Pointer
+    places: Pointer
+    pairs: Int64
+    top_k: Int64
+    count: Int64
+    slots: Int64
+    most: Int64
+
+
+@cache
+def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
+    """The order in which the rows of a mixture of experts are multiplied: by expert, each from a whole panel on.
+
+    A single unit. ids (pairs,) int32: the experts of pairs of a row and one of its `top_k` experts. chosen (slots,):
+    `ExpertRows` of the experts that were chosen, ascending; further entries have no rows. places (pairs,) int32: the
+    place of each pair, a row of the panels. sources and own (most,) int32: for each place the row of its pair, and its
+    own number; −1 where there is no pair.
+    """
+
+    def emit(e: Emitter, args: ArrangeArguments, begin: Value, end: Value, scratch: Value) -> None:
+        counters = scratch  # int64 (count,): pairs of an expert, then the place of its next pair
+        with e.loop(0, args.count) as expert:
+            e.store(e.i64(0), counters + expert * 8)
+        with e.loop(0, args.most) as place:
+            for at in (args.sources, args.own):
+                e.store(e.constant(I32, -1), at + place * 4)
+        with e.loop(0, args.slots) as slot, e.loop(0, len(ExpertRows._fields)) as field:
+            e.store(e.i64(0), args.chosen + slot * _RECORD + field * 8)
+        with e.loop(0, args.pairs) as pair:
+            counter = counters + e.load(args.ids + pair * 4, I32).sext(I64) * 8
+            e.store(e.load(counter, I64) + 1, counter)
+        slot_at, panel_at = e.variable(args.chosen), e.variable(e.i64(0))
+        with e.loop(0, args.count) as expert:
+            rows, panel = e.load(counters + expert * 8, I64), panel_at.get()
+            with e.when(rows > 0):
+                for number, value in enumerate(ExpertRows(expert=expert, panel=panel, rows=rows)):
+                    e.store(value, slot_at.get(), 8 * number)
+                slot_at.set(slot_at.get() + _RECORD)
+                panel_at.set(panel + (rows + (row_tile - 1)) // row_tile)
+            e.store(panel * row_tile, counters + expert * 8)
+        with e.loop(0, args.pairs) as pair:
+            counter = counters + e.load(args.ids + pair * 4, I32).sext(I64) * 8
+            place = e.load(counter, I64)
+            e.store(place + 1, counter)
+            e.store(place.trunc(I32), args.places + pair * 4)
+            e.store((pair // args.top_k).trunc(I32), args.sources + place * 4)
+            e.store(place.trunc(I32), args.own + place * 4)
+
+    return Kernel(f"arrange_{row_tile}", emit, ArrangeArguments, scratch=8 * MOST_EXPERTS)
+
+
+class CombineArguments(NamedTuple):
+    """Arguments of `combine`."""
+
+    results: Pointer
+    places: Pointer
+    weights: Pointer
+    y: Pointer
+    columns: Int64
+    top_k: Int64
+    stride: Int64
+
+
+@cache
+def combine(*, adds: bool) -> Kernel[CombineArguments]:
+    """y = the weighted sum of the results of a row's experts, or with `adds` y += that; one unit per row.
+
+    results (places, columns). places, weights (rows, top_k). stride: bytes from row to row of y.
+    """
+
+    def emit(e: Emitter, args: CombineArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as row:
+            target, first = args.y + row * args.stride, row * args.top_k * 4
+
+            def write(offset: Value, kind: Type) -> None:
+                total = e.variable(e.load(target + offset, kind) if adds else e.zero(kind))
+                with e.loop(0, args.top_k) as number:
+                    place = e.load(args.places + first + number * 4, I32).sext(I64)
+                    weight = e.load(args.weights + first + number * 4, F32)
+                    result = e.load(args.results + place * args.columns * 4 + offset, kind)
+                    total.set(e.fma(result, e.like(weight, result), total.get()))
+                e.store(total.get(), target + offset)
+
+            over_columns(e, args.columns, write)
+
+    return Kernel(f"combine{'_add' * adds}", emit, CombineArguments)

@@ -1,0 +1,158 @@
+"""The choice of experts, and products with them, against NumPy and against dequantized weights in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from polarlm.engine.backends.native.experts import ExpertOps
+from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.errors import EngineError
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.weight_formats import ExpertLinear
+from polarlm.model_loaders.config import Activation, Experts
+from tests import weights
+from tests.backends.native.launching import launcher
+from tests.jit.levels import every_level
+from tests.pairs import pairs
+
+PLAIN = NumpyOps(1)
+
+
+@every_level
+def test_the_experts_of_a_row_are_those_of_numpy(level: Level) -> None:
+    rng = np.random.default_rng(0)
+    ops = ExpertOps(launcher(level))
+    for count, top_k, scoring, renormalize, has_bias in pairs(
+        [3, 16, 37, 128], [1, 3], ["softmax", "sigmoid"], [False, True], [False, True]
+    ):
+        rule = Experts(count, top_k, 1, scoring=scoring, renormalize=renormalize, scale=1.5)
+        logits = (3 * rng.standard_normal((9, count))).astype(np.float32)
+        logits[1] = 0.25  # all are equal
+        logits[2, -1] = 80
+        logits[3] *= 20
+        bias = rng.standard_normal(count).astype(np.float32) if has_bias else None
+        wanted, found = PLAIN.route(logits, rule, bias), ops.route(logits, rule, bias)
+        np.testing.assert_array_equal(found.ids, wanted.ids)
+        np.testing.assert_allclose(found.weights, wanted.weights, rtol=2e-6, atol=1e-30)
+
+
+@every_level
+def test_a_row_with_a_logit_that_is_not_finite_has_no_weights(level: Level) -> None:
+    rule, ops = Experts(20, 3, 1, renormalize=True), ExpertOps(launcher(level))
+    logits = np.random.default_rng(1).standard_normal((4, 20)).astype(np.float32)
+    sound = ops.route(logits, rule)
+    logits[1, 17], logits[2, 0] = np.nan, np.inf
+    found = ops.route(logits, rule)
+    assert np.isnan(found.weights[[1, 2]]).all()
+    assert ((found.ids >= 0) & (found.ids < 20)).all()
+    np.testing.assert_array_equal(found.weights[[0, 3]], sound.weights[[0, 3]])
+
+
+def copied(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `experts`, with a residual of their own."""
+    return {key: value.copy() if key == "residual" and value is not None else value for key, value in options.items()}
+
+
+def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> weights.StoredBytes:
+    if name in weights.BLOCKS:
+        return weights.StoredBytes(weights.random_blocks(rng, name, rows, columns), name)
+    return weights.StoredArray(rng.standard_normal((rows, columns)).astype(np.float32) / columns**0.5, name)
+
+
+class Layer:
+    """The matrices of `count` experts with sizes E and F. formats: of gate, up and down."""
+
+    def __init__(self, rng: np.random.Generator, formats: tuple[str, str, str], count: int, e: int, f: int, bias: bool):
+        gate, up, down = formats
+        self.gate_up = [[stored(rng, gate, f, e), stored(rng, up, f, e)] for _ in range(count)]
+        self.down = [[stored(rng, down, e, f)] for _ in range(count)]
+        sizes = (2 * f, e)
+        self.biases = [rng.standard_normal((count, n)).astype(np.float32) if bias else None for n in sizes]
+
+    def on(self, ops: LinearOps | NumpyOps) -> list[ExpertLinear]:
+        """gate_up and down on a device."""
+        return [
+            ExpertLinear(len(stored), ops.load_experts(stored), bias)
+            for stored, bias in zip((self.gate_up, self.down), self.biases, strict=True)
+        ]
+
+
+@every_level
+def test_results_are_those_of_numpy(level: Level) -> None:
+    """Formats with and without codes, one or two of gate and up, sizes that are no whole tiles, few and many rows."""
+    rng = np.random.default_rng(2)
+    launch = launcher(level)
+    ops, matrices = ExpertOps(launch), LinearOps(launch)
+    formats = [("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "q5_0"), ("mxfp4",) * 3, ("f16", "f16", "bf16"), ("f32",) * 3]
+    activations: list[Activation] = ["silu", "gelu_tanh", "swiglu_clamped"]
+    for of, rows, bias, activation, has_norm, adds in pairs(
+        [*formats, ("iq2_xxs",) * 3], [1, 5, 33], [False, True], activations, [False, True], [False, True]
+    ):
+        e, f = (256, 256) if set(of) & {"q4_k", "iq2_xxs"} else (64, 96) if of[0] in weights.BLOCKS else (48, 24)
+        layer, count = Layer(rng, of, 7, e, f, bias), 7
+        x, residual = (rng.standard_normal((rows, e)).astype(np.float32) for _ in range(2))
+        rule = Experts(count, 3, f, activation, renormalize=True)
+        routing = PLAIN.route(rng.standard_normal((rows, count)).astype(np.float32), rule)
+        norm = (rng.standard_normal(e).astype(np.float32), 1e-5) if has_norm else None
+
+        options = {"norm": norm, "residual": residual if adds else None}
+        wanted = PLAIN.experts(x, routing, *layer.on(PLAIN), activation, **copied(options))
+        found = ops.experts(x, routing, *layer.on(matrices), activation, **copied(options))
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        assert error < 3e-4, (of, rows, bias, activation, has_norm, adds)
+
+
+def test_a_row_gives_the_same_alone_as_among_others() -> None:
+    rng = np.random.default_rng(3)
+    launch = launcher(best(), threads=2)
+    ops = ExpertOps(launch)
+    gate_up, down = Layer(rng, ("q4_k",) * 3, 5, 256, 256, False).on(LinearOps(launch))
+    rule, x = Experts(5, 2, 256), rng.standard_normal((40, 256)).astype(np.float32)
+    logits = rng.standard_normal((40, 5)).astype(np.float32)
+    together = ops.experts(x, ops.route(logits, rule), gate_up, down, "silu").copy()
+    for row in range(0, 40, 7):
+        own = slice(row, row + 1)
+        np.testing.assert_array_equal(
+            ops.experts(x[own], ops.route(logits[own], rule), gate_up, down, "silu")[0], together[row]
+        )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_changes_no_other(value: float) -> None:
+    rng = np.random.default_rng(4)
+    launch = launcher(best())
+    ops = ExpertOps(launch)
+    gate_up, down = Layer(rng, ("q8_0",) * 3, 4, 64, 64, False).on(LinearOps(launch))
+    rule, x = Experts(4, 2, 64), rng.standard_normal((6, 64)).astype(np.float32)
+    logits = rng.standard_normal((6, 4)).astype(np.float32)
+    sound = ops.experts(x, ops.route(logits, rule), gate_up, down, "silu").copy()
+    x[2, 5], logits[4, 1] = value, value
+    found = ops.experts(x, ops.route(logits, rule), gate_up, down, "silu")
+    assert not np.isfinite(found[[2, 4]]).any()
+    np.testing.assert_array_equal(found[[0, 1, 3, 5]], sound[[0, 1, 3, 5]])
+
+
+@every_level
+def test_rows_are_multiplied_by_the_sigmoid_of_their_logits(level: Level) -> None:
+    rng = np.random.default_rng(5)
+    for columns in (1, 40):
+        x, logits = (
+            rng.standard_normal((3, 40)).astype(np.float32),
+            5 * rng.standard_normal((3, columns)).astype(np.float32),
+        )
+        wanted = x / (1 + np.exp(-logits.astype(np.float64)))
+        ExpertOps(launcher(level)).gate(x, logits)
+        np.testing.assert_allclose(x, wanted, rtol=2e-6)
+
+
+def test_experts_in_different_formats_are_refused() -> None:
+    rng = np.random.default_rng(6)
+    with pytest.raises(EngineError, match=r"different formats.*weight_type"):
+        LinearOps(launcher(best())).load_experts([[stored(rng, name, 32, 64)] for name in ("q8_0", "q4_0")])
