@@ -114,8 +114,7 @@ def _groups(matrices: Sequence[Sequence[StoredMatrix]]) -> list[list[Sequence[St
         if [_size(group) for group in groups] != [_size(group) for group in of_experts[0]]:
             raise EngineError(
                 "The experts of a layer are stored in different formats, which is not supported; use another copy of "
-                "the model, or set weight_type (--weight-type q8_0) to convert them.",
-                "invalid_model",
+                "the model, or set weight_type (--weight-type q8_0) to convert them."
             )
     return [list(group) for group in zip(*of_experts, strict=True)]
 
