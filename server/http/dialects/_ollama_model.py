@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from datetime import datetime, timezone
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polarlm.engine.cli.flags import release
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders import Model
+from polarlm.model_loaders.config import Experts
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import LINES
@@ -52,7 +54,7 @@ class ModelFacts:
                 "template": model.template.source,
                 "modified_at": self._entry["modified_at"],
                 "details": self._entry["details"],
-                "model_info": _shape(model.config, engine.context, len(model.vocabulary)),
+                "model_info": _shape(model, engine.context, len(model.vocabulary)),
                 "capabilities": self._capabilities,
             }
         )
@@ -96,17 +98,16 @@ class ModelFacts:
                 "format": "safetensors" if model.path.is_dir() else "gguf",
                 "family": model.config.family,
                 "families": [model.config.family],
-                "parameter_size": _in_short(_parameters(model.config)),
+                "parameter_size": _in_short(_parameters(model)),
                 "quantization_level": model.dtype,
             },
         }
 
 
-def _parameters(config: ModelConfig) -> int:
+def _parameters(model: Model) -> int:
     """The number of parameters in a model's matrices."""
-    columns = sum(2 * (one.heads + one.kv_heads) * one.head_dim for one in config.attentions.values())
-    columns += sum(3 * layer.ffn.size for layer in config.layers)
-    return config.hidden_size * columns + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+    shapes = map(model.weights.shape, model.weights.names())
+    return sum(prod(shape) for shape in shapes if len(shape) > 1)
 
 
 def _in_short(count: int) -> str:
@@ -117,8 +118,9 @@ def _in_short(count: int) -> str:
     return str(count)
 
 
-def _shape(config: ModelConfig, context: int, vocabulary: int) -> dict[str, Any]:
+def _shape(model: Model, context: int, vocabulary: int) -> dict[str, Any]:
     """The shape of a model under the names of GGUF files."""
+    config = model.config
     shape = {
         "context_length": context,
         "embedding_length": config.hidden_size,
@@ -128,5 +130,7 @@ def _shape(config: ModelConfig, context: int, vocabulary: int) -> dict[str, Any]
         "attention.head_count_kv": config.attention.kv_heads,
         "vocab_size": vocabulary,
     }
-    general = {"general.architecture": config.family, "general.parameter_count": _parameters(config)}
+    if isinstance(config.ffn, Experts):
+        shape |= {"expert_count": config.ffn.count, "expert_used_count": config.ffn.top_k}
+    general = {"general.architecture": config.family, "general.parameter_count": _parameters(model)}
     return general | {f"{config.family}.{name}": value for name, value in shape.items()}
