@@ -12,7 +12,10 @@ from tests.bare import bare_model, prefill_logits, read_model
 from tests.conftest import FIXTURES
 from tests.tiny import make_model
 
-NEW = ["gemma3_tied", "olmo2_post_norms", "phi3_longrope_partial", "phi3_window", "smollm3_no_rope_tied"]
+NEW = [
+    *("gemma3_tied", "olmo2_post_norms", "phi3_longrope_partial", "phi3_window", "smollm3_no_rope_tied"),
+    *("glm4_moe_qk_norm", "mixtral_window", "olmoe_all_heads", "qwen2_moe_shared", "qwen3_moe_normed"),
+]
 IDS = list(range(5, 85))
 
 

@@ -221,20 +221,20 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         for part, tensor in _of_experts(entry):
             match = _LAYER_TENSOR.fullmatch(part)
             name = names.get(part, f"model.layers.{match[1]}.{match[2]}.{match[3]}{match[4] or ''}" if match else part)
-            found[name] = replace(tensor, factor=factor)
+            found[name] = tensor if factor == 1 else replace(tensor, factor=factor)
     return found
 
 
 def _of_experts(entry: GgufTensor) -> Iterator[tuple[str, StoredTensor]]:
     """The name and the tensor of each expert in a tensor of all experts; a tensor that is none, under its own name."""
-    whole = StoredTensor(_file(entry), entry.name, entry.shape, entry.dtype, entry.offset)
+    file = _file(entry)
     if not entry.name.rpartition(".")[0].endswith("_exps") or len(entry.shape) < 2:
-        yield entry.name, whole
+        yield entry.name, StoredTensor(file, entry.name, entry.shape, entry.dtype, entry.offset)
         return
     count, *shape = entry.shape
     for expert in range(count):
         at = entry.offset + entry.nbytes // count * expert
-        yield f"{entry.name}[{expert}]", replace(whole, shape=tuple(shape), offset=at)
+        yield f"{entry.name}[{expert}]", StoredTensor(file, entry.name, tuple(shape), entry.dtype, at)
 
 
 def _factor(gguf: GgufFile, label: str) -> float:

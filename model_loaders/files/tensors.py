@@ -125,9 +125,11 @@ class StoredWeights:
 
     def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float]]) -> StoredWeights:
         """Only these tensors, each with the given order of rows and with the given number added to its values."""
-        tensors = {
-            name: replace(self._tensors[name], row_order=order, added=added) for name, (order, added) in changes.items()
-        }
+        tensors = {}
+        for name, (order, added) in changes.items():
+            tensor = self._tensors[name]
+            unchanged = order is None and not added  # as those of thousands of experts are
+            tensors[name] = tensor if unchanged else replace(tensor, row_order=order, added=added)
         return StoredWeights(self.where, tensors, self._files)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -64,10 +65,11 @@ def fit(
     stored type. Raises LoadError for a tensor that is missing, has another shape or an unsupported type, or belongs to
     a layer but is unknown to the family (it would silently be ignored).
     """
-    if HEAD not in weights.names():
+    names = weights.names()
+    if HEAD not in names:
         config = replace(config, tied_head=True)
     expected = {spec.name: spec for spec in families.tensors(config).specs()}
-    if missing := [name for name in expected if name not in weights.names()]:
+    if missing := [name for name in expected if name not in names]:
         listed = ", ".join(weights.label(name) for name in missing[:_LISTED])
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise LoadError(
@@ -76,7 +78,7 @@ def fit(
         )
     for name, spec in expected.items():
         _check(weights, name, spec.shape)
-    for name in sorted(weights.names() - expected.keys()):
+    for name in sorted(names - expected.keys()):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < len(config.layers):
             raise LoadError(
                 f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "
@@ -109,7 +111,7 @@ def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
             f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which is not supported "
             f"(supported: {', '.join(readable)})."
         )
-    if dtype not in PLAIN and importlib.util.find_spec("gguf") is None:  # an import would take megabytes
+    if dtype not in PLAIN and not _has_gguf():
         raise LoadError(
             f"{weights.file(name)} cannot be read without the Python package gguf: install it (pip install gguf), or "
             "give a folder with config.json and safetensors files."
@@ -119,6 +121,11 @@ def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
             f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which the installed version "
             "of the Python package gguf cannot read; upgrade it (pip install --upgrade gguf)."
         )
+
+
+@cache
+def _has_gguf() -> bool:
+    return importlib.util.find_spec("gguf") is not None  # an import would take megabytes
 
 
 def _layer(name: str) -> int:
