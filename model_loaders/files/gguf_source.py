@@ -58,7 +58,7 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
         divisors = _checked_divisors(gguf, config.attention)
         config = config.with_attention(lambda one: replace(one, rope=one.rope and replace(one.rope, divisors=divisors)))
     weights = StoredWeights(gguf.path, _tensors(gguf, config), gguf.files)
-    return fit(config, weights, interleaved=layout.interleaved, offsets=False)
+    return fit(config, weights, interleaved=layout.interleaved, is_gguf=True)
 
 
 def sizes_from_beginning(content: bytes, where: str) -> ModelConfig | None:

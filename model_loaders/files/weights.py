@@ -56,12 +56,12 @@ class WeightSource(Protocol):
 
 
 def fit(
-    config: ModelConfig, weights: StoredWeights, *, interleaved: bool = False, offsets: bool = True
+    config: ModelConfig, weights: StoredWeights, *, interleaved: bool = False, is_gguf: bool = False
 ) -> tuple[ModelConfig, StoredWeights]:
     """`config` completed from the files, and the weights of exactly its tensors.
 
-    interleaved: whether RoPE's pairs are neighbouring channels in the file. offsets: whether values in the file lack
-    `TensorSpec.offset`. Without an output head, the head is the embedding. The scale of embeddings is rounded to their
+    interleaved: whether RoPE's pairs are neighbouring channels in the file. is_gguf: whether values in the file have
+    `TensorSpec.offset` already, and tensors llama.cpp's names. Without an output head, the head is the embedding. The scale of embeddings is rounded to their
     stored type. Raises LoadError for a tensor that is missing, has another shape or an unsupported type, or belongs to
     a layer but is unknown to the family (it would silently be ignored).
     """
@@ -70,7 +70,7 @@ def fit(
         config = replace(config, tied_head=True)
     expected = {spec.name: spec for spec in families.tensors(config).specs()}
     if missing := [name for name in expected if name not in names]:
-        listed = ", ".join(weights.label(name) for name in missing[:_LISTED])
+        listed = ", ".join(expected[name].gguf if is_gguf else name for name in missing[:_LISTED])
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise LoadError(
             f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {len(config.layers)} "
@@ -86,7 +86,7 @@ def fit(
             )
     if config.embedding_scale != 1:
         config = replace(config, embedding_scale=as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
-    changes = {name: (row_order(spec, interleaved), spec.offset if offsets else 0.0) for name, spec in expected.items()}
+    changes = {name: (row_order(spec, interleaved), 0.0 if is_gguf else spec.offset) for name, spec in expected.items()}
     return config, weights.arranged(changes)
 
 

@@ -59,7 +59,7 @@ def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         label, _, number = name.removesuffix("]").partition("[")
         joined.setdefault(label, {})[int(number or 0)] = tensor
     return {
-        label: np.stack([parts[i] for i in range(len(parts))]) if "_exps" in label else parts[0]
+        label: np.stack([parts[i] for i in range(len(parts))]) if len(parts) > 1 else parts[0]
         for label, parts in joined.items()
     }
 

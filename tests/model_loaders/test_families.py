@@ -1,6 +1,7 @@
 """What each family reads from a configuration of either file format."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from polarlm.model_loaders.families import configure, families, gguf_layouts, te
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.weights import as_stored
-from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, read, read_all
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, joined_experts, read, read_all
 from tests.shared_data import shared
 
 BASE = {
@@ -509,6 +510,29 @@ def test_unusable_gguf_metadata_names_the_files_own_key(
     with pytest.raises(LoadError, match=named) as caught:
         load_weights(as_gguf(tmp_path / "model.gguf", arch, config, read_all(weights), **changes))
     assert "model.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "problem"),
+    [
+        ("blk.0.ffn_up_exps", lambda x: x[:5], r"lacks the tensor blk.0.ffn_up_exps.weight\[5\], "),
+        ("blk.0.ffn_up_exps", lambda x: np.concatenate([x, x]), "has the tensor 'blk.0.ffn_up_exps.weight', which"),
+        ("blk.0.ffn_up_exps", lambda x: x[:, :-1], r"ffn_up_exps.weight has the shape \(39, 32\), but"),
+        ("blk.0.ffn_up_exps", lambda x: x.reshape(-1, 32), r"ffn_up_exps.weight has the shape \(32,\), but"),
+        ("blk.1.ffn_down_exps", None, r"lacks the tensor blk.1.ffn_down_exps.weight\[0\]"),
+        ("blk.1.ffn_gate_inp", lambda x: x[:4], r"blk.1.ffn_gate_inp.weight has the shape \(4, 32\), but"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_configuration(
+    label: str, change: Callable[[np.ndarray], np.ndarray] | None, problem: str, tmp_path: Path
+) -> None:
+    config, weights, _ = load_weights(MODELS / "olmoe_all_heads")
+    named = {gguf_name(name, "olmoe"): tensor for name, tensor in read_all(weights).items()}
+    whole = joined_experts(named)
+    changed = {name: x if name != f"{label}.weight" else change and change(x) for name, x in whole.items()}
+    path = as_gguf(tmp_path / "model.gguf", "olmoe", config, {name: x for name, x in changed.items() if x is not None})
+    with pytest.raises(LoadError, match=problem):
+        load_weights(path)
 
 
 def test_a_gguf_file_with_only_a_vocabulary_is_refused() -> None:
