@@ -62,8 +62,8 @@ def fit(
 
     interleaved: whether RoPE's pairs are neighbouring channels in the file. is_gguf: whether values in the file have
     `TensorSpec.offset` already, and tensors llama.cpp's names. Without an output head, the head is the embedding. The
-    scale of embeddings is rounded to their stored type. Raises LoadError for a tensor that is missing, has another shape
-    or an unsupported type, or belongs to a layer but is unknown to the family (it would silently be ignored).
+    scale of embeddings is rounded to their stored type. Raises LoadError for a tensor that is missing, has another
+    shape or an unsupported type, or belongs to a layer but is unknown to the family (it would silently be ignored).
     """
     names = weights.names()
     if HEAD not in names:
