@@ -47,13 +47,23 @@ class Subject:
         return round(2 * self.layers * self.kv_heads * self.head_dim * tokens * peer.CACHES[cache][1] / 8)
 
     def peer_weight_bytes(self) -> int:
-        """Bytes of the matrices of a .gguf file that a step multiplies by."""
+        """Bytes of the matrices of a .gguf file that a step of one token multiplies by."""
         import gguf
 
-        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(self.path).tensors if len(tensor.shape) == 2}
+        reader = gguf.GGUFReader(self.path)
+        tensors = {tensor.name: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
         if "output.weight" in tensors:  # the embedding is not the head
             tensors.pop("token_embd.weight", None)
-        return sum(int(tensor.n_bytes) for tensor in tensors.values())
+        of_experts = [int(tensor.n_bytes) for tensor in tensors.values() if len(tensor.shape) == 3]
+        count, used = (_metadata(reader, f"expert_{key}", 1) for key in ("count", "used_count"))
+        dense = sum(int(tensor.n_bytes) for tensor in tensors.values() if len(tensor.shape) == 2)
+        return dense + sum(of_experts) * used // count
+
+
+def _metadata(reader: Any, key: str, default: int) -> int:
+    """A number of a file's architecture."""
+    field = next((field for name, field in reader.fields.items() if name.partition(".")[2] == key), None)
+    return default if field is None else int(field.contents())
 
 
 def new_child(contestant: Contestant, subject: Subject, variables: Mapping[str, str] | None = None) -> Child:

@@ -13,10 +13,11 @@ from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.loading.assembly import Parts, assemble, with_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
-from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.model_loaders.config import Experts, GenerationDefaults
 
 _UNTIL_RECORDED = 2  # calls of `run_graph` before a device launches the recorded graph
 _GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)
@@ -54,11 +55,13 @@ class Ours:
         return {"backend": self._backend, "loaded": self._engine.fit_line(), "said": self._said}
 
     def weight_bytes(self) -> int:
-        """Bytes of the matrices that a step multiplies by, as the backend holds them."""
-        weights = self._model.weights
-        return (
-            sum(matrix.nbytes for layer in weights.layers for matrix in layer.matrices.values()) + weights.head.nbytes
-        )
+        """Bytes of the matrices that a step of one token multiplies by, as the backend holds them."""
+        weights, total = self._model.weights, self._model.weights.head.nbytes
+        for layer, own in zip(self._model.config.layers, weights.layers, strict=True):
+            total += sum(matrix.nbytes for matrix in own.matrices.values())
+            if isinstance(own.ffn, ExpertsWeights) and isinstance(layer.ffn, Experts):
+                total += (own.ffn.gate_up.nbytes + own.ffn.down.nbytes) * layer.ffn.top_k // layer.ffn.count
+        return total
 
     def resident(self) -> dict[str, int]:
         """Bytes of all "weights" as the backend holds them, and of the whole "store"."""

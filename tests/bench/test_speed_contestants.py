@@ -12,12 +12,15 @@ import pytest
 
 from polarlm.bench.speed import peer
 from polarlm.bench.speed.bandwidth import Memory
+from polarlm.bench.speed.contestants import Subject
 from polarlm.bench.speed.ours import Ours, Streams
 from polarlm.engine import EngineError, PromptOptions, SamplingParams
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Chunk
+from polarlm.model_loaders import load_weights
 from tests.bare import bare_model, read_model
 from tests.conftest import FIXTURES
+from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all
 
 # -- ours ----------------------------------------------------------------------------------------------------------
 
@@ -97,6 +100,20 @@ def test_bytes_are_those_of_all_matrices_that_a_step_reads(ours: Ours) -> None:
     parts = [part for linear in (*matrices, weights.head) for part in linear.parts]
     assert ours.weight_bytes() == sum(part.nbytes for part in parts) > 0
     assert ours.cache_bytes(128) == ours._shape.sequence_bytes(128) > ours.cache_bytes(64) > 0
+
+
+def test_of_experts_only_those_that_a_token_chooses_are_read(tmp_path: Path) -> None:
+    """The peer's bytes are those of a .gguf file, here in float32 as NumPy has them."""
+    config, weights, _ = load_weights(MODELS / "qwen3_moe_normed")
+    path = as_gguf(tmp_path / "model.gguf", "qwen3moe", config, read_all(weights))
+    e, (mixer, ffn) = config.hidden_size, (config.layers[0].mixer, config.layers[0].ffn)
+    of_layer = 2 * (mixer.heads + mixer.kv_heads) * mixer.head_dim * e + ffn.count * e + 3 * ffn.top_k * ffn.size * e
+    expected = 4 * (config.vocab_size * e + len(config.layers) * of_layer)
+    subject = Subject(path, "cpu", len(config.layers), mixer.kv_heads, mixer.head_dim, 0)
+    assert subject.peer_weight_bytes() == expected
+    ours = object.__new__(Ours)  # the model has no tokenizer
+    ours._model = bare_model(*read_model(MODELS / "qwen3_moe_normed"))
+    assert ours.weight_bytes() == expected
 
 
 def test_streams_step_together_and_restart_with_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
