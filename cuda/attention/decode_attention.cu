@@ -9,9 +9,10 @@
 // q (T, H, D): transformed as the keys are. keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records.
 // spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
 // sees no token. window: tokens that a query sees, itself included; 0 for all. Behind the newest token a
-// full-precision record may hold anything, also NaN.
+// full-precision record may hold anything, also NaN. sinks (H): read with SINKS, see attention.cuh.
 // DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, SHARED (bytes of tables and
-// means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays).
+// means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays), SOFTCAP
+// (or not defined) and SINKS (0 or 1, default 0) as in attention.cuh.
 // PRECOND: records aligned to 128 bytes, acc and tables to 16, ml and q to 8; STEP_ROWS <= N where it is above 1; ORDER
 // divides D, and is at most 32 or D % 32 == 0.
 //
@@ -76,9 +77,9 @@ __device__ __forceinline__ void finish(unsigned char *shared, int *is_last, cons
         const CellColumns columns(plan, cell.sequence, cell.number, chunks);
         const int cell_end = min(cell.end, end), number = sums.part(columns.cell, blockIdx.x);
         for (; c < columns.count; c += WARPS) {
-            const float factor = result.factor(columns.head(c));
+            const HeadScale scale = result.scale(columns.head(c));
             HeadSum head = own.head(warps, unit, cell_end, c, sums, columns.cell);
-            if (cell.start >= begin && cell.end <= end) result.write(head, columns.vector(c, plan.kv_heads), factor);
+            if (cell.start >= begin && cell.end <= end) result.write(head, columns.vector(c, plan.kv_heads), scale);
             else head.store(sums.acc_at(number) + c * DP, sums.ml_at(number) + 2 * c);
         }
         c -= columns.count, unit = cell_end;
@@ -108,10 +109,10 @@ __device__ __forceinline__ void finish(unsigned char *shared, int *is_last, cons
         const int number = sums.part(columns.cell, sharers.first);
         const float *const acc = sums.acc_at(number), *const ml = sums.ml_at(number);
         for (; c < columns.count; c += WARPS) {
-            const float factor = result.factor(columns.head(c));
+            const HeadScale scale = result.scale(columns.head(c));
             HeadSum head;
             head.add<HeadSum::FAR_BATCH>(acc + c * DP, HEADS * DP, ml + 2 * c, 2 * HEADS, sharers.count);
-            result.write(head, columns.vector(c, plan.kv_heads), factor);
+            result.write(head, columns.vector(c, plan.kv_heads), scale);
         }
         c -= columns.count;
     }
@@ -132,7 +133,7 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
                         const float *factors, const float *before, const float *behind, int sequences, int span_stride,
-                        int kv_heads, int chunks, int window, float scale) {
+                        int kv_heads, int chunks, int window, float scale, const float *sinks) {
     let_next_begin();
     // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units.
     const typename Tables::Loaded<WARPS * 32> tables(key_tables, value_tables);
@@ -199,5 +200,5 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         if (ends_share) break;
         begin_turn();
     }
-    finish(shared, is_last, plan, sums, Result(out, factors, before, behind), counts, chunks);
+    finish(shared, is_last, plan, sums, Result(out, factors, sinks, before, behind), counts, chunks);
 }

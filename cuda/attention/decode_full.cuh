@@ -77,6 +77,7 @@ __device__ __forceinline__ void attend_slice(ColumnState &state, const Slice &sl
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) mma_m16n8k16_f16(scores[0], k[s], state.q[s]);
     if constexpr (!TOGETHER) load_values();
+    cap_scores(scores);
     mask_scores(scores, slice.start, mask, lane);
     state.absorb(scores);
 

@@ -71,6 +71,7 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
         }
     if constexpr (ValueCodec::NORMED)
         ValueCodec::norms(norm, pools.value(part.record), part.number, lane, Tables::values(shared));
+    cap_scores(scores);
     block_mask.apply(scores, part.left, part.number, lane);
     state.absorb(scores);
 

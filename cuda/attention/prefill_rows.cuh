@@ -139,6 +139,8 @@ struct RowState {
                                           int start, int window, int lane) {
         Scores scores;
         score(scores, queries, keys, lane);
+#pragma unroll
+        for (int m = 0; m < MT; ++m) cap_scores(scores[m]);
         mask_scores(scores, rows, start, window, lane);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
@@ -191,8 +193,10 @@ struct RowState {
         }
     }
 
-    // Writes the rows. out: the KV head's first vector of token 0. scale: a factor of all results.
-    __device__ __forceinline__ void write(float *out, int heads, const Rows &rows, float scale, int lane) const {
+    // Writes the rows. out: the KV head's first vector of token 0. scale: a factor of all results. sinks: of the KV
+    // head's query heads.
+    __device__ __forceinline__ void write(float *out, int heads, const Rows &rows, float scale, const float *sinks,
+                                          int lane) const {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -202,7 +206,8 @@ struct RowState {
                 row_sum += __shfl_xor_sync(ALL_LANES, row_sum, 2);
                 const int row = rows.first + 16 * m + 8 * h + lane / 4;
                 float *const to = out + ((long long)(row / GROUP) * heads + row % GROUP) * D + lane % 4 * 4;
-                const float factor = scale / row_sum;
+                float factor = scale / row_sum;
+                if constexpr (SINKS) factor = scale * share_beside(sinks[row % GROUP], top[m][h], row_sum);
 #pragma unroll
                 for (int j = 0; j < STEPS; ++j)
                     if (row <= rows.last && 16 * j + lane % 4 * 4 < D)

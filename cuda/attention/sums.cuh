@@ -90,14 +90,20 @@ struct HeadSum {
     }
 };
 
+// What the result of a query head is multiplied by, and its sink.
+struct HeadScale {
+    float factor, sink;
+};
+
 // The end of the op: the mean of values, times the head's factor, rotated back.
 struct Result {
     TO *out;
-    const float *factors;
+    const float *factors, *sinks;
     float before[HeadSum::OWN], behind[HeadSum::OWN];  // the lane's signs, loaded long before they are used
 
-    __device__ __forceinline__ Result(TO *out, const float *factors, const float *before_all, const float *behind_all)
-        : out(out), factors(factors) {
+    __device__ __forceinline__ Result(TO *out, const float *factors, const float *sinks, const float *before_all,
+                                      const float *behind_all)
+        : out(out), factors(factors), sinks(sinks) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i)
@@ -105,11 +111,14 @@ struct Result {
                 before[i] = before_all[lane + 32 * i], behind[i] = behind_all[lane + 32 * i];
     }
 
-    __device__ __forceinline__ float factor(int head) const { return factors ? factors[head] : 1.0f; }
+    __device__ __forceinline__ HeadScale scale(int head) const {
+        return {factors ? factors[head] : 1.0f, SINKS ? sinks[head] : 0.0f};
+    }
 
-    __device__ __forceinline__ void write(HeadSum &head, long long vector, float factor) const {
+    __device__ __forceinline__ void write(HeadSum &head, long long vector, const HeadScale &scale) const {
         const int lane = threadIdx.x % 32;
-        const float share = head.sum > 0.0f ? factor / head.sum : 0.0f;
+        float share = head.sum > 0.0f ? scale.factor / head.sum : 0.0f;
+        if constexpr (SINKS) share = scale.factor * share_beside(scale.sink, head.top, head.sum);
         float(&v)[HeadSum::OWN] = head.acc;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i) {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,14 @@ from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from tests.cuda.formats import EPS32
+
+
+class ScoreRule(NamedTuple):
+    """How scores become weights: see `KVOps.attention`. window: 0 hides nothing. sinks: (H,)."""
+
+    window: int
+    softcap: float | None
+    sinks: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -62,33 +71,49 @@ class PagedCache:
     def headers(self) -> list[SpanHeader]:
         return headers(self.spans)
 
-    def attention(self, q: np.ndarray, window: int, *, as_kernel: bool = False) -> np.ndarray:
-        """q (rows, H, D) → (rows, H, D), float64; window 0 hides nothing.
+    def attention(self, q: np.ndarray, rule: ScoreRule, *, as_kernel: bool = False) -> np.ndarray:
+        """q (rows, H, D) → (rows, H, D), float64.
 
         as_kernel: q, k, v and the weights of tokens rounded to half precision, everything else float32.
         """
-        scale = np.log2(np.e) / np.sqrt(q.shape[-1])
+        scale, sinks = 1 / np.sqrt(q.shape[-1]), None
+        if rule.sinks is not None:
+            sinks = rule.sinks.reshape(self.kv_heads, -1, 1)
         out = np.empty(q.shape, np.float64)
         for span, k, v in zip(self.headers, self.k, self.v, strict=True):
             first, count, position = span.first_row, span.rows, span.position
             for t in range(count):
-                seen = slice(max(0, position + t - window + 1) if window else 0, position + t + 1)
+                seen = slice(max(0, position + t - rule.window + 1) if rule.window else 0, position + t + 1)
                 queries = (q[first + t] * scale).reshape(self.kv_heads, -1, q.shape[-1])
-                out[first + t] = _weighted(queries, k[:, seen], v[:, seen], as_kernel).reshape(q.shape[1:])
+                result = _weighted(queries, k[:, seen], v[:, seen], rule.softcap, sinks, as_kernel)
+                out[first + t] = result.reshape(q.shape[1:])
         return out
 
-    def assert_attention(self, out: np.ndarray, q: np.ndarray, window: int = 0) -> None:
+    def assert_attention(
+        self,
+        out: np.ndarray,
+        q: np.ndarray,
+        window: int = 0,
+        softcap: float | None = None,
+        sinks: np.ndarray | None = None,
+    ) -> None:
         """Assert that `out` (rows, H, D) is attention of q, within the tolerance of the kernels' precision.
 
         That is: four times the largest error of NumPy in float32 on q, k, v and weights of tokens rounded to half
         precision, for products are added in another order and points, norms and means round apart from each other.
         Where few values leave that error to luck, half a step of half precision of the largest value stands in.
         """
-        exact = self.attention(q, window)
-        rounding = np.abs(self.attention(q, window, as_kernel=True) - exact).max()
+        rule = ScoreRule(window, softcap, sinks)
+        exact = self.attention(q, rule)
+        rounding = np.abs(self.attention(q, rule, as_kernel=True) - exact).max()
         allowed = 4 * max(rounding, np.finfo(np.float16).eps / 2 * np.abs(exact).max(), EPS32)
         worst = np.abs(out - exact).max()
         assert worst <= allowed, f"off by up to {worst}, allowed are {allowed}"
+
+
+def score_defines(softcap: float | None, sinks: np.ndarray | None) -> dict[str, int | float]:
+    """The DEFINES of kernels of attention with a soft cap or sinks."""
+    return ({} if softcap is None else {"SOFTCAP": softcap}) | ({} if sinks is None else {"SINKS": 1})
 
 
 def headers(spans: np.ndarray) -> list[SpanHeader]:
@@ -96,13 +121,22 @@ def headers(spans: np.ndarray) -> list[SpanHeader]:
     return [SpanHeader(*row) for row in spans[:, :HEADER].tolist()]
 
 
-def _weighted(q: np.ndarray, k: np.ndarray, v: np.ndarray, as_kernel: bool) -> np.ndarray:
-    """q (K, G, D), scaled for powers of two, k, v (K, S, D) → (K, G, D)."""
+def _weighted(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None, sinks: np.ndarray | None, as_kernel: bool
+) -> np.ndarray:
+    """q (K, G, D), scaled, k, v (K, S, D), sinks (K, G, 1) → (K, G, D)."""
+    log2_e = np.log2(np.e)  # kernels compute powers of two
     if as_kernel:
-        q, k, v = (x.astype(np.float16).astype(np.float32) for x in (q, k, v))
+        q, k, v = ((x * factor).astype(np.float16).astype(np.float32) for x, factor in ((q, log2_e), (k, 1), (v, 1)))
+        q = q / np.float32(log2_e)
     scores = q @ k.swapaxes(1, 2)
-    weights = np.exp2(scores - scores.max(-1, keepdims=True))
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    most = scores.max(-1, keepdims=True) if sinks is None else np.maximum(scores.max(-1, keepdims=True), sinks)
+    weights = np.exp2((scores - most) * log2_e)
     total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp2((sinks - most) * log2_e)
     if as_kernel:
         weights = weights.astype(np.float16).astype(np.float32)
     return weights @ v / total

@@ -162,6 +162,16 @@ def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows:
         ops.rms_norm(on_device[:, 8:20], (norm, EPS))
 
 
+def test_softcap_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator) -> None:
+    """In place in columns of each row; NaN stays, infinity becomes the cap."""
+    x = 40 * normal(rng, 3, 300)
+    x[0, 3:7] = np.nan, np.inf, -np.inf, 1e-6
+    on_device = ops.to_device(x)
+    ops.softcap(on_device[:, 2:290], 30.0)
+    HOST.softcap(x[:, 2:290], 30.0)
+    np.testing.assert_allclose(ops.to_host(on_device), x, rtol=4 * EPS32)
+
+
 ROWS = [
     (1, False),
     (4, False),
@@ -586,6 +596,27 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
             for span in spans:
                 store.seal(0, span)
                 store.commit(span)
+        outputs.append(seen)
+    for given, wanted in zip(*outputs, strict=True):
+        assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+
+
+def test_attention_with_a_soft_cap_and_sinks_is_that_of_numpy(rng: np.random.Generator) -> None:
+    """Of a prompt and of steps of one row and of several."""
+    sinks, outputs = 2 * normal(rng, HEADS), []
+    for ops in (CudaOps(open_device()), HOST):
+        store, made, seen = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1), []
+        kv = store.new_sequence()
+        for count, step in ((N + 3, False), (1, True), (3, True)):
+            span = store.open_step(kv, count) if step else store.open(kv, count)
+            store.begin_layer(0, span)
+            described, cache = ops.spans([store.view(0, span, slice(0, count), span.start)], N), store.cache(0)
+            q, k, v = (ops.to_device(2 * halves(made, count, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
+            ops.append_kv(cache, described, k, v)
+            out = ops.attention(q, cache, described, D**-0.5, None, softcap=3.0, sinks=ops.to_device(sinks))
+            seen.append(np.array(ops.to_host(out)))
+            store.seal(0, span)
+            store.commit(span)
         outputs.append(seen)
     for given, wanted in zip(*outputs, strict=True):
         assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()

@@ -13,7 +13,7 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from polarlm.engine.records import Layout
-from tests.cuda.caches import PagedCache, random_cache
+from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.programs import Program
 
 SEEDS = [0, 1, 2]
@@ -32,11 +32,13 @@ def attend(
     warps: tuple[int, int] | None = (2, 16),
     layouts: tuple[Layout, Layout] | None = None,
     factors: np.ndarray | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """q (T, H + 1, D), whose last head is not part of the call → (T, H, D).
 
     warps: their number and rows, of smaller blocks than the engine's for the emulator's sake; None for the engine's.
-    layouts: None for the cache's own. factors (H,): multiply the heads of the output.
+    layouts: None for the cache's own. factors (H,): multiply the heads of the output. sinks: (H,).
     """
     keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
@@ -47,11 +49,11 @@ def attend(
     pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
     tables = (layout.tables if layout.tables.size else None for layout in (keys, values))
     counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
-    _program(source("prefill_attention", keys, values, **config.defines)).launch(
+    _program(source("prefill_attention", keys, values, **config.defines, **score_defines(softcap, sinks))).launch(
         "prefill_attention_kernel",
         (-(-rows * group // block_rows), paged.kv_heads),
         (config.threads,),
-        *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5)),
+        *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5), sinks),
         shared=config.shared,
         seed=seed,
     )
@@ -171,6 +173,23 @@ def test_without_quantized_blocks_layouts_of_f16_give_attention(rng: np.random.G
     assert paged.headers[0].quantized == 0
     exact = paged.key_layout.full, paged.value_layout.full
     paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
+@pytest.mark.parametrize(
+    ("codec", "window", "warps"), [("f16", 0, (1, 32)), ("ring4", 0, (2, 16)), ("ring4", 40, (2, 16))]
+)
+def test_scores_are_capped_and_sinks_take_part(
+    rng: np.random.Generator, softcap: float | None, has_sinks: bool, codec: str, window: int, warps: tuple[int, int]
+) -> None:
+    """Scores are beyond the cap; a sink is above all of them, another below."""
+    paged = random_cache(rng, codec, codec, [100], rows=45, block_size=16, head_dim=16, mean_bits=8, kv_heads=2)
+    q = 4 * rng.standard_normal((45, 7, 16), np.float32)
+    sinks = np.array([30, -30, 0, 2, -2, 5], np.float32) if has_sinks else None
+    out = attend(paged, q, window, warps=warps, softcap=softcap, sinks=sinks)
+    paged.assert_attention(out, q[:, :-1], window, softcap, sinks)
+    with pytest.raises(AssertionError, match="off by up to"):
+        paged.assert_attention(out, q[:, :-1], window)
 
 
 def test_scores_that_rise_and_fall_steeply_do_not_overflow(rng: np.random.Generator) -> None:

@@ -106,6 +106,18 @@ def _others(caches: list[Cache]) -> list[Cache]:
     return [Cache(name, name if "v" in codecs.get(name).serves else codecs.FULL, 128) for name in missing]
 
 
+# Caches of models whose attention has soft caps or sinks. With wide heads the fewest registers are left.
+_OTHER_SCORES = {"f16/f16 D64 N64 mean0", "ring4/ring3.5 D64 N64 mean8", "ring4/ring3.5 D256 N64 mean8"}
+_OTHER_SCORES |= {"f16/f16 D256 N64 mean0", "ring4/ring4 D128 N64 mean8", "polarquant/polarquant D128 N64 mean8"}
+
+
+def _of_other_scores(variants: list[Variant]) -> list[Variant]:
+    """Variants of attention with a soft cap, with sinks, and with both."""
+    some = [variant for variant in variants if str(variant.cache) in _OTHER_SCORES]
+    rules: tuple[dict[str, Define], ...] = ({"SOFTCAP": 50.0}, {"SINKS": 1}, {"SOFTCAP": 50.0, "SINKS": 1})
+    return [replace(variant, defines={**variant.defines, **rule}) for rule in rules for variant in some]
+
+
 def _decode_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
@@ -125,7 +137,7 @@ def _decode_attention() -> list[Variant]:
             to = next(results)
             defines = {**config.defines, "TO": to} if to != "float" else config.defines
             variants.append(Variant("decode_attention", defines, cache, config.shared))
-    return variants
+    return [*variants, *_of_other_scores(variants)]
 
 
 def _prefill_attention() -> list[Variant]:
@@ -140,7 +152,7 @@ def _prefill_attention() -> list[Variant]:
     for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
         variants.append(Variant("prefill_attention", config.defines, cache, config.shared))
-    return variants
+    return [*variants, *_of_other_scores(variants)]
 
 
 def _encode_blocks() -> list[Variant]:
@@ -250,15 +262,19 @@ VARIANTS: dict[str, list[Variant]] = {
     "repack": _all("repack", WEIGHT=_PACKED),
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
+    "softcap": _all("softcap", ACT=("float",)),
     "sample": [Variant("sample", SAMPLE.defines)],
 }
 
 
 def traits(variant: Variant) -> set[tuple[str, object]]:
-    """What of a variant has to be compiled somewhere: its kernel with each of its codecs, with its head dim, and for
-    one row of a sequence or for several."""
-    cache, rows = variant.cache, f"STEP_ROWS={variant.defines.get('STEP_ROWS')}"
-    return set() if cache is None else {(variant.kernel, of) for of in (cache.keys, cache.values, cache.head_dim, rows)}
+    """What of a variant has to be compiled somewhere: its kernel with each of its codecs, with its head dim, for one
+    row of a sequence or for several, and with a soft cap or sinks."""
+    cache = variant.cache
+    if cache is None:
+        return set()
+    constants = (f"{name}={variant.defines.get(name)}" for name in ("STEP_ROWS", "SOFTCAP", "SINKS"))
+    return {(variant.kernel, of) for of in (cache.keys, cache.values, cache.head_dim, *constants)}
 
 
 def covering() -> Iterator[tuple[Variant, int]]:

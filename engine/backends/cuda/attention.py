@@ -10,11 +10,10 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanTable
-from polarlm.engine.backends.cuda.launch import Launcher
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.backends.cuda.linear import input_type, result_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
-from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear
 
 
@@ -24,6 +23,13 @@ class _Parameters(NamedTuple):
     scale: float
     window: int  # 0 for none
     scale_back: Array | None  # (H,), multiplies the result
+    softcap: float | None
+    sinks: Array | None  # (H,)
+
+    def added_to(self, config: LaunchConfig) -> LaunchConfig:
+        """`config` with the DEFINES of soft cap and sinks: none without them."""
+        cap = {} if self.softcap is None else {"SOFTCAP": float(self.softcap)}
+        return config._replace(defines={**config.defines, **cap, **({} if self.sinks is None else {"SINKS": 1})})
 
 
 class AttentionOps:
@@ -46,10 +52,8 @@ class AttentionOps:
         softcap: float | None = None,
         sinks: Array | None = None,
     ) -> Array:
-        if softcap is not None or sinks is not None:
-            raise EngineError("Soft caps and sinks of attention have no kernels for a GPU yet; use --device cpu.")
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
-        parameters = _Parameters(float(scale), window or 0, scale_back)
+        parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sinks)
         if spans.buffer is not None:
             out = self._prefill(q, cache, spans, spans.buffer, parameters)
             return self._heads.rotate(out, back)
@@ -71,10 +75,10 @@ class AttentionOps:
         self._launch(
             "prefill_attention",
             (-(-rows * group // tile), kv_heads),
-            config,
+            parameters.added_to(config),
             *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current, spans.on(self._device)),
             *(cache.keys.tables, cache.values.tables, parameters.scale_back, spans.table.shape[1], kv_heads, heads),
-            *(row_stride(q), parameters.window, parameters.scale),
+            *(row_stride(q), parameters.window, parameters.scale, parameters.sinks),
             layouts=layouts,
         )
         return out
@@ -99,15 +103,16 @@ class AttentionOps:
         sums = 2 * cells + blocks, columns
         out = self._device.empty(q.shape, dtype)
         config = launch_configs.decode_attention(*cache.layouts, group, most, count, back.order)
+        config = parameters.added_to(config._replace(defines={**config.defines, **result_type(out)}))
         self._launch(
             "decode_attention",
             (blocks,),
-            config._replace(defines={**config.defines, **result_type(out)}),
+            config,
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
             *(self._zeros(cells), q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),
             *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
-            *(parameters.window, parameters.scale),
+            *(parameters.window, parameters.scale, parameters.sinks),
             layouts=cache.layouts,
         )
         return out

@@ -21,6 +21,7 @@ from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
+from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
@@ -60,7 +61,9 @@ class CudaOps:
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
 
-        self.softcap = self.load_experts = self.route = self.experts = self.gate = _without_kernels
+        self.softcap = RowOps(launch).softcap
+
+        self.load_experts = self.route = self.experts = self.gate = _without_kernels
 
         heads = HeadOps(device, launch)
         self.prepare = heads.prepare

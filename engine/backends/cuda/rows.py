@@ -1,0 +1,18 @@
+"""Ops on each number of a row: launches of small kernels in `cuda/linear/`."""
+
+from __future__ import annotations
+
+from polarlm.engine.backends.cuda.device import Array, row_stride
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
+
+
+class RowOps:
+    """The op `softcap`."""
+
+    def __init__(self, launch: Launcher):
+        self._launch = launch
+
+    def softcap(self, x: Array, cap: float) -> None:
+        rows, n = x.shape
+        config = LaunchConfig({"ACT": "float"}, threads_for(n))
+        self._launch("softcap", (-(-n // config.threads), rows), config, x, n, row_stride(x), float(cap))
