@@ -56,6 +56,8 @@ def decoder(
     embedding_scale: Callable[[int], float] = lambda size: 1.0,
     windows: Sequence[int | None] = (),
     ropes: Sequence[RopeConfig | None] = (),
+    softcap: float | None = None,
+    logit_softcap: float | None = None,
 ) -> ModelConfig:
     """The ModelConfig from the keys that all families share.
 
@@ -83,7 +85,15 @@ def decoder(
         max_context = max(max_context, int(rope.original_context * rope.factor))
     ffn = GatedMLP(fields.integer("intermediate_size", maximum=_MAX_SIZE), activations[activation], mlp_bias)
     attention = Attention(
-        heads, kv_heads, head_dim, rope, scale=scale, qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias
+        heads,
+        kv_heads,
+        head_dim,
+        rope,
+        scale=scale,
+        softcap=softcap,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
     )
     count = layer_count(fields)
     mixers = [
@@ -99,6 +109,7 @@ def decoder(
         norm_eps=fields.positive("rms_norm_eps"),
         tied_head=fields.flag("tie_word_embeddings", False),
         embedding_scale=embedding_scale(hidden_size),
+        logit_softcap=logit_softcap,
     )
 
 
