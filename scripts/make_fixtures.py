@@ -108,6 +108,36 @@ MODELS = {
             },
         },
     ),
+    # Scores reach a few times the cap of theirs, and logits about theirs.
+    "gemma2_capped_tied": (
+        "gemma2",
+        "bfloat16",
+        "new",
+        {
+            "hidden_size": 64,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma2_mqa": (
+        "gemma2",
+        "float16",
+        "old",
+        {
+            "hidden_size": 64,
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": None,
+        },
+    ),
     "olmo2_post_norms": ("olmo2", "float32", "new", {"pad_token_id": 0}),
     "phi3_longrope_partial": (
         "phi3",
@@ -280,7 +310,7 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     torch.manual_seed(SEED)
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model, 0 if model_type == "gemma3_text" else 1)  # Gemma multiplies with 1 + w
+    randomize(model, 0 if model_type.startswith("gemma") else 1)  # Gemma multiplies with 1 + w
     shard = {"max_shard_size": "24KB"} if name.endswith("sharded") else {}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
     if spelling == "old":

@@ -58,6 +58,8 @@ def decoder(
     windows: Sequence[int | None] = (),
     ropes: Sequence[RopeConfig | None] = (),
     ffns: Sequence[Ffn] = (),
+    softcap: float | None = None,
+    logit_softcap: float | None = None,
 ) -> ModelConfig:
     """The ModelConfig from the keys that all families share.
 
@@ -82,7 +84,15 @@ def decoder(
     if rope.kind == "yarn":  # some files give the trained context as the maximum, some the extended one
         max_context = max(max_context, int(rope.original_context * rope.factor))
     attention = Attention(
-        heads, kv_heads, head_dim, rope, scale=scale, qk_norm=qk_norm, qkv_bias=qkv_bias, out_bias=out_bias
+        heads,
+        kv_heads,
+        head_dim,
+        rope,
+        scale=scale,
+        softcap=softcap,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
     )
     count = layer_count(fields)
     if not ffns:
@@ -100,6 +110,7 @@ def decoder(
         norm_eps=fields.positive("rms_norm_eps"),
         tied_head=fields.flag("tie_word_embeddings", False),
         embedding_scale=embedding_scale(hidden_size),
+        logit_softcap=logit_softcap,
     )
 
 

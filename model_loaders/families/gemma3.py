@@ -6,10 +6,10 @@ It also loads the text part of models for images; images are not supported.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
+from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS, scale_in_gguf
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
@@ -35,22 +35,6 @@ _DEFAULTS = {  # published configurations omit values that equal those of the 4B
 }
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN = 6  # every sixth layer has no window
-_NORMS = {
-    "attention_norm": (("input_layernorm", "attn_norm"),),
-    "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
-    "ffn_norm": (("pre_feedforward_layernorm", "ffn_norm"),),
-    "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),
-}
-
-
-def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
-    """The scale of attention, as in llama.cpp: only the 27B model, of 62 layers, differs."""
-    size, heads, layers = (values[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    if layers == 62 and isinstance(size, int) and isinstance(heads, int) and heads > 0:
-        return {"query_pre_attn_scalar": size / heads}
-    return {"query_pre_attn_scalar": values["head_dim"]}
-
-
 GGUF = GgufLayout(
     "gemma3",
     keys={
@@ -60,7 +44,7 @@ GGUF = GgufLayout(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    implied=_implied,
+    implied=scale_in_gguf(layers=62),
 )
 
 
@@ -68,7 +52,7 @@ def configure(fields: Fields) -> ModelConfig:
     fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.number(key, 0.0):
-            raise fields.refuse(key, "but soft-capping is not supported, and no released Gemma 3 has it")
+            raise fields.refuse(key, "but soft caps are supported for Gemma 2 alone: no released Gemma 3 has them")
     if fields.flag("use_bidirectional_attention", False):
         raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
     bias = fields.flag("attention_bias", False)
@@ -77,7 +61,7 @@ def configure(fields: Fields) -> ModelConfig:
     return decoder(
         fields,
         "gemma3",
-        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        activations=ACTIVATIONS,
         activation_key="hidden_activation",
         rope=rope,
         qkv_bias=bias,
@@ -92,7 +76,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**_NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
+    return tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def _windows(fields: Fields) -> tuple[int | None, ...]:

@@ -78,6 +78,9 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
         ("mistral_window_sharded", {"window": 16, "qkv_bias": False}),
         ("qwen2_bias", {"qkv_bias": True, "out_bias": False, "bias": False}),
         ("qwen3_qk_norm_tied", {"qk_norm": "head", "qkv_bias": False, "head_dim": 16, "tied_head": True}),
+        ("gemma2_capped_tied", {"softcap": 2.0, "logit_softcap": 5.0, "norms": "both", "embedding_scale": 8.0}),
+        ("gemma2_capped_tied", {"activation": "gelu_tanh", "scale": 24**-0.5, "qk_norm": None, "tied_head": True}),
+        ("gemma2_mqa", {"softcap": 50.0, "logit_softcap": None, "kv_heads": 1}),
         ("gemma3_tied", {"activation": "gelu_tanh", "norms": "both", "embedding_scale": 8.0}),
         ("gemma3_tied", {"scale": 24**-0.5, "qk_norm": "head", "tied_head": True}),
         ("olmo2_post_norms", {"norms": "after", "qk_norm": "all", "tied_head": False}),
@@ -98,6 +101,8 @@ def test_stored_models(name: str, expected: dict[str, object]) -> None:
         ("mistral_window_sharded", (16, 16, 16)),
         ("qwen2_bias", (None, None)),
         ("qwen2_mixed_windows", (None, 12, 12)),
+        ("gemma2_capped_tied", (12, None)),
+        ("gemma2_mqa", (7, None)),
         ("gemma3_tied", (12, None, 12)),
         ("phi3_longrope_partial", (None, None)),
         ("phi3_window", (16, 16)),
@@ -165,6 +170,17 @@ def test_gemma3_with_the_older_keys() -> None:
     assert windows_of(got) == (12, 12, 12, 12, 12, None, 12)
     assert {mixer.rope.theta for mixer in mixers(got) if mixer.rope} == {1e6, 1e4}
     assert got.attention.scale == 1 / 16
+
+
+def test_a_gemma2_without_a_key_has_the_caps_of_released_ones_and_null_is_no_cap() -> None:
+    written = json.loads((MODELS / "gemma2_capped_tied" / "config.json").read_text())
+    del written["attn_logit_softcapping"], written["final_logit_softcapping"]
+    config = configure(Fields(written, "config.json"))
+    assert (config.attention.softcap, config.logit_softcap) == (50.0, 30.0)
+    config = configure(Fields({**written, "attn_logit_softcapping": None}, "config.json"))
+    assert (config.attention.softcap, config.logit_softcap) == (None, 30.0)
+    with pytest.raises(LoadError, match="attn_logit_softcapping is 0, but must be a number"):
+        configure(Fields({**written, "attn_logit_softcapping": 0}, "config.json"))
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
@@ -380,7 +396,14 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     if of_rope.kind == "longrope":
         changes |= longrope(of_rope, written)
         expected = with_rope(expected, replace(of_rope, attention_factor=0.75))
-    if config.family == "gemma3":
+    if config.family == "gemma2":
+        changes["attention__sliding_window"] = config.attention.window
+        caps = {"attn": config.attention.softcap, "final": config.logit_softcap or 30.0}
+        changes |= {f"{name}_logit_softcapping": cap for name, cap in caps.items()}
+        expected = replace(expected, logit_softcap=caps["final"])  # they cannot say that there is no cap
+        scale = config.attention.head_dim**-0.5
+        expected = expected.with_attention(lambda mixer: replace(mixer, scale=scale))  # they know no other
+    elif config.family == "gemma3":
         changes |= {
             **{"attention__sliding_window": 12, "attention__sliding_window_pattern": 2},
             "rope__freq_base_swa": config.attention.rope.theta,
@@ -551,5 +574,6 @@ def test_a_published_layout() -> None:
 @every_gguf
 def test_tables_have_the_formats_own_names(name: str) -> None:
     config = stored(name)
-    for spec in tensors(replace(config, tied_head=False)).specs():
+    has_head = config.family != "gemma2"  # the format knows it with a tied one alone
+    for spec in tensors(replace(config, tied_head=not has_head)).specs():
         assert spec.gguf == gguf_name(spec.name, architecture(config))
