@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -17,8 +17,10 @@ from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.outputs import Usage
+from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
 from polarlm.engine.sampling.repeats import Repeats
 from polarlm.engine.storage.sessions import Progress
+from polarlm.model_loaders.errors import LoadError
 
 _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
@@ -33,11 +35,12 @@ class Turn:
     `usage` is None then.
     """
 
-    text: str
+    text: str  # as it was shown
     token_ids: tuple[int, ...]
     finish_reason: str
     usage: Usage | None
     seconds: float = 0.0  # from the first token to the last
+    final: str | None = None  # of an answer of messages in channels: the text without reasoning; else None
 
 
 class ChatSession:
@@ -134,8 +137,11 @@ class ChatSession:
     def _answer(self, messages: list[Mapping[str, Any]]) -> Turn:
         turn = self._stream(messages)
         if turn.token_ids or turn.finish_reason != "cancelled":
-            # The ids are kept, so that the next prompt starts with exactly the tokens that are in the cache.
-            answer = {"role": "assistant", "content": turn.text, "token_ids": turn.token_ids}
+            # The ids are kept, so that the next prompt starts with exactly the tokens that are in the cache. Those of
+            # several messages are not: the template leaves all but the last one out.
+            answer: dict[str, Any] = {"role": "assistant", "content": turn.text, "token_ids": turn.token_ids}
+            if turn.final is not None:
+                answer = {"role": "assistant", "content": turn.final}
             self.messages = [*messages, answer]
         return turn
 
@@ -144,21 +150,21 @@ class ChatSession:
 
         With the loop check, an answer that repeats itself over and over ends as well.
         """
-        pieces: list[str] = []
+        shown = _Shown(self.engine, prompt)
         ids: list[int] = []
         repeats = Repeats()
         reason, usage = None, None
         times: list[float] = []
         as_written = PromptOptions(parse_special=True)  # a raw prompt may contain a template's control tokens
-        answer = self.engine.stream(prompt, self.params, as_written, progress=True)
+        params = replace(self.params, shown_tokens=shown.tokens)
+        answer = self.engine.stream(prompt, params, as_written, progress=True)
         try:
             with ctrl_c_asked() as asked, closing(answer) as chunks:
                 for chunk in chunks:
                     if chunk.prompt_tokens:
                         self._console.prefill(chunk.prefilled, chunk.prompt_tokens)
                     else:
-                        self._console.write(chunk.text)
-                    pieces.append(chunk.text)
+                        self._console.write(shown.push(chunk.text, last=chunk.finish_reason is not None))
                     ids.extend(chunk.token_ids)
                     if chunk.token_ids:
                         times = [*times[:1], time.monotonic()]
@@ -174,8 +180,33 @@ class ChatSession:
             self._console.end_progress()
             self._console.end_answer()
         seconds = times[-1] - times[0] if times else 0.0
-        self.last = Turn("".join(pieces), tuple(ids), reason or "cancelled", usage, seconds)
+        self.last = Turn(shown.text, tuple(ids), reason or "cancelled", usage, seconds, shown.final)
         return self.last
+
+
+class _Shown:
+    """The text of an answer as it is shown, which of messages in channels has the reasoning between its tokens."""
+
+    def __init__(self, engine: Engine, prompt: str | list[Mapping[str, Any]]) -> None:
+        try:
+            channels = None if isinstance(prompt, str) else engine.model.template.channels
+        except LoadError as error:
+            raise EngineError(str(error)) from None
+        control = {} if channels is None else engine.model.tokenizer.control_tokens()
+        self.tokens = () if channels is None else tuple(control[name] for name in channels.tokens if name in control)
+        self._reader = None if channels is None else ChannelReader(channels)
+        self._inline = None if channels is None else Inline(channels)
+        self.text = ""  # so far
+        self.final = None if channels is None else ""  # the text without reasoning so far
+
+    def push(self, text: str, *, last: bool) -> str:
+        """What `text` adds to the text that is shown; `last`: whether the answer ends."""
+        if self._reader is not None and self._inline is not None and self.final is not None:
+            parts = self._reader.push(text) + (self._reader.finish() if last else [])
+            self.final += "".join(part.text for part in parts if part.kind == "text")
+            text = "".join(map(self._inline.text, parts))
+        self.text += text
+        return text
 
 
 def _session_file(path: str) -> Path:

@@ -13,7 +13,6 @@ from polarlm.engine.config import PromptOptions
 from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.limits import check_roles
 from polarlm.model_loaders.chat.prompt import chat_ids
-from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 
@@ -45,7 +44,7 @@ def prompt_ids(
             messages, begun = _split(prompt) if options.continue_final_message else (prompt, None)
             tools, variables = options.tools, options.template_variables
             ids = chat_ids(messages, model.template, tokenizer, check, tools=tools, variables=variables)
-            return ids if begun is None else ids + _begun_ids(begun, tokenizer, check)
+            return ids if begun is None else ids + _begun_ids(begun, model, check)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
@@ -75,15 +74,20 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str,
     return before, last
 
 
-def _begun_ids(message: Mapping[str, Any], tokenizer: Tokenizer, check: Callable[[str], None]) -> list[int]:
+def _begun_ids(message: Mapping[str, Any], model: model_loaders.Model, check: Callable[[str], None]) -> list[int]:
     """Return the ids of the beginning of an answer: those that it was generated as, or else those of its text.
 
-    Its text is tokenized as that of an answer, with the leading space that some tokenizers add.
+    Its text is tokenized as that of an answer, with the leading space that some tokenizers add, and behind the header
+    of a message if answers have headers.
     """
+    tokenizer, channels = model.tokenizer, model.template.channels
     if message.get("token_ids") is not None:
         ids = list(message["token_ids"])
         return ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
     check(message["content"])
+    if channels is not None:
+        header = tokenizer.tokenize(channels.header(channels.final), control=True, continued=True)
+        return header + tokenizer.tokenize(message["content"], continued=True)
     return tokenizer.tokenize(message["content"]) if message["content"] else []
 
 
@@ -94,11 +98,14 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     tools: dict[str, Any] = {}
     if options.tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in messages):
         messages = model.template.calls.as_messages(messages, options.tools)
-        tools = {"tools": list(options.tools)} if options.tools and model.template.calls.native else {}
+        shown_tools = model.template.calls.as_tools(options.tools)
+        tools = {"tools": shown_tools} if shown_tools else {}
     (text,) = model.template.render_each([messages], **options.template_variables, **tools)
     if not isinstance(text, str):
         raise EngineError(str(text))
-    return text + str(begun["content"])
+    channels = model.template.channels if options.continue_final_message else None
+    header = "" if channels is None else channels.header(channels.final)
+    return text + header + str(begun["content"])
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polarlm.model_loaders.chat.call_arguments import json_object
+from polarlm.model_loaders.chat.calls_as_text import calls_as_text
 from polarlm.model_loaders.chat.renders import Renders
 from polarlm.model_loaders.errors import LoadError
 
@@ -46,6 +47,8 @@ class CallFormat:
     no_content: str | None = ""  # the content of a message that has only calls
     takes_system: bool = True  # whether the template accepts a system message
     short_ids: bool = False  # whether the template accepts only ids of 9 letters and digits
+    content_is_reasoning: bool = False  # whether the template takes content beside calls for reasoning
+    needs_descriptions: bool = False  # whether the template accepts only functions with a description
 
     @property
     def has_id(self) -> bool:
@@ -60,6 +63,10 @@ class CallFormat:
         ]
         return f"{self.begin}{self.between.join(texts)}{self.end}"
 
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        """The text of arguments, as the template writes them."""
+        return json.dumps(arguments, ensure_ascii=False, separators=self.separators)
+
     def marker(self, control: Iterable[str]) -> str:
         """The text with which calls begin; empty if it is only the beginning of JSON.
 
@@ -73,7 +80,15 @@ class CallFormat:
         """`messages` as the template accepts them; if it accepts no tools, those, calls and results become text."""
         if self.native:
             return [self._native(message) for message in messages]
-        return _as_text(self, messages, tools)
+        return calls_as_text(messages, tools, shown=self.shown, takes_system=self.takes_system)
+
+    def as_tools(self, tools: Tools) -> list[Mapping[str, Any]]:
+        """`tools` as the template accepts them; none if it accepts none."""
+        if not self.native:
+            return []
+        if not self.needs_descriptions:
+            return list(tools)
+        return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
     def _native(self, message: Message) -> dict[str, Any]:
         if "tool_call_id" in message:
@@ -88,7 +103,11 @@ class CallFormat:
             }
             for call in message["tool_calls"]
         ]
-        return {**message, "content": message["content"] or self.no_content, "tool_calls": calls}
+        said = {**message, "content": message["content"] or self.no_content, "tool_calls": calls}
+        if self.content_is_reasoning and message["content"]:
+            thoughts = filter(None, (message.get("reasoning_content"), message["content"]))
+            said |= {"content": self.no_content, "reasoning_content": "\n\n".join(thoughts)}
+        return said
 
     def _id(self, id: str) -> str:
         """An id that the template accepts, in place of another server's."""
@@ -107,6 +126,7 @@ class CallFormat:
 # The beginning of a call in JSON, perhaps of a list of them.
 _JSON_BEGINS = re.compile(r'\s*(\[\s*)?\{\s*"[^"]*"\s*:\s*"$')
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_END_OF_TURN = re.compile(r"<\|\w+\|>")
 # The beginning of an id's field in JSON, after the arguments.
 _ID_AFTER = re.compile(r'\s*,\s*"[^"]*"\s*:\s*"$')
 
@@ -127,6 +147,7 @@ _TOOLS = [
     }
     for name in _NAMES
 ]
+_BRIEF_TOOLS = [{"type": "function", "function": {"name": _NAMES[0], "parameters": {"type": "object"}}}]
 
 
 def find_call_format(template: Renders) -> CallFormat:
@@ -140,18 +161,23 @@ def find_call_format(template: Renders) -> CallFormat:
         one, two = _called(1, as_text, content), _called(2, as_text, content)
         conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])]]
     led, prompt, answered, *rest = template.render_each(conversations, tools=_TOOLS, add_generation_prompt=False)
+    (asked,) = template.render_each([[user]], tools=_TOOLS)
     general = CallFormat(takes_system=isinstance(led, str) and _SYSTEM in led)
     if not isinstance(prompt, str) or not isinstance(answered, str) or _NAMES[0] not in prompt:
         return general
     for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 3, strict=True), strict=True):
-        if found := _format(answered, *texts, as_text=as_text, content=content):
+        found = _format(answered, *texts, as_text=as_text, content=content)
+        found = found or _as_message(asked, texts[0], texts[2], arguments_as_text=as_text, no_content=content)
+        if found:
             one = _called(1, as_text, content, _LONG_ID)
             cut = _called(1, as_text, content, arguments=f'{{"{_KEY}": "')
             long, text = template.render_each(
                 [[user, one, _result(_LONG_ID)], [user, cut, _result(_IDS[0])]], tools=_TOOLS
             )
+            (brief,) = template.render_each([[user]], tools=_BRIEF_TOOLS)
             takes_text = isinstance(text, str) and _KEY in text
-            return replace(found, short_ids=not isinstance(long, str), takes_any_text=takes_text)
+            short, needs = not isinstance(long, str), not isinstance(brief, str)
+            return replace(found, short_ids=short, takes_any_text=takes_text, needs_descriptions=needs)
     return general
 
 
@@ -229,6 +255,22 @@ def _format(
     return found_format if shown == both else single
 
 
+def _as_message(
+    prompt: str | LoadError, one: str | LoadError, result: str | LoadError, **found: Any
+) -> CallFormat | None:
+    """The format of calls that are messages: a call follows the prompt in the place of an answer, and ends the turn."""
+    if not isinstance(prompt, str) or not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
+        return None
+    call = _between(one, prompt, "")
+    span = None if call is None else _CallSpan.find(call, 0)
+    if call is None or span is None or not _END_OF_TURN.fullmatch(call[span.end :]):
+        return None
+    found |= {"several": False, "native": True, "content_is_reasoning": True, "separators": span.separators}
+    return CallFormat(
+        opening=call[: span.name], middle=span.middle, closing="", between="", shown_closing=("",), **found
+    )
+
+
 @dataclass(frozen=True)
 class _CallSpan:
     """Where a call is in a text: the offset of its name, the text up to its arguments, the arguments' offsets."""
@@ -295,42 +337,3 @@ def _common_end(a: str, b: str) -> str:
 def _common_start(a: str, b: str) -> str:
     count = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:count]
-
-
-# -- templates without tools -------------------------------------------------------------------------------------
-
-_TEXT = (
-    "You can call these functions. Each line describes one of them in JSON:\n{tools}\n"
-    "To call a function, write its name and its arguments as JSON in tags:\n"
-    '<tool_call>\n{{"name": "the name", "arguments": {{}}}}\n</tool_call>\n'
-    "The next message has the result. Call none if you need none."
-)
-
-
-def _as_text(format: CallFormat, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
-    """Messages of text alone: tools are listed first, calls follow an answer's text, results are the user's."""
-    said: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if said and said[-1].pop("results", False):
-                text = f"{said.pop()['content']}\n{text}"
-            said.append({"role": "user", "content": text, "results": True})
-        elif calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            written = format.shown((function["name"], function["arguments"], "") for function in functions)
-            plain = {name: value for name, value in message.items() if name != "tool_calls"}
-            said.append({**plain, "content": "\n".join(filter(None, (message["content"], written)))})
-        else:
-            said.append(dict(message))
-    for message in said:
-        message.pop("results", None)
-    if not tools:
-        return said
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _TEXT.format(tools=listed)
-    if said[0]["role"] == "system":
-        return [{**said[0], "content": f"{said[0]['content']}\n\n{text}"}, *said[1:]]
-    if format.takes_system:
-        return [{"role": "system", "content": text}, *said]
-    return [{**said[0], "content": f"{text}\n\n{said[0]['content']}"}, *said[1:]]

@@ -50,7 +50,8 @@ def chat_ids(
     given: dict[str, Any] = dict(variables or {})
     if tools or any(message.shown["role"] == "tool" or "tool_calls" in message.shown for message in checked):
         checked = _with_calls(template, checked, tools)
-        given |= {"tools": list(tools)} if tools and template.calls.native else {}
+        shown_tools = template.calls.as_tools(tools)
+        given |= {"tools": shown_tools} if shown_tools else {}
     texts = json.dumps([[message.shown for message in checked], given], ensure_ascii=False)
     mark, edge = unused_characters(2, [template.source, texts])
     hiding = guard(tuple(tokenizer.control_tokens()))
@@ -77,7 +78,9 @@ def _with_calls(template: ChatTemplate, messages: list[Message], tools: Sequence
         if number is None or shown["role"] != "assistant":
             found.append(Message(shown))
         else:
-            found.append(Message(shown, messages[number].token_ids, messages[number].reasoned))
+            given = messages[number]
+            became_reasoning = bool(given.shown["content"]) and not shown["content"]
+            found.append(Message(shown, given.token_ids, given.reasoned or became_reasoning))
     return found
 
 
@@ -142,12 +145,16 @@ class _Rendering:
         if index in self._reasoned:
             framed["reasoning_content"] = self._frame_of_part(index, "r")
         if calls := shown.get("tool_calls"):
-            nothing: Any = "{}" if self._template.calls.arguments_as_text else {}
+            as_text = self._template.calls.arguments_as_text
             framed["tool_calls"] = [
-                {**call, "function": {"name": self._frame_of_part(index, f"c{number}"), "arguments": nothing}}
-                for number, call in enumerate(calls)
+                {**call, "function": {**call["function"], "arguments": text if as_text else json.loads(text)}}
+                for call, text in zip(calls, self._made_up_arguments(index, len(calls)), strict=True)
             ]
         return framed
+
+    def _made_up_arguments(self, index: int, calls: int) -> list[str]:
+        """Arguments that no other calls have. The calls' names stay: templates may show them beside results, too."""
+        return [self._template.calls.written({self._frame_of_part(index, f"c{n}"): 0}) for n in range(calls)]
 
     def _frame_of_part(self, index: int, part: str) -> str:
         return f"{self._edge}{index}{part}{self._edge}"
@@ -161,8 +168,9 @@ class _Rendering:
         if shown["content"]:
             parts.append(self._frame(index))
         if calls := shown.get("tool_calls"):
+            arguments = self._made_up_arguments(index, len(calls))
             made_up = [
-                (self._frame_of_part(index, f"c{number}"), "{}", call["id"]) for number, call in enumerate(calls)
+                (call["function"]["name"], text, call["id"]) for call, text in zip(calls, arguments, strict=True)
             ]
             parts.append(self._template.calls.shown(made_up))
         places = [_once(text, part) for part in parts]

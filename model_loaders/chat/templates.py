@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polarlm.model_loaders.chat.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.reasoning import Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.chat.template_process import TemplateFailed, TemplateProcess
 from polarlm.model_loaders.errors import LoadError
@@ -65,8 +66,15 @@ class ChatTemplate:
         return find_call_format(self)
 
     @cached_property
+    def channels(self) -> Channels | None:
+        """How the model writes an answer of several messages; None if an answer is one. Raises LoadError."""
+        return find_channels(self)
+
+    @cached_property
     def tags(self) -> Tags | None:
         """The tags around the model's reasoning; None if the template knows of none. Raises LoadError."""
+        if self.channels is not None:
+            return Tags(self.channels.header(self.channels.reasoning), self.channels.end)
         return find_tags(self)
 
     def place_of_answer(self, variables: Mapping[str, object]) -> Place:
@@ -89,17 +97,24 @@ class ChatTemplate:
         """Each conversation as text with the prompt for an answer, or the error of a template that refuses it.
 
         The template's process is asked once. `variables` are passed to the template ("add_generation_prompt",
-        "enable_thinking", ...). Raises LoadError if the renderings together need too much time or memory.
+        "enable_thinking", ...). Templates get reasoning by both of the names that they have for it. Raises LoadError if
+        the renderings together need too much time or memory.
         """
         given = {**self._constants, "add_generation_prompt": True, **variables}
+        named = [list(map(_with_thinking, messages)) for messages in conversations]
         try:
-            texts = self._process.render([{**given, "messages": list(messages)} for messages in conversations])
+            texts = self._process.render([{**given, "messages": messages} for messages in named])
         except TemplateFailed as error:
             raise self._failed(error) from error
         return [self._failed(text) if isinstance(text, TemplateFailed) else text for text in texts]
 
     def _failed(self, error: TemplateFailed) -> LoadError:
         return LoadError(f"The chat template of {self._origin} failed: {str(error).rstrip('.')}.")
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {**message, "thinking": reasoning}
 
 
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:

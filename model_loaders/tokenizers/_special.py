@@ -13,6 +13,7 @@ from polarlm.model_loaders.tokenizers._base import SpecialIds
 WELL_KNOWN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
     *("<end_of_turn>", "<|end|>"),  # Gemma's, Phi's
+    *("<|return|>", "<|call|>"),  # gpt-oss's
 )
 
 
@@ -62,8 +63,12 @@ def for_folder(
 
 
 def well_known_ends(control: Mapping[str, int]) -> set[int]:
-    """The ids of the ends of a turn or a text that a vocabulary has as control tokens."""
-    return {control[string] for string in WELL_KNOWN_ENDS if string in control}
+    """The ids of the ends of a turn or a text that a vocabulary has as control tokens.
+
+    Where answers are messages in channels, <|end|> is that of a message, and more of the answer follows.
+    """
+    ends = {control[string] for string in WELL_KNOWN_ENDS if string in control}
+    return ends - {control["<|end|>"]} if {"<|end|>", "<|return|>", "<|channel|>"} <= control.keys() else ends
 
 
 def ids_in(value: object) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +12,13 @@ from polarlm.engine.errors import ConstraintError
 from polarlm.engine.requests.answers import Conversation
 from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.requests.request import Ticket
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.answer_parser import AnswerParser
 from polarlm.server.answers.call_grammar import functions_of, grammar
+from polarlm.server.answers.channel_grammar import CONSTRAIN, channel_grammar
+from polarlm.server.answers.channel_parser import ChannelParser
 from polarlm.server.answers.pieces import Answer, Piece, Progress, fold
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.running.driver import Driver
@@ -25,7 +29,8 @@ class _Plan:
     """How an answer is generated and parsed; without a parser, all that is generated is text."""
 
     params: SamplingParams
-    parser: AnswerParser | None = None
+    parser: AnswerParser | ChannelParser | None = None
+    is_begun: bool = False  # whether the prompt needs the header of the answer's text
 
 
 class _Answering:
@@ -41,6 +46,9 @@ class _Answering:
         """Queue the request as `Engine.submit` does. An error in its constraint names the request's field."""
         self.plan = _plan(self._engine, self._asked, _numbered(params, self._index))
         planned = self.plan.params
+        if self.plan.is_begun and not options.continue_final_message:
+            prompt = [*prompt, {"role": "assistant", "content": ""}]
+            options = replace(options, continue_final_message=True)
         try:
             self.ticket = self._engine.submit(prompt, planned, options, **more)
         except ConstraintError as error:
@@ -96,6 +104,8 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
         return _Plan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
     try:
+        if template.channels is not None:
+            return _plan_of_channels(template.channels, template.calls, asked, params, control)
         place = template.place_of_answer(asked.options.template_variables)
         if asked.options.continue_final_message and template.tags is not None:
             begun = asked.prompt[-1]["content"]
@@ -134,10 +144,26 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     return _Plan(replace(params, shown_tokens=shown), parser)
 
 
+def _plan_of_channels(
+    channels: Channels, format: CallFormat, asked: ParsedRequest, params: SamplingParams, control: Mapping[str, int]
+) -> _Plan:
+    """How an answer of messages in channels is generated and parsed. A constraint applies to the text alone."""
+    begun = params.is_constrained or asked.options.continue_final_message
+    names: Sequence[str] = ()
+    if asked.tools is not None and not begun:
+        functions = functions_of(asked.tools.callable)
+        params = replace(params, grammar=channel_grammar(channels, format, functions, control, calls=asked.tools.calls))
+        names = [] if asked.tools.calls == "none" else [function.name for function in functions]
+    tokens = (*channels.tokens, *(token for token in control if token == CONSTRAIN))
+    shown = tuple(control[name] for name in tokens if name in control)
+    parser = ChannelParser(channels, format, names, begun=begun, inline=asked.reasoning == "inline")
+    return _Plan(replace(params, shown_tokens=shown), parser, begun)
+
+
 # -- during generation -------------------------------------------------------------------------------------------------
 
 
-def _parsed(chunk: Chunk, parser: AnswerParser, stops: tuple[str, ...]) -> Iterable[Piece]:
+def _parsed(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tuple[str, ...]) -> Iterable[Piece]:
     """The pieces of a chunk. An answer with calls, all of which are complete, ends with "tool_calls"."""
     last = chunk.finish_reason is not None
     parts = parser.push(chunk.text)

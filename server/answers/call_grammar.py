@@ -135,26 +135,31 @@ class _Grammar:
         for number, function in enumerate(self.functions):
             name = self._literal(function.name + middle[0])
             lines.append(f"call{number}: {name}{id} arguments{number} {closing}")
-            lines.append(f"arguments{number}: %json {json.dumps(self._schema(function))}")
+            lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, self.format.separators))}")
         lines.append("call: " + " | ".join(f"call{number}" for number in range(len(self.functions))))
         return lines
 
-    def _schema(self, function: Function) -> dict[str, Any]:
-        item, key = self.format.separators
-        options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-        try:
-            return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
-        except ValueError as error:
-            refusal = ConstraintError(f"The parameters of the function {function.name} cannot be used: {error}")
-            refusal.field = "tools"
-            raise refusal from None
-
     def _literal(self, text: str) -> str:
-        """`text` as part of a rule: strings, and ids of control tokens."""
-        names = sorted(self.control, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-        each = (f"<[{self.control[part]}]>" if part in self.control else json.dumps(part) for part in parts if part)
-        return " ".join(each)
+        return literal(text, self.control)
+
+
+def schema_of(function: Function, separators: tuple[str, str]) -> dict[str, Any]:
+    """The schema of a function's arguments, for %json; `separators` of items and of keys. Raises ConstraintError."""
+    item, key = separators
+    options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    try:
+        return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
+    except ValueError as error:
+        refusal = ConstraintError(f"The parameters of the function {function.name} cannot be used: {error}")
+        refusal.field = "tools"
+        raise refusal from None
+
+
+def literal(text: str, control: Mapping[str, int]) -> str:
+    """`text` as part of a rule: strings, and ids of control tokens."""
+    names = sorted(control, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return " ".join(f"<[{control[part]}]>" if part in control else json.dumps(part) for part in parts if part)
 
 
 def _escaped(text: str) -> str:

@@ -79,7 +79,27 @@ def test_short_templates(name: str, expected: CallFormat, marker: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("qwen3", TAGGED), ("qwq", TAGGED), ("deepseek-r1-distill", GENERAL), ("qwen2.5", TAGGED)]
+    ("name", "expected"),
+    [
+        ("qwen3", TAGGED),
+        ("qwq", TAGGED),
+        ("deepseek-r1-distill", GENERAL),
+        ("qwen2.5", TAGGED),
+        (
+            "gpt-oss",
+            CallFormat(
+                opening=" to=functions.",
+                middle=("<|channel|>commentary json<|message|>",),
+                closing="",
+                between="",
+                shown_closing=("",),
+                several=False,
+                native=True,
+                content_is_reasoning=True,
+                needs_descriptions=True,
+            ),
+        ),
+    ],
 )
 def test_templates_of_models(name: str, expected: CallFormat) -> None:
     if name == "qwen2.5":

@@ -13,7 +13,8 @@ from tests import call_templates
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
-QWEN3 = (Path(__file__).resolve().parents[2] / "fixtures" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
+QWEN3, GPT_OSS = ((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in ("qwen3", "gpt-oss"))
 TURNS = 20
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 DAYS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
@@ -81,11 +82,18 @@ def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> N
 
 
 @pytest.mark.slow
-def test_reasoning_between_calls_is_found_as_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "bias"),
+    [(QWEN3, {"<think>": 50, "th": 100, "</think>": 100}), (GPT_OSS, {"a": 50, "th": 100, "<|end|>": 100})],
+    ids=["qwen3", "gpt-oss"],
+)
+def test_reasoning_between_calls_is_found_as_well(template: str, bias: dict[str, int], tmp_path: Path) -> None:
     """Clients leave it out, and the template shows it behind the last question."""
     more = {"tool_choice": "required", "parallel_tool_calls": False}
-    bias = {"<think>": 50, "th": 100, "</think>": 100}
-    with tool_engine(tmp_path, QWEN3, block_size=16) as engine, serving(engine) as running:
-        rate, reasoned = hit_rate(running, {**more, "logit_bias": bias})
+    with tool_engine(tmp_path, template, block_size=16) as engine, serving(engine) as running:
+        control = engine.model.tokenizer.control_tokens()
+        rate, reasoned = hit_rate(
+            running, {**more, "logit_bias": {control.get(name, name): n for name, n in bias.items()}}
+        )
     assert rate >= 0.98
     assert 3 < reasoned < TURNS

@@ -19,10 +19,12 @@ from tests.tool_model import tool_engine
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8")
+GPT_OSS = (TEMPLATES / "gpt-oss.jinja").read_text(encoding="utf-8")
 FAMILIES = {
     "qwen3": QWEN3,
     **{name: getattr(call_templates, name) for name in ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS")},
     "NO_TOOLS": call_templates.NO_TOOLS,
+    "gpt-oss": GPT_OSS,
 }
 WEATHER = {
     "type": "object",

@@ -1,0 +1,118 @@
+"""Splits an answer of messages in channels into reasoning, text and calls while it is generated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from polarlm.engine.sampling.detokenizer import overlap
+from polarlm.model_loaders.chat.channels import Channels
+
+Kind = Literal["reasoning", "text", "call", "arguments"]
+_MOST_HEADER = 512  # characters of a header; a longer one is text
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an answer: text of one kind, or the name of a function whose arguments follow."""
+
+    kind: Kind
+    text: str
+
+
+class ChannelReader:
+    """Splits an answer while it is generated. The parts do not depend on how the text is cut into chunks.
+
+    Messages of one kind are separated by an empty line. A message without a header is text, and so is one to a
+    recipient that is no function of the request, unless its channel is that of reasoning.
+    """
+
+    def __init__(self, channels: Channels, *, to: str = "", names: Collection[str] = (), begun: bool = False) -> None:
+        """to: what precedes the name of a function in a header. begun: whether the prompt has the first header."""
+        self._channels, self._to, self._names = channels, to.strip(), frozenset(names)
+        self._state: Callable[[], list[Part] | None] = self._message if begun else self._header
+        self._kind: Kind = "text"
+        self._held = ""
+        self._last: Kind | None = None  # of the last part
+        self._is_new = False  # whether the message has no text so far
+
+    @property
+    def is_in_header(self) -> bool:
+        """Whether text is held back that may be a header."""
+        return self._state == self._header and bool(self._held)
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that `text` completes."""
+        self._held += text
+        parts: list[Part] = []
+        while (found := self._state()) is not None:
+            parts += found
+        return parts
+
+    def finish(self) -> list[Part]:
+        """The remaining part at the end of the answer; the beginning of a header is dropped."""
+        held, self._held = self._held, ""
+        return self._said(held) if self._state == self._message else []
+
+    def _header(self) -> list[Part] | None:
+        """State: before the text of a message."""
+        channels = self._channels
+        header, found, rest = self._held.partition(channels.message)
+        begins = [channels.start, channels.channel, *([self._to] if self._to else [])]
+        text = header.lstrip()
+        if not any(text.startswith(begin) or begin.startswith(text) for begin in begins) or len(text) > _MOST_HEADER:
+            self._begin("text", self._held)
+            return []
+        if not found:
+            return None
+        name = self._name(header)
+        channel = re.match(r"\w*", header.partition(channels.channel)[2])
+        if name in self._names:
+            self._begin("arguments", rest)
+            self._last, self._is_new = "arguments", False
+            return [Part("call", name)]
+        self._begin("reasoning" if channel is not None and channel[0] == channels.reasoning else "text", rest)
+        return []
+
+    def _name(self, header: str) -> str:
+        """The name of the function in a header; empty if there is none."""
+        named = re.search(rf"(?:^|\s){re.escape(self._to)}([^\s<]+)", header) if self._to else None
+        return named[1] if named else ""
+
+    def _begin(self, kind: Kind, text: str) -> None:
+        self._kind, self._held, self._is_new, self._state = kind, text, True, self._message
+
+    def _message(self) -> list[Part] | None:
+        """State: in the text of a message, which ends where the next one begins, too."""
+        ends = (self._channels.end, self._channels.start)
+        found = [at for end in ends if (at := self._held.find(end)) >= 0]
+        if found:
+            said, self._held = self._held[: min(found)], self._held[min(found) :].removeprefix(self._channels.end)
+            self._state = self._header
+            return self._said(said)
+        keep = max(overlap(self._held, end) for end in ends)
+        said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return self._said(said) if said else None
+
+    def _said(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        gap = "\n\n" if self._is_new and self._last == self._kind else ""
+        self._is_new, self._last = False, self._kind
+        return [Part(self._kind, gap + text)]
+
+
+class Inline:
+    """Turns the parts of an answer into one text, in which reasoning has the header and the end of its message."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._open, self._close = channels.header(channels.reasoning), channels.end
+        self._thinks = False  # whether reasoning is open
+
+    def text(self, part: Part) -> str:
+        """The text that a part adds: reasoning and text, and before a call the end of reasoning."""
+        was, self._thinks = self._thinks, part.kind == "reasoning"
+        edge = "" if was == self._thinks else self._open if self._thinks else f"{self._close}\n\n"
+        return edge + part.text if part.kind in ("reasoning", "text") else edge

@@ -1,0 +1,62 @@
+"""Parses an answer of messages in channels into pieces: reasoning, text and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from polarlm.engine.sampling.channel_reader import ChannelReader, Inline, Part
+from polarlm.model_loaders.chat.call_arguments import json_object
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.channels import Channels
+from polarlm.server.answers.answer_parser import new_id
+from polarlm.server.answers.pieces import CallStart, Piece
+
+
+class ChannelParser:
+    """Parses one answer, as `AnswerParser` does for answers of one message."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        format: CallFormat | None = None,
+        names: Collection[str] = (),
+        *,
+        begun: bool = False,
+        inline: bool = False,
+    ) -> None:
+        """format: that of calls; None if there are none. names: the functions that may be called. begun: whether the
+        prompt ends with the header of the text. inline: whether reasoning is text, with its header and its end.
+        """
+        self._inline = Inline(channels) if inline else None
+        self._reader = ChannelReader(channels, to="" if format is None else format.opening, names=names, begun=begun)
+        self._arguments = ""  # of the last call
+        self.calls = 0  # calls that have begun
+        self.is_cut_off = False  # at the end of the answer: whether it ends inside a call, or before a message's text
+
+    def push(self, text: str) -> list[Piece]:
+        """The parts that `text` completes."""
+        return [piece for part in self._reader.push(text) for piece in self._pieces(part)]
+
+    def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
+        """The remaining parts at the end of the answer. The beginning of a header is dropped.
+
+        cut: whether the model did not end the answer itself. next: not needed, for headers have control tokens.
+        """
+        in_header = self._reader.is_in_header
+        pieces = [piece for part in self._reader.finish() for piece in self._pieces(part)]
+        self.is_cut_off = (cut and in_header) or (self.calls > 0 and json_object(self._arguments) is None)
+        return pieces
+
+    def _pieces(self, part: Part) -> list[Piece]:
+        pieces = []
+        if self._inline is not None:
+            pieces = [Piece(text)] if (text := self._inline.text(part)) else []
+        elif part.kind in ("reasoning", "text"):
+            pieces = [Piece(part.text) if part.kind == "text" else Piece(reasoning=part.text)]
+        if part.kind == "call":
+            self.calls, self._arguments = self.calls + 1, ""
+            pieces.append(Piece(call=CallStart(self.calls - 1, new_id(), part.text)))
+        elif part.kind == "arguments":
+            self._arguments += part.text
+            pieces.append(Piece(arguments=part.text))
+        return pieces

@@ -1,0 +1,60 @@
+"""Answers of messages in channels, split into parts: the same parts however the text comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
+from polarlm.model_loaders.chat.channels import Channels
+
+CHANNELS = Channels("<|start|>", "assistant", "<|channel|>", "<|message|>", "<|end|>", "analysis", "final")
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+TEXT = "<|channel|>final<|message|>a < b"
+BEFORE = ' to=functions.time<|channel|>commentary json<|message|>{"a":1}'
+AFTER = '<|channel|>commentary to=functions.time <|constrain|>json<|message|>{"a":1}'
+CALL = [("call", "time"), ("arguments", '{"a":1}')]
+
+
+def parts(*texts: str, begun: bool = False) -> list[tuple[str, str]]:
+    """(kind, text) of each part, neighbours of one kind in one."""
+    reader = ChannelReader(CHANNELS, to=" to=functions.", names=("time",), begun=begun)
+    found: list[tuple[str, str]] = []
+    for part in [part for text in texts for part in reader.push(text)] + reader.finish():
+        if found and found[-1][0] == part.kind:
+            found[-1] = part.kind, found[-1][1] + part.text
+        else:
+            found.append((part.kind, part.text))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (TEXT, [("text", "a < b")]),
+        (THOUGHT + TEXT, [("reasoning", "hm"), ("text", "a < b")]),
+        (THOUGHT + THOUGHT + TEXT, [("reasoning", "hm\n\nhm"), ("text", "a < b")]),
+        (THOUGHT + BEFORE, [("reasoning", "hm"), *CALL]),
+        (AFTER, CALL),
+        (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{AFTER}", [("text", "I look."), *CALL]),
+        (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{TEXT}", [("text", "I look.\n\na < b")]),
+        (f"<|channel|>analysis<|message|>hm<|start|>assistant{TEXT}", [("reasoning", "hm"), ("text", "a < b")]),
+        ("<|channel|>analysis to=python code<|message|>1+1", [("reasoning", "1+1")]),
+        ("<|channel|>commentary to=functions.other json<|message|>{}", [("text", "{}")]),
+        ("no header, " + "much text" * 99, [("text", "no header, " + "much text" * 99)]),
+        (THOUGHT + "<|channel|>fin", [("reasoning", "hm")]),
+        ("<|channel|>" + "x" * 600, [("text", "<|channel|>" + "x" * 600)]),
+    ],
+)
+def test_an_answer_is_split(answer: str, expected: list[tuple[str, str]]) -> None:
+    assert parts(answer) == expected
+    assert parts(*answer) == expected
+
+
+def test_an_answer_may_begin_after_its_header() -> None:
+    assert parts("a < b", begun=True) == [("text", "a < b")]
+
+
+def test_reasoning_may_be_part_of_the_text() -> None:
+    reader, inline = ChannelReader(CHANNELS), Inline(CHANNELS)
+    text = "".join(inline.text(part) for part in reader.push(THOUGHT + TEXT) + reader.finish())
+    assert text == "<|channel|>analysis<|message|>hm<|end|>\n\na < b"
