@@ -114,7 +114,14 @@ def test_the_beginning_of_an_answer_is_continued(server: Serving) -> None:
 def test_tools_leave_room_for_reasoning(server: Serving, choice: str) -> None:
     """The first letter of a channel is the model's to choose, and "a" is that of reasoning."""
     (letter,) = server.post("/tokenize", {"content": "a"}).json()["tokens"]
-    body = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 30}
+    body = {
+        "model": "any",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "max_tokens": 30,
+        "temperature": 0,
+    }
     answer = server.post("/v1/chat/completions", {**body, "logit_bias": {str(letter): 100}}).json()
     message = answer["choices"][0]["message"]
     assert set(message["reasoning_content"]) == {"a"}
