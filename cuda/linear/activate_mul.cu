@@ -1,4 +1,4 @@
-// The op `activate_mul`: y = ACTIVATION(gate) · up.
+// The op `activate_mul`: y = ACTIVATION(gate, up).
 //
 // gate_up (T, 2F) = [gate | up], y (T, F). Halves of y are clipped to ±65504 where ACT is float; NaN stays.
 // Grid (ceil(F / (8 · block)), T).
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(1024) activate_mul_kernel(TO *y, co
     load_floats(gate, row + i);
     load_floats(up, row + F + i);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) gate[j] = ACTIVATION(gate[j]) * up[j];
+    for (int j = 0; j < 8; ++j) gate[j] = ACTIVATION(gate[j], up[j]);
     TO *const at = y + (long long)blockIdx.y * F + i;
     if (sizeof(ACT) == 4) store_within(at, gate);
     else store_floats(at, gate);

@@ -7,10 +7,17 @@ constexpr bool GATED = false;
 #define ACTIVATION
 #endif
 
-// Below −88, e^-x is infinite and silu is −0.
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+// Each is a function of gate and up. Below −88, e^-gate is infinite and silu is −0.
+__device__ __forceinline__ float silu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
 
-// x/2 · (1 + tanh u) = x / (1 + e^-2u), u = √(2/π) · (x + 0.044715 x³).
-__device__ __forceinline__ float gelu_tanh(float x) {
-    return x / (1.0f + __expf(-1.5957691f * x * (1.0f + 0.044715f * x * x)));
+// gate/2 · (1 + tanh u) = gate / (1 + e^-2u), u = √(2/π) · (gate + 0.044715 gate³).
+__device__ __forceinline__ float gelu_tanh(float gate, float up) {
+    return gate / (1.0f + __expf(-1.5957691f * gate * (1.0f + 0.044715f * gate * gate))) * up;
+}
+
+// gate / (1 + e^-1.702gate) · (up + 1) of gate of at most 7 and up within ±7; NaN stays.
+__device__ __forceinline__ float swiglu_clamped(float gate, float up) {
+    gate = gate > 7.0f ? 7.0f : gate;
+    up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+    return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
 }

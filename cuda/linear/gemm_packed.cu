@@ -3,7 +3,7 @@
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) in half precision, as `narrow` writes it; weight (out,
 // in), bias (out) float or null. Sums are float. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and
-// bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 //
 // A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
 // up. Of the inputs, its warps take turns at units of UNIT, and their sums are added in shared memory. A warp works

@@ -3,7 +3,7 @@
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) of the format's Product, from `narrow`; weight (out,
 // in), bias (out) float or null. Weights of a format that is not plain are rounded to its Product (halves are clipped
 // to ±65504, except those of packed weights); sums are float. With ADD, y += instead of y =. With an ACTIVATION
-// (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
 // the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching rows of up. The
@@ -131,7 +131,7 @@ gemm_small_sum_kernel(TO *y, const float *parts, const float *bias, int count, i
         return bias ? total + bias[column] : total;
     };
     float total = product(i % out);
-    if (GATED) total = ACTIVATION(total) * product(out + i % out);
+    if (GATED) total = ACTIVATION(total, product(out + i % out));
     TO *const at = y + i / out * pitch + i % out;
     *at = from_float<TO>(within<TO>(ADD ? to_float(*at) + total : total));
 }

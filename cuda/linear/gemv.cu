@@ -3,7 +3,7 @@
 // x (rows, in), weight (out, in), bias (out) float or null; y: rows of `out` numbers, `pitch` numbers apart. With
 // NORMED, x is replaced by x / rms(x) · norm, norm (in) float: every block computes 1 / rms(x) while its first weights
 // are on their way. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out
-// rows, and y is ACTIVATION(gate) · up.
+// rows, and y is ACTIVATION(gate, up).
 //
 // Where the weights' Product is half, x is rounded to halves, as `narrow` rounds it for products of more rows: so the
 // number of rows changes only the order of a sum. It is not rounded to bfloat16, whose 8 bits would lose more.
@@ -11,10 +11,11 @@
 // SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each warp over its own part of `in`. A warp reads each
 // of its weights once, 16 bytes per lane at a time, and keeps the next DEPTH · OUTPUTS loads in flight while it
 // multiplies. The rows are neighbours; with GATED, half of them are rows of gate, the others the matching rows of up.
-// Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256.
+// Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256. With
+// EXPERTS (0 or 1, default 0) it has pairs in z, and more arguments: chosen_expert.cuh.
 // DEFINES: ACT, WEIGHT (a weight format), ROWS (most rows), OUTPUTS, NORMED (0 or 1), ADD (0 or 1, default 0),
 // SPLIT (1, 2, 4, 8, default 1), ACTIVATION (a function of activation.cuh, or not defined).
-// JOINS: activation.cuh, inverse_rms.cuh.
+// JOINS: activation.cuh, inverse_rms.cuh, chosen_expert.cuh.
 // Cost: bytes of the weights, of which 2 KB · DEPTH per warp are in flight at any time (OUTPUTS 4); 1 FMA per weight
 // and row. x is read from L1, one load for OUTPUTS weights.
 // PRECOND: 1 <= rows <= ROWS <= 4; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
@@ -70,19 +71,25 @@ __device__ __forceinline__ void add_products(float (&sums)[OUTPUTS][ROWS], const
 
 extern "C" __global__ void __launch_bounds__(256, 2)
 gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows, int in,
-            int out, long long pitch, float eps) {
+            int out, long long pitch, float eps EXPERT_ARGUMENTS) {
     __shared__ float joined[WARPS][ROWS][OUTPUTS], partial[ROWS][32];
     let_next_begin();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = (blockIdx.x * (blockDim.x / 32 / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
     const int end = first < out ? in : 0;
     const auto row_of = [&](int o) { return min(first + o % COLUMNS, out - 1) + (o < COLUMNS ? 0 : out); };
+#if EXPERTS
+    const int size = (GATED ? 2 : 1) * out;
+    const int first_row = begin_pair(x, y, bias, experts, sharing, bias_pitch, in, size, pitch);
+#else
+    constexpr int first_row = 0;
+#endif
 
     typename WEIGHT::Eight ahead[DEPTH][OUTPUTS];
     const auto load = [&](typename WEIGHT::Eight (&to)[OUTPUTS], int i) {
 #pragma unroll
         for (int o = 0; o < OUTPUTS; ++o)
-            if (i < end) to[o] = WEIGHT::load8(weight, row_of(o), in, i);
+            if (i < end) to[o] = WEIGHT::load8(weight, first_row + row_of(o), in, i);
     };
     float sums[OUTPUTS][ROWS] = {};
     const int start = warp % SPLIT * 32 * 8 + lane * 8;
@@ -126,7 +133,7 @@ gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias
             return bias ? total + bias[row_of(o)] : total;
         };
         float total = product(o);
-        if (GATED) total = ACTIVATION(total) * product(o + COLUMNS);
+        if (GATED) total = ACTIVATION(total, product(o + COLUMNS));
         ACT *const at = y + r * pitch + first + o;
         *at = from_float<ACT>(ADD ? to_float(*at) + total : total);
     }

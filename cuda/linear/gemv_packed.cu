@@ -4,7 +4,7 @@
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. x is
 // rounded to half precision, clipped to ±65504; sums are float. With NORMED, x is replaced by x / rms(x) · norm, norm
 // (in) float: every block computes 1 / rms(x) while its first weights are on their way. With ADD, y += instead of y =.
-// With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 //
 // Codes are multiplied as they are, as halves base + code, and the factors of a group of inputs with the group's sum:
 //     Σ w x = scale · (Σ (base + code) x − Σ (base + ZERO) x) + offset · Σ x
@@ -17,15 +17,16 @@
 // units of UNIT, and their sums are added in shared memory. A warp works alone: it copies a unit of each tile, whole
 // blocks of the format, which lie together, to SLOTS in shared memory, those of the next set while it multiplies and
 // adds, and its lanes unpack from there the A operands (packed_weights.cuh).
-// Grid (sets of tiles, or fewer), 32 · WARPS threads.
+// Grid (sets of tiles, or fewer), 32 · WARPS threads. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
+// arguments: chosen_expert.cuh.
 // DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of
 // VALUES), TILES (even if GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes
 // of dynamic shared memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined),
 // TO (of y, see output_tile.cuh).
-// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh.
+// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh.
 // Cost: bytes of the weights, of which at least WARPS · (SLOTS − TILES) units per block are in flight; each block reads
 // all rows of x from L2 or L1 for each set.
-// PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
+// PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.
 
 constexpr int TILE = 16 * TILES, THREADS = 32 * WARPS;
 constexpr int BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;               // of a unit of a tile
@@ -93,13 +94,19 @@ __device__ __forceinline__ void add_up(float (&sums)[4], const uint4 &columns) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
-                   int in, int out, long long pitch, float eps) {
+                   int in, int out, long long pitch, float eps EXPERT_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int units = (in + UNIT - 1) / UNIT, sets = ((GATED ? 2 : 1) * out + TILE - 1) / TILE;
     const auto tile_of = [&](int set) { return Tile{set * (GATED ? TILE / 2 : TILE), out}; };
     unsigned char *const places = shared + warp * (SLOTS * BYTES);
+#if EXPERTS
+    const int size = (GATED ? 2 : 1) * out;
+    const int first_tile = begin_pair(x, y, bias, experts, sharing, bias_pitch, in, size, pitch) / 16;
+#else
+    constexpr int first_tile = 0;
+#endif
 
     // The unit and the set whose weights are copied next.
     int next_unit = warp, next_set = blockIdx.x;
@@ -108,7 +115,7 @@ gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float
         const Tile tile = tile_of(next_set);
 #pragma unroll
         for (int m = 0; m < TILES; ++m)
-            tiles[m] = WEIGHT::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
+            tiles[m] = WEIGHT::block_at(weight, first_tile + tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
     };
     // Commits one group of copies, of that unit of tile m; it is empty after the last unit.
     const auto copy = [&](int slot, int m) {

@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_tile(TO *y, const float *joined, const Til
         const int row = i / COLUMNS_OF_Y, place = i % COLUMNS_OF_Y, c = GATED ? place / 16 * 32 + place % 16 : place;
         if (tile.column_of(c) >= tile.out) continue;
         float total = product(row, c);
-        if (GATED) total = ACTIVATION(total) * product(row, c + 16);
+        if (GATED) total = ACTIVATION(total, product(row, c + 16));
         TO *const at = y + row * pitch + tile.column_of(c);
         *at = from_float<TO>(within<TO>(ADD ? to_float(*at) + total : total));
     }

@@ -172,6 +172,18 @@ def test_softcap_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator) -> Non
     np.testing.assert_allclose(ops.to_host(on_device), x, rtol=4 * EPS32)
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, wide: bool) -> None:
+    """By a logit for each number, or one for a row, in place."""
+    x, logits = normal(rng, 3, 300), 20 * normal(rng, 3, 300 if wide else 1)
+    logits[1, 0], logits[2, 0] = np.nan, -200
+    on_device = ops.to_device(x)
+    ops.gate(on_device, ops.to_device(logits))
+    with np.errstate(over="ignore"):
+        HOST.gate(x, logits)
+    np.testing.assert_allclose(ops.to_host(on_device), x, rtol=8 * EPS32, atol=1e-30)
+
+
 ROWS = [
     (1, False),
     (4, False),

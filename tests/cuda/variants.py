@@ -174,6 +174,7 @@ _PACKED = tuple(name for name in _READ if weight_formats.get(name).unpack)
 # What `linear` asks for: NORMED, ADD, and whether with an ACTIVATION.
 _SILU: dict[str, Define] = {"ACTIVATION": "silu"}
 _GELU: dict[str, Define] = {"ACTIVATION": "gelu_tanh"}
+_CLAMPED: dict[str, Define] = {"ACTIVATION": "swiglu_clamped"}
 _LINEAR = ((0, 0, {}), (1, 0, {}), (0, 1, {}), (1, 1, {}), (0, 0, _SILU), (1, 0, _SILU), (0, 0, _GELU), (1, 0, _GELU))
 
 
@@ -183,6 +184,14 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
         for normed, add, activation in _LINEAR
         for variant in _all(kernel, **choices)
     ]
+
+
+def _of_experts(variants: list[Variant]) -> list[Variant]:
+    """Products of one row with the matrices of experts: gate and up, after a norm, and down."""
+    some = [v for v in variants if v.defines["ROWS"] == 1 and not v.defines["ADD"]]
+    some = [v for v in some if v.defines["NORMED"] == ("ACTIVATION" in v.defines) and "TO" not in v.defines]
+    clamped = [replace(v, defines={**v.defines, **_CLAMPED}) for v in some if v.defines.get("ACTIVATION") == "silu"]
+    return [replace(v, defines={**v.defines, "EXPERTS": 1}) for v in (*some, *clamped)]
 
 
 def _gemm_small() -> list[Variant]:
@@ -228,21 +237,24 @@ def _packed() -> dict[str, list[Variant]]:
                 if ("ACTIVATION" in variant.defines) == gated
                 if not (act == "__half" and variant.defines["NORMED"])
             ]
-    return {kernel: [*some, *_rounded_results(some)] for kernel, some in variants.items()}
+    both = {kernel: [*some, *_rounded_results(some)] for kernel, some in variants.items()}
+    return {**both, "gemv_packed": [*both["gemv_packed"], *_of_experts(both["gemv_packed"])]}
 
 
 def _gemv() -> list[Variant]:
     formats = tuple(name for name in _READ if name not in _PACKED)
-    return _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2), SPLIT=(1, 2, 4, 8))
+    variants = _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2), SPLIT=(1, 2, 4, 8))
+    return [*variants, *_of_experts(variants)]
 
 
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
     "activate_mul": [
-        *_all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh")),
-        *_all("activate_mul", ACT=("float",), ACTIVATION=("silu", "gelu_tanh"), TO=_SHORT),
+        *_all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped")),
+        *_all("activate_mul", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped"), TO=_SHORT),
     ],
     "add_bias": _all("add_bias", ACT=("float",)),
+    "add_experts": _all("add_experts", ADD=(0, 1)),
     "append_kv": _exact("append_kv"),
     "transform_heads": _heads("transform_heads"),
     "copy_full": _exact("copy_full"),
@@ -255,6 +267,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "gemv": _gemv(),
     **_packed(),
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
+    "gate": _all("gate", ACT=("float",), WHOLE=(0, 1)),
     "logprobs": _all("logprobs"),
     "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
@@ -263,18 +276,22 @@ VARIANTS: dict[str, list[Variant]] = {
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
     "softcap": _all("softcap", ACT=("float",)),
+    "route": [
+        *_all("route", COUNT=(8, 64, 128, 256, 512), TOP_K=(8,), SIGMOID=(0, 1), RENORMALIZE=(0, 1)),
+        *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,)),
+    ],
     "sample": [Variant("sample", SAMPLE.defines)],
 }
 
 
-def traits(variant: Variant) -> set[tuple[str, object]]:
+def traits(variant: Variant) -> set[tuple[str, str]]:
     """What of a variant has to be compiled somewhere: its kernel with each of its codecs, with its head dim, for one
-    row of a sequence or for several, and with a soft cap or sinks."""
-    cache = variant.cache
-    if cache is None:
-        return set()
-    constants = (f"{name}={variant.defines.get(name)}" for name in ("STEP_ROWS", "SOFTCAP", "SINKS"))
-    return {(variant.kernel, of) for of in (cache.keys, cache.values, cache.head_dim, *constants)}
+    row of a sequence or for several, with a soft cap or sinks; and with the matrices of experts."""
+    cache, constants = variant.cache, ("STEP_ROWS", "SOFTCAP", "SINKS", "EXPERTS")
+    of = {f"{name}={variant.defines[name]}" for name in constants if name in variant.defines}
+    if cache is not None:
+        of |= {cache.keys, cache.values, str(cache.head_dim)}
+    return {(variant.kernel, trait) for trait in of}
 
 
 def covering() -> Iterator[tuple[Variant, int]]:
@@ -283,7 +300,7 @@ def covering() -> Iterator[tuple[Variant, int]]:
     The variants take turns, in steps that change every constant; then come those with a trait that was not among them.
     """
     for variants in VARIANTS.values():
-        step, seen = len(variants) // len(SHARED_LIMIT) + 1, set[tuple[str, object]]()
+        step, seen = len(variants) // len(SHARED_LIMIT) + 1, set[tuple[str, str]]()
         archs = itertools.cycle(SHARED_LIMIT)
         for i, arch in enumerate(SHARED_LIMIT):
             variant = variants[i * step % len(variants)]

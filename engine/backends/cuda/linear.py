@@ -35,7 +35,7 @@ _TILED_ROWS = 256  # a multiple of the rows of a tile of cuBLAS
 _PLAIN: dict[str, type[np.generic]] = {"f16": np.float16, "bf16": np.uint16}
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """The arguments of `linear` beside x, for one matrix. add: to y instead of overwriting it."""
 
     weight: Matrix
@@ -68,9 +68,9 @@ class LinearOps:
 
     def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         together = itertools.groupby(matrices, key=lambda matrix: _on_device(matrix.format))
-        return tuple(self._joined(format, list(parts)) for format, parts in together)
+        return tuple(self.stacked(format, list(parts)) for format, parts in together)
 
-    def _joined(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
+    def stacked(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
         """`matrices` stacked. Only the rows of one upload exist twice."""
         rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         _check_width(width)
@@ -151,24 +151,24 @@ class LinearOps:
         is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
         dtype = input_type(then, rows) if is_whole and activation is not None else np.float32
         y = self._device.empty((rows, out), dtype) if residual is None else residual
-        if len(w.parts) == 1 and (activation is None or _gates(w.parts[0])):
-            self._multiply(y, x, _Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
+        if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
+            self._multiply(y, x, Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
             return y
         # A product for each part; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         if rows > GEMV_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
-            x, norm = self._narrowed(x, _Product(w.parts[0], None, norm, False, None)), None
+            x, norm = self._narrowed(x, Product(w.parts[0], None, norm, False, None)), None
         end = 0
         for matrix in w.parts:
             columns = slice(end, end := end + matrix.shape[0])
             bias = None if w.bias is None else w.bias[columns]
-            product = _Product(matrix, bias, norm, residual is not None, None)
+            product = Product(matrix, bias, norm, residual is not None, None)
             self._multiply(whole[:, columns], x, product, recorded)
         if activation is not None:
-            self._activate(y, whole, activation)
+            self.activate(y, whole, activation)
         return y
 
-    def _multiply(self, y: Array, x: Array, product: _Product, recorded: bool) -> None:
+    def _multiply(self, y: Array, x: Array, product: Product, recorded: bool) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
         rows = len(x)
         format = product.weight.format
@@ -179,7 +179,7 @@ class LinearOps:
             part = slice(first, first + SMALL_ROWS)
             self._small(y[part], x[part], product)
 
-    def _small(self, y: Array, x: Array, product: _Product) -> None:
+    def _small(self, y: Array, x: Array, product: Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y."""
         (rows, width), processors, weight = x.shape, self._device.processors, product.weight
         is_packed = packed.is_packed(weight.format)
@@ -195,7 +195,7 @@ class LinearOps:
         config = product.with_types(x, y, config)
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
-    def _packed(self, y: Array, x: Array, product: _Product) -> None:
+    def _packed(self, y: Array, x: Array, product: Product) -> None:
         """`linear` of at most GEMM_PACKED_ROWS rows with a packed matrix into y; more than GEMV_ROWS come narrow."""
         (rows, width), device, weight = x.shape, self._device, product.weight
         shape = device.processors, device.shared_memory, weight.format.values, packed.block_bytes(weight.format)
@@ -211,7 +211,7 @@ class LinearOps:
         config = product.with_types(x, y, config)
         self._launch("gemv_packed", (blocks,), config, *operands, norm_weight, *sizes, float(eps))
 
-    def _tensor_cores(self, y: Array, x: Array, product: _Product) -> None:
+    def _tensor_cores(self, y: Array, x: Array, product: Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y; x is normalised and of the type that the product takes."""
         (rows, width), out, device, weight = x.shape, y.shape[1], self._device, product.weight
         machine = device.processors, device.shared_memory, packed.is_packed(weight.format)
@@ -229,7 +229,7 @@ class LinearOps:
         config = product.with_types(x, y, config)._replace(shared=0)
         self._launch("gemm_small_sum", grid, config, *args, file="gemm_small")
 
-    def _large(self, y: Array, x: Array, product: _Product) -> None:
+    def _large(self, y: Array, x: Array, product: Product) -> None:
         """`linear` of any number of rows into y, by cuBLAS."""
         rows, out = len(x), product.weight.shape[0]
         whole = y if product.activation is None else self._device.empty((rows, out), np.float32)
@@ -243,7 +243,7 @@ class LinearOps:
             grid = -(-out // config.threads), rows
             self._launch("add_bias", grid, config, whole, product.bias, out, row_stride(whole))
         if product.activation is not None:
-            self._activate(y, whole, product.activation)
+            self.activate(y, whole, product.activation)
 
     def _dequantized_product(self, y: Array, x: Array, weight: Matrix, add: bool) -> None:
         """y = x @ weightᵀ, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
@@ -258,13 +258,13 @@ class LinearOps:
             self._launch("dequantize", (len(part),), config, part, weight.data, first, width)
             self._device.gemm(y[:, first : first + len(part)], x, part, add=add)
 
-    def _activate(self, y: Array, gate_up: Array, activation: str) -> None:
+    def activate(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""
         (rows, half), threads = y.shape, threads_for(-(-y.shape[1] // 8))
         config = LaunchConfig({"ACT": "float", "ACTIVATION": activation, **result_type(y)}, threads)
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
 
-    def _narrowed(self, x: Array, product: _Product) -> Array:
+    def _narrowed(self, x: Array, product: Product) -> Array:
         """x (T, in), normalised if the product has a norm, in the type in which it takes x: x itself if it is of it."""
         if x.dtype != np.float32:
             return x
@@ -300,9 +300,10 @@ def result_type(y: Array) -> dict[str, str]:
     return {} if y.dtype == np.float32 else {"TO": type_of(y)}
 
 
-def _gates(gate_up: Matrix) -> bool:
-    """Whether products with a matrix [gate | up] apply the activation: in packed formats both must be whole tiles."""
-    return not packed.is_packed(gate_up.format) or gate_up.shape[0] % (2 * packed.ROWS) == 0
+def gates(format: WeightFormat, rows: int) -> bool:
+    """Whether products with a matrix [gate | up] of `rows` rows apply the activation: in packed formats both must be
+    whole tiles."""
+    return not packed.is_packed(format) or rows % (2 * packed.ROWS) == 0
 
 
 def _on_device(format: WeightFormat) -> WeightFormat:

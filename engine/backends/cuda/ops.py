@@ -14,6 +14,7 @@ from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
 from polarlm.engine.backends.cuda.device import Array, Carried, Device
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
+from polarlm.engine.backends.cuda.experts import ExpertOps
 from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.kv.store import CacheOps
@@ -61,9 +62,14 @@ class CudaOps:
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
 
-        self.softcap = RowOps(launch).softcap
+        rows = RowOps(launch)
+        self.softcap = rows.softcap
+        self.gate = rows.gate
 
-        self.load_experts = self.route = self.experts = self.gate = _without_kernels
+        self._experts = ExpertOps(device, launch, matrices)
+        self.load_experts = self._experts.load_experts
+        self.route = self._experts.route
+        self.experts = self._experts.experts
 
         heads = HeadOps(device, launch)
         self.prepare = heads.prepare
@@ -171,10 +177,6 @@ class CudaOps:
 
     def to_host(self, x: Array) -> np.ndarray:
         return self._device.to_host(x).astype(np.float32, copy=False)
-
-
-def _without_kernels(*args: Any, **kwargs: Any) -> Any:
-    raise EngineError("This model has layers that have no kernels for a GPU; run it with device=cpu.")
 
 
 def _gib(size: int) -> str:

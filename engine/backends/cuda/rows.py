@@ -7,7 +7,7 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_
 
 
 class RowOps:
-    """The op `softcap`."""
+    """The ops `softcap` and `gate`."""
 
     def __init__(self, launch: Launcher):
         self._launch = launch
@@ -16,3 +16,9 @@ class RowOps:
         rows, n = x.shape
         config = LaunchConfig({"ACT": "float"}, threads_for(n))
         self._launch("softcap", (-(-n // config.threads), rows), config, x, n, row_stride(x), float(cap))
+
+    def gate(self, x: Array, logits: Array) -> None:
+        rows, n = x.shape
+        config = LaunchConfig({"ACT": "float", "WHOLE": int(logits.shape[1] == 1)}, threads_for(n))
+        strides = row_stride(x), row_stride(logits)
+        self._launch("gate", (-(-n // config.threads), rows), config, x, logits, n, *strides)

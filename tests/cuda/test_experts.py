@@ -1,0 +1,216 @@
+"""A mixture of experts on the emulated device, against the NumPy ops with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import ExpertLinear, Matrix, get
+from polarlm.model_loaders.config import Experts
+from tests.cuda.emulated import open_device
+from tests.cuda.formats import EPS32, STEP
+from tests.weights import StoredArray, StoredBytes, random_blocks
+
+HOST = NumpyOps()
+EPS = 1e-5
+
+
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps(open_device())
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------
+
+RULES = [
+    Experts(8, 2, 16),
+    Experts(33, 8, 16, scoring="sigmoid", scale=2.5, renormalize=True),
+    Experts(256, 4, 16, renormalize=True),
+    Experts(40, 33, 16, scoring="sigmoid"),
+    Experts(1, 1, 16),
+]
+
+
+def routed(
+    ops: CudaOps, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """ids and weights, on the host."""
+    routing = ops.route(ops.to_device(logits), rule, None if bias is None else ops.to_device(bias))
+    return ops._device.to_host(routing.ids), ops._device.to_host(routing.weights)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_route_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rule: Experts, biased: bool) -> None:
+    logits = 3 * normal(rng, 6, rule.count)
+    bias = normal(rng, rule.count) if biased else None
+    ids, weights = routed(ops, logits, rule, bias)
+    wanted = HOST.route(logits, rule, bias)
+    np.testing.assert_array_equal(ids, wanted.ids)
+    np.testing.assert_allclose(weights, wanted.weights, rtol=64 * EPS32)
+
+
+def test_of_equal_scores_the_lowest_number_is_chosen(ops: CudaOps) -> None:
+    logits = np.zeros((2, 70), np.float32)
+    logits[1, [69, 5, 37]] = 1
+    ids, weights = routed(ops, logits, Experts(70, 4, 16, renormalize=True))
+    assert ids.tolist() == [[0, 1, 2, 3], [5, 37, 69, 0]]
+    np.testing.assert_array_equal(weights[0], np.float32(0.25))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_row_whose_logits_are_not_finite_has_nan_for_weights(
+    ops: CudaOps, rng: np.random.Generator, scoring: str
+) -> None:
+    """Its experts exist, so that what follows reads no other memory; other rows have their weights."""
+    logits = normal(rng, 4, 40)
+    logits[0, 39], logits[1, 3], logits[2, 7] = np.nan, np.inf, -np.inf
+    rule = Experts(40, 4, 16, scoring=scoring)  # type: ignore[arg-type]
+    ids, weights = routed(ops, logits, rule)
+    assert np.isnan(weights[:3]).all()
+    assert all(sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 40 for row in ids.tolist())
+    wanted = HOST.route(logits[3:], rule)
+    np.testing.assert_array_equal(ids[3:], wanted.ids)
+
+
+def test_a_bias_that_is_not_a_number_is_chosen_last(ops: CudaOps, rng: np.random.Generator) -> None:
+    bias = np.array([np.nan, 0, 0, -np.inf], np.float32)
+    ids, _ = routed(ops, np.zeros((1, 4), np.float32), Experts(4, 4, 16), bias)
+    assert ids.tolist() == [[1, 2, 0, 3]]
+
+
+# -- their results -----------------------------------------------------------------------------------------------
+
+COUNT, E, F = 5, 64, 32
+
+
+def stored_experts(rng: np.random.Generator, formats: Sequence[str], rows: int, width: int) -> list[list[StoredBytes]]:
+    """For each expert a matrix (rows, width) of each format."""
+
+    def one(name: str) -> StoredBytes:
+        if get(name).unpack is None:
+            return StoredArray(normal(rng, rows, width) / np.sqrt(width), name)
+        return StoredBytes(random_blocks(rng, name, rows, width), name)
+
+    return [[one(name) for name in formats] for _ in range(COUNT)]
+
+
+def both(
+    ops: CudaOps, rng: np.random.Generator, stored: list[list[StoredBytes]], biased: bool
+) -> tuple[ExpertLinear, ExpertLinear]:
+    """The same experts on the device and on the host, there in float32 as the device has them."""
+    parts = ops.load_experts(stored)
+    values = np.concatenate([matrix.values for expert in stored for matrix in expert])
+    if stored[0][0].format.name == "f32":
+        values = values.astype(np.float16).astype(np.float32)
+    bias = normal(rng, COUNT, len(values) // COUNT) if biased else None
+    on_host = ExpertLinear(COUNT, (Matrix(get("f32"), values, values.shape),), bias)
+    return ExpertLinear(COUNT, parts, None if bias is None else ops.to_device(bias)), on_host
+
+
+# Formats of gate, up and down. With two formats, or whole tiles that are not pairs, an activation follows the product.
+FORMATS = [
+    ("f16", "f16", "bf16"),
+    ("f32", "f32", "f32"),
+    ("q8_0", "q8_0", "q4_0"),
+    ("mxfp4", "mxfp4", "mxfp4"),
+    ("q8_0", "f16", "f16"),
+]
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "recorded", "normed", "biased", "added", "activation"),
+    [
+        (1, True, True, False, True, "silu"),
+        (2, True, True, True, True, "swiglu_clamped"),
+        (7, True, False, True, False, "gelu_tanh"),
+        (70, False, True, True, True, "swiglu_clamped"),
+        (66, False, False, False, False, "silu"),
+    ],
+)
+def test_experts_are_those_of_numpy(
+    rng: np.random.Generator,
+    formats: tuple[str, str, str],
+    rows: int,
+    recorded: bool,
+    normed: bool,
+    biased: bool,
+    added: bool,
+    activation: str,
+) -> None:
+    """Steps, prompts, and batches of few rows; one of the experts is chosen by no row."""
+    ops = CudaOps(open_device(checked=rows < 60))
+    gate_up, host_gate_up = both(ops, rng, stored_experts(rng, formats[:2], F, E), biased)
+    down, host_down = both(ops, rng, stored_experts(rng, formats[2:], E, F), biased)
+    x, before, gain = normal(rng, rows, E), normal(rng, rows, E), normal(rng, E)
+    logits = normal(rng, rows, COUNT)
+    logits[:, 3] = -100
+    rule = Experts(COUNT, 2, F)
+    into = ops.to_device(before) if added else None
+    y = ops.experts(
+        ops.to_device(x),
+        ops.route(ops.to_device(logits), rule),
+        gate_up,
+        down,
+        activation,
+        norm=(ops.to_device(gain), EPS) if normed else None,
+        residual=into,
+        recorded=recorded,
+    )
+    assert (y is into) == added
+    norm = (gain, EPS) if normed else None
+    wanted = HOST.experts(x, HOST.route(logits, rule), host_gate_up, host_down, activation, norm=norm)
+    # Inputs of both products are rounded to half precision.
+    allowed = 4 * STEP["__half"] * np.abs(wanted).max()
+    assert np.abs(ops.to_host(y) - (wanted + before if added else wanted)).max() <= allowed
+
+
+def test_a_row_without_finite_logits_gives_nan_to_itself_only(ops: CudaOps, rng: np.random.Generator) -> None:
+    gate_up, _ = both(ops, rng, stored_experts(rng, ("f16", "f16"), F, E), False)
+    down, _ = both(ops, rng, stored_experts(rng, ("f16",), E, F), False)
+    logits, x = normal(rng, 3, COUNT), normal(rng, 3, E)
+    logits[1, 2] = np.nan
+    routing = ops.route(ops.to_device(logits), Experts(COUNT, 2, F))
+    y = ops.to_host(ops.experts(ops.to_device(x), routing, gate_up, down, "silu"))
+    assert np.isnan(y).all(axis=1).tolist() == np.isnan(y).any(axis=1).tolist() == [False, True, False]
+
+
+def test_steps_and_prompts_agree(ops: CudaOps, rng: np.random.Generator) -> None:
+    """Pairs one by one, and rows grouped by expert."""
+    gate_up, _ = both(ops, rng, stored_experts(rng, ("q8_0", "q8_0"), F, E), True)
+    down, _ = both(ops, rng, stored_experts(rng, ("q8_0",), E, F), True)
+    x, logits = normal(rng, 66, E), normal(rng, 66, COUNT)
+    routing = ops.route(ops.to_device(logits), Experts(COUNT, 3, F))
+    given = ops.to_device(x), routing, gate_up, down, "silu"
+    steps, prompt = (ops.to_host(ops.experts(*given, recorded=recorded)) for recorded in (True, False))
+    assert np.abs(steps - prompt).max() <= 4 * STEP["__half"] * np.abs(steps).max()
+
+
+def test_experts_that_are_not_whole_tiles_are_refused(ops: CudaOps, rng: np.random.Generator) -> None:
+    with pytest.raises(EngineError, match=r"matrices of 8 rows in q8_0.*run it with device=cpu"):
+        ops.load_experts(stored_experts(rng, ("q8_0",), 8, E))
+
+
+def test_experts_in_several_formats_are_refused(ops: CudaOps, rng: np.random.Generator) -> None:
+    stored = stored_experts(rng, ("q8_0",), 16, E)
+    stored[2] = stored_experts(rng, ("q4_0",), 16, E)[2]
+    with pytest.raises(EngineError, match=r"in several formats \(q4_0, q8_0\).*run it with device=cpu"):
+        ops.load_experts(stored)
+
+
+def test_matrices_of_experts_are_those_of_the_file(ops: CudaOps, rng: np.random.Generator) -> None:
+    stored = stored_experts(rng, ("q4_0", "q4_0"), 16, E)
+    (held,) = ops.load_experts(stored)
+    assert held.shape == (COUNT * 32, E)
+    values = np.concatenate([matrix.values for expert in stored for matrix in expert])
+    assert np.abs(ops.rows(held) - values).max() <= STEP["__half"] * np.abs(values).max()
