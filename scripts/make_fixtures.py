@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
@@ -37,6 +39,7 @@ COMMON = {
     "eos_token_id": [2, 3],
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 500.0}
 
 # name: (model type, type of the stored weights, spelling of config.json, changes to COMMON).
 # The RoPE settings are scaled down to the context so that every branch of every kind acts on some channel.
@@ -70,12 +73,7 @@ MODELS = {
             "hidden_size": 64,
             "num_key_value_heads": 1,
             "max_position_embeddings": 128,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-                "rope_theta": 500.0,
-            },
+            "rope_parameters": SHORT_YARN,
         },
     ),
     "llama_wide_heads_biases": ("llama", "float16", "new", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
@@ -248,6 +246,36 @@ MODELS = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "gpt_oss_transposed": (
+        "gpt_oss",
+        "bfloat16",
+        "old",
+        {
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            "sliding_window": 16,
+            "rope_parameters": {**SHORT_YARN, "truncate": False},
+        },
+    ),
+    "gpt_oss_mxfp4": (
+        "gpt_oss",
+        "bfloat16",
+        "new",
+        {
+            "hidden_size": 64,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "sliding_window": 12,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {**SHORT_YARN, "truncate": False},
+        },
+    ),
 }
 
 # Released settings: Llama 2, linear with factor 4, Llama 3.1 and 3.2, Qwen2.5 with yarn, and yarn's variants.
@@ -277,9 +305,11 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
         elif name.endswith("bias"):
             parameter.data = 0.5 * torch.randn_like(parameter)
         else:
-            is_selective = any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "mlp.gate.weight"))
-            scale = 1.6 if is_selective else 2.0 if parameter.shape[0] == 96 else 1.0
-            parameter.data = scale * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+            selective = ("q_proj", "k_proj", "qkv_proj", "mlp.gate.weight", "mlp.router.weight")
+            scale = 1.6 if any(part in name for part in selective) else 2.0 if parameter.shape[0] == 96 else 1.0
+            scale = 3.0 if name.endswith("experts.gate_up_proj") and model.config.model_type == "gpt_oss" else scale
+            inputs = parameter.shape[1 if ".experts." in name and model.config.model_type == "gpt_oss" else -1]
+            parameter.data = scale * torch.randn_like(parameter) / inputs**0.5
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn_like(buffer))
@@ -304,6 +334,44 @@ def spell_as_before(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def quantize_experts(folder: Path) -> None:
+    """Rewrites the experts of gpt-oss as blocks of MXFP4: the sign and the number in FP4 of 32 values, and a power of
+    two for all of them."""
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj") or ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        blocks = tensor.float().transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = torch.floor(torch.log2(blocks.abs().amax(-1) / 4))
+        scaled = blocks / 2 ** exponents[..., None]
+        codes = (scaled.abs()[..., None] - FP4).abs().argmin(-1) + 8 * (scaled < 0)
+        tensors[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}, indent=2) + "\n")
+
+
+def stored_model(folder: Path) -> torch.nn.Module:
+    """The model in a folder, in float32. Blocks of MXFP4 become matrices first, as transformers reads them."""
+    config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager")
+    if not hasattr(config, "quantization_config"):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    del config.quantization_config
+    config.dtype = torch.float32
+    model, tensors = transformers.AutoModelForCausalLM.from_config(config), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        whole, blocks = name.removesuffix("_blocks"), tensors.pop(name)
+        tensors[whole] = convert_moe_packed_tensors(blocks, tensors.pop(f"{whole}_scales"), dtype=torch.float32)
+    model.load_state_dict(tensors)
+    return model.eval()
+
+
 def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: dict) -> None:
     folder = FIXTURES / "models" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -313,12 +381,12 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     randomize(model, 0 if model_type.startswith("gemma") else 1)  # Gemma multiplies with 1 + w
     shard = {"max_shard_size": "24KB"} if name.endswith("sharded") else {}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
+    if name.endswith("mxfp4"):
+        quantize_experts(folder)
     if spelling == "old":
         spell_as_before(folder / "config.json")
 
-    stored = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    stored = stored_model(folder)
     ids = torch.randint(0, COMMON["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
     with torch.no_grad():
         logits = stored(ids).logits[0]

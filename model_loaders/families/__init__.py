@@ -6,7 +6,9 @@ Such a module defines
 - `configure(fields) -> ModelConfig`: sizes, and the arithmetic of a layer;
 - `tensors(config) -> TensorTable`: the tensors of a file, by the slots that they fill;
 - optionally `GGUF`, the layout of the family's GGUF files;
-- optionally `PREFIXES`: prefixes of tensor names in some files → the table's prefixes.
+- optionally `PREFIXES`: prefixes of tensor names in some files → the table's prefixes;
+- optionally `take_apart(config, stored)`: the table's tensors in those of safetensors files, by name;
+- optionally `QUANTIZATIONS`, the values of `quant_method` in a configuration whose weights it reads.
 
 Modules that begin with an underscore are helpers.
 """
@@ -24,6 +26,7 @@ from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable
+from polarlm.model_loaders.files.tensors import StoredTensor
 
 
 def families() -> tuple[str, ...]:
@@ -38,7 +41,7 @@ def configure(fields: Fields) -> ModelConfig:
     and for values that the family does not support.
     """
     name = fields.text("model_type")
-    module = next((m for m in map(_module, families()) if name in getattr(m, "MODEL_TYPES", (_name(m),))), None)
+    module = _of_type(name)
     if module is None:
         reason = why_not(name, fields)
         raise LoadError(
@@ -61,6 +64,19 @@ def table_name(config: ModelConfig, name: str) -> str:
     return name
 
 
+def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """The tensors of safetensors files by name, those that hold several of the table's tensors as these. Raises
+    LoadError for wrong shapes."""
+    change = getattr(_module(config.family), "take_apart", None)
+    return stored if change is None else change(config, stored)
+
+
+def quantizations(name: str) -> tuple[str, ...]:
+    """The values of `quant_method` in a configuration of the type `name` whose weights can be read."""
+    module = _of_type(name)
+    return () if module is None else getattr(module, "QUANTIZATIONS", ())
+
+
 def tensors(config: ModelConfig) -> TensorTable:
     """Every tensor of a model, by the slot that it fills."""
     return _module(config.family).tensors(config)
@@ -74,6 +90,11 @@ def gguf_layouts() -> dict[str, tuple[str, GgufLayout]]:
         if layout is not None:
             layouts[layout.architecture] = name, layout
     return layouts
+
+
+def _of_type(name: str) -> ModuleType | None:
+    """The module of a model type."""
+    return next((m for m in map(_module, families()) if name in getattr(m, "MODEL_TYPES", (_name(m),))), None)
 
 
 def _name(module: ModuleType) -> str:

@@ -10,7 +10,7 @@ _IMAGES = "a model for images or sound, which is not supported: use a text-only 
 _ENCODER = "which has an encoder and is not supported: use a decoder-only model"
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
     _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "mistral3", "phi4mm", "smolvlm"),
-    _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "gptoss", "dbrx", "llama4", "grok", "arctic"),
+    _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "dbrx", "llama4", "grok", "arctic"),
     _HYBRID: ("mamba", "jamba", "rwkv", "falconh1", "bamba", "zamba", "nemotronh", "hybrid", "lfm2", "recurrent"),
     _ENCODER: ("t5", "bart", "whisper", "pegasus", "marian", "bert", "encoder", "electra", "deberta"),
 }

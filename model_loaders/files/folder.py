@@ -6,7 +6,7 @@ from pathlib import Path
 
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import configure, table_name
+from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
 from polarlm.model_loaders.fields import Fields, read_json
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, open_safetensors
 from polarlm.model_loaders.files.tensors import StoredWeights
@@ -21,7 +21,8 @@ def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
     config = read_configuration(folder)
     weights = open_safetensors(folder, mmap)
     try:
-        return fit(config, weights.renamed(lambda name: table_name(config, name)))
+        renamed = weights.renamed(lambda name: table_name(config, name))
+        return fit(config, renamed.changed(lambda tensors: take_apart(config, tensors)))
     except BaseException:
         weights.close()
         raise
@@ -30,7 +31,10 @@ def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
 def read_configuration(folder: Path) -> ModelConfig:
     """The configuration in config.json. Raises LoadError for an unknown family and for quantized weights."""
     fields = Fields(read_json(folder / "config.json"), folder / "config.json")
-    if fields.has("quantization_config"):
+    quantization = fields.section("quantization_config")
+    if quantization is not None and quantization.text("quant_method", "") not in quantizations(
+        fields.text("model_type")
+    ):
         raise LoadError(
             f"{fields.where} has a quantization_config, and weights quantized this way are not supported; "
             "use the model's F16 or BF16 weights, or a GGUF file."

@@ -123,6 +123,10 @@ class StoredWeights:
         """The same weights under other names."""
         return StoredWeights(self.where, {rename(name): tensor for name, tensor in self._tensors.items()}, self._files)
 
+    def changed(self, change: Callable[[Mapping[str, StoredTensor]], Mapping[str, StoredTensor]]) -> StoredWeights:
+        """The weights with the tensors that `change` makes of these."""
+        return StoredWeights(self.where, change(self._tensors), self._files)
+
     def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float]]) -> StoredWeights:
         """Only these tensors, each with the given order of rows and with the given number added to its values."""
         tensors = {}

@@ -1,0 +1,82 @@
+"""gpt-oss 20b and 120b: experts with biases, attention with sinks, and a window in every second layer.
+
+The safetensors have the matrices of a layer's experts in one tensor, of MXFP4 in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polarlm.model_loaders.config import Experts, ModelConfig
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count, typed_windows
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.joined_experts import SUFFIXES, taken_apart
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensors import StoredTensor
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+QUANTIZATIONS = ("mxfp4",)
+
+
+def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    """GGUF files do not say that yarn's range of channels is not rounded."""
+    rope = values["rope_parameters"]
+    return {
+        "intermediate_size": values["moe_intermediate_size"] or values["intermediate_size"],
+        "rope_parameters": {**rope, "truncate": False} if isinstance(rope, Mapping) and rope else rope,
+    }
+
+
+GGUF = GgufLayout("gpt-oss", keys={**GGUF_KEYS, "sliding_window": "attention.sliding_window"}, implied=_implied)
+_NAMES = {
+    **PRE_NORMS,
+    "ffn_norm": (("post_attention_layernorm", "post_attention_norm"),),
+    **PROJECTIONS,
+    "sinks": (("self_attn.sinks", "attn_sinks.weight"),),
+    **EXPERTS,
+    "router": (("mlp.router", "ffn_gate_inp"),),
+}
+_CONSTANTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the activation
+_GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+_DOWN = ("mlp.experts.{}.down_proj",)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    for key, value in _CONSTANTS.items():
+        if fields.number(key, value) != value:
+            raise fields.refuse(key, f"but only {value:g} is supported")
+    count, bias = layer_count(fields), fields.flag("attention_bias", True)
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(count)]
+    of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
+    of_experts = replace(of_experts, activation="swiglu_clamped", bias=True, router_bias=True)
+    config = decoder(
+        fields,
+        "gpt_oss",
+        head_dim=64,
+        qkv_bias=bias,
+        out_bias=bias,
+        windows=typed_windows(fields, fields.texts("layer_types") or kinds),
+        ffns=[of_experts] * count,
+    )
+    return config.with_attention(lambda mixer: replace(mixer, sinks=True))
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, _NAMES)
+
+
+def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    found, ffn, size = dict(stored), config.ffn, config.hidden_size
+    assert isinstance(ffn, Experts)
+    parts = ("gate_up_proj", _GATE_UP, (ffn.size, size)), ("down_proj", _DOWN, (size, ffn.size))
+    for layer in range(len(config.layers)):
+        prefix = f"model.layers.{layer}."
+        for name, names, shape in parts:
+            whole, of_layer = f"{prefix}mlp.experts.{name}", tuple(prefix + each for each in names)
+            found |= taken_apart(stored, whole, of_layer, ffn.count, *shape)
+            for suffix in SUFFIXES:
+                found.pop(whole + suffix, None)
+    return found

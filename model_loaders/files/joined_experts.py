@@ -1,0 +1,139 @@
+"""Tensors of all experts of a layer, as gpt-oss's safetensors have them, taken apart into one matrix for each expert.
+
+A matrix is transposed, or in MXFP4 with its scales in a tensor of their own. Rows of gate and up projection alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.files.ggml_types import size_of
+from polarlm.model_loaders.files.tensors import PLAIN, StoredTensor
+
+SUFFIXES = ("", "_bias", "_blocks", "_scales")  # of the tensors of all experts
+_BLOCK, _CODES = 32, 16  # values of a block of MXFP4, and bytes of their codes
+
+
+@dataclass(frozen=True)
+class _Columns(StoredTensor):
+    """A matrix whose rows are columns of the stored one: column `first`, and every `step`-th after it."""
+
+    first: int = 0
+    step: int = 1
+
+    def raw(self, rows: slice) -> np.ndarray:
+        item, width = size_of(self.dtype, 1), self.shape[0] * self.step
+        stored = self.source.view(self.offset, self.columns * width * item).reshape(self.columns, width, item)
+        part = stored[:, self.first + rows.start * self.step : self.first + rows.stop * self.step : self.step]
+        return np.ascontiguousarray(part.swapaxes(0, 1)).reshape(rows.stop - rows.start, self.row_bytes)
+
+    def release(self, rows: slice) -> None:
+        if rows.stop == self.shape[0]:  # all rows lie in the same pages
+            self.source.release(self.offset, self.shape[0] * self.step * self.row_bytes)
+
+
+@dataclass(frozen=True)
+class _Blocks(StoredTensor):
+    """A matrix in MXFP4 whose rows are every `step`-th of the stored ones, from row `first` on.
+
+    `offset` is that of the codes, two neighbouring values in a byte; the scales begin at `scales_at` in `scales`.
+    """
+
+    scales: StoredTensor | None = None
+    scales_at: int = 0
+    first: int = 0
+    step: int = 1
+
+    def raw(self, rows: slice) -> np.ndarray:
+        """As in GGUF: a block is its scale and 16 bytes, of which byte j has the values j and j + 16."""
+        assert self.scales is not None
+        count, blocks = rows.stop - rows.start, self.columns // _BLOCK
+        raw = np.empty((count, blocks, 1 + _CODES), np.uint8)
+        raw[..., 0] = self._stored(self.scales, self.scales_at, rows, blocks)
+        codes = self._stored(self, self.offset, rows, blocks * _CODES).reshape(count, blocks, _CODES)
+        front, back = codes[..., : _CODES // 2], codes[..., _CODES // 2 :]
+        raw[..., 1::2] = front & 15 | back << 4
+        raw[..., 2::2] = front >> 4 | back & 0xF0
+        return raw.reshape(count, self.row_bytes)
+
+    def release(self, rows: slice) -> None:
+        assert self.scales is not None
+        blocks = self.columns // _BLOCK
+        for tensor, at, width in ((self, self.offset, blocks * _CODES), (self.scales, self.scales_at, blocks)):
+            tensor.source.release(at + rows.start * self.step * width, (rows.stop - rows.start) * self.step * width)
+
+    def _stored(self, tensor: StoredTensor, at: int, rows: slice, width: int) -> np.ndarray:
+        """Bytes of these rows, uint8 (rows, width)."""
+        start, count = rows.start * self.step, (rows.stop - rows.start) * self.step
+        stored = tensor.source.view(at + start * width, count * width).reshape(count, width)
+        return stored[self.first :: self.step]
+
+
+def taken_apart(
+    tensors: Mapping[str, StoredTensor], name: str, names: tuple[str, ...], count: int, size: int, columns: int
+) -> dict[str, StoredTensor]:
+    """The tensors of `count` experts in the tensors that `name` begins, by the names that `names` make of their number.
+
+    names: with {} for the number of the expert; rows of several alternate. size: rows of a matrix. columns: of it.
+    Raises LoadError for a tensor of another shape or type, and if one of the two of MXFP4 is missing.
+    """
+    step, rows = len(names), size * len(names)
+    found: dict[str, StoredTensor] = {}
+    if whole := tensors.get(name):
+        _check(whole, (count, columns, rows), PLAIN)
+        found |= _columns(whole, names, ".weight", (size, columns))
+    if whole := tensors.get(f"{name}_bias"):
+        _check(whole, (count, rows), PLAIN)
+        found |= _columns(whole, names, ".bias", (size,))
+    codes, scales = tensors.get(f"{name}_blocks"), tensors.get(f"{name}_scales")
+    if codes is None and scales is None:
+        return found
+    if codes is None or scales is None:
+        place = next(one for one in (codes, scales) if one is not None).source.path
+        lacking = f"{name}_{'blocks' if codes is None else 'scales'}"
+        raise LoadError(f"{place}: the model lacks {lacking}; download it completely.")
+    if columns % _BLOCK:
+        raise LoadError(f"{codes.source.path}: {codes.label} has rows of {columns} values, not of blocks of {_BLOCK}.")
+    blocks = columns // _BLOCK
+    _check(codes, (count, rows, blocks, _CODES), ("U8",))
+    _check(scales, (count, rows, blocks), ("U8",))
+    for expert in range(count):
+        at, scales_at = (t.offset + expert * rows * w for t, w in ((codes, blocks * _CODES), (scales, blocks)))
+        for first, each in enumerate(names):
+            found[f"{each.format(expert)}.weight"] = _Blocks(
+                codes.source,
+                codes.label,
+                (size, columns),
+                "MXFP4",
+                at,
+                scales=scales,
+                scales_at=scales_at,
+                first=first,
+                step=step,
+            )
+    return found
+
+
+def _columns(whole: StoredTensor, names: tuple[str, ...], kind: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+    """The tensors of each expert in a tensor of all of them, whose columns are their rows."""
+    found: dict[str, StoredTensor] = {}
+    step = len(names)
+    for expert in range(whole.shape[0]):
+        at = whole.offset + expert * size_of(whole.dtype, step * int(np.prod(shape)))
+        for first, name in enumerate(names):
+            found[f"{name.format(expert)}{kind}"] = _Columns(
+                whole.source, whole.label, shape, whole.dtype, at, first=first, step=step
+            )
+    return found
+
+
+def _check(tensor: StoredTensor, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype not in types:
+        raise LoadError(
+            f"{tensor.source.path}: the tensor {tensor.label} is {tensor.dtype} {tensor.shape}, but the configuration "
+            f"asks for {' or '.join(types)} {shape}; configuration and weights belong to different models."
+        )
