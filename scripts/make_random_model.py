@@ -45,6 +45,7 @@ class Shape:
     experts: int = 0  # in each layer; 0: the layers are dense, with networks of size ffn
     experts_used: int = 0
     expert_ffn: int = 0
+    window: int = 0  # of every second layer, in a model with sinks and biases as gpt-oss has them; 0: none
 
     @property
     def head_dim(self) -> int:
@@ -63,6 +64,10 @@ SHAPES = {
         *("qwen3moe", 48, 2048, 6144, 32, 4, 151_936, 40_960, 1e6, 1e-6),
         **{"head_size": 128, "qk_norm": "head", "experts": 128, "experts_used": 8, "expert_ffn": 768},
     ),
+    "gpt-oss-20b": Shape(
+        *("gpt-oss", 24, 2880, 2880, 64, 8, 201_088, 131_072, 150_000.0),
+        **{"head_size": 64, "qkv_bias": True, "experts": 32, "experts_used": 4, "expert_ffn": 2880, "window": 128},
+    ),
 }
 # Type of the command line → the type of most matrices, and of those that matter most.
 TYPES = {
@@ -72,6 +77,7 @@ TYPES = {
     "q8_0": (Type.Q8_0, Type.Q8_0),
     "iq4_xs": (Type.IQ4_XS, Type.Q6_K),
     "bf16": (Type.BF16, Type.BF16),
+    "mxfp4": (Type.MXFP4, Type.Q8_0),  # of experts, and of the others
     **{name.lower(): (Type[name],) * 2 for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
 }
 
@@ -99,7 +105,9 @@ def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> Non
     """Write a model of `shape` to `out`. kind: a key of TYPES. tokenizer: a .gguf file that has the tokenizer."""
     writer = gguf.GGUFWriter(out, shape.arch)
     writer.add_name(f"Random {name}")
-    writer.add_file_type(gguf.LlamaFileType["MOSTLY_" + {"q4_k": "Q4_K_M"}.get(kind, kind.upper())])
+    writer.add_file_type(
+        gguf.LlamaFileType["MOSTLY_" + {"q4_k": "Q4_K_M", "mxfp4": "MXFP4_MOE"}.get(kind, kind.upper())]
+    )
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)
@@ -114,13 +122,18 @@ def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> Non
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.experts_used)
         writer.add_expert_feed_forward_length(shape.expert_ffn)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     vocabulary = _copy_tokenizer(writer, tokenizer, shape.vocabulary)
     tensors = list(_tensors(shape, kind, vocabulary))
     for tensor, rows, columns, type in tensors:
         dims, *stored = _stored(rows, columns, type)
-        if "_exps." in tensor:
+        if tensor.endswith("_exps.weight"):
             dims = [shape.experts, rows // shape.experts, dims[1]]
         writer.add_tensor_info(tensor, dims, *stored)
     writer.write_header_to_file()
@@ -152,6 +165,8 @@ def _copy_tokenizer(writer: gguf.GGUFWriter, path: Path, vocabulary: int) -> int
 def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, int, int, Type]]:
     """(name, rows, columns, type) of every tensor; a vector has 0 rows."""
     usual, better = TYPES[kind]
+    of_experts = usual
+    usual = better if kind == "mxfp4" else usual
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = {"head": (shape.head_dim,) * 2, "all": (heads, kv)}.get(shape.qk_norm, ())
     yield "token_embd.weight", vocabulary, shape.hidden, better if shape.tied else usual
@@ -163,9 +178,10 @@ def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, in
             ("attn_k.weight", kv, shape.hidden, usual),
             ("attn_v.weight", kv, shape.hidden, mixed),
             ("attn_output.weight", shape.hidden, heads, usual),
-            ("ffn_norm.weight", 0, shape.hidden, Type.F32),
+            ("post_attention_norm.weight" if shape.window else "ffn_norm.weight", 0, shape.hidden, Type.F32),
             *((f"attn_{part}_norm.weight", 0, length, Type.F32) for part, length in zip("qk", norms, strict=False)),
-            *(_of_experts if shape.experts else _dense)(shape, usual, mixed),
+            *(_of_experts(shape, of_experts, mixed) if shape.experts else _dense(shape, usual, mixed)),
+            *(_of_gpt_oss(shape) if shape.window else ()),
         ):
             yield f"blk.{layer}.{name}", rows, columns, type
         if shape.qkv_bias:
@@ -186,12 +202,25 @@ def _dense(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, 
 
 def _of_experts(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:
     """The rows are those of all experts."""
+    mixed = usual if usual == Type.MXFP4 else mixed
     outer, inner = shape.experts * shape.expert_ffn, shape.experts * shape.hidden
     return [
         ("ffn_gate_inp.weight", shape.experts, shape.hidden, Type.F32),
         ("ffn_gate_exps.weight", outer, shape.hidden, usual),
         ("ffn_up_exps.weight", outer, shape.hidden, usual),
         ("ffn_down_exps.weight", inner, shape.expert_ffn, mixed),
+    ]
+
+
+def _of_gpt_oss(shape: Shape) -> list[tuple[str, int, int, Type]]:
+    count = shape.experts
+    return [
+        ("attn_sinks.weight", 0, shape.heads, Type.F32),
+        ("attn_output.bias", 0, shape.hidden, Type.F32),
+        ("ffn_gate_inp.bias", 0, count, Type.F32),
+        ("ffn_gate_exps.bias", count, shape.expert_ffn, Type.F32),
+        ("ffn_up_exps.bias", count, shape.expert_ffn, Type.F32),
+        ("ffn_down_exps.bias", count, shape.hidden, Type.F32),
     ]
 
 
@@ -261,6 +290,11 @@ def _normal_bf16(rng: np.random.Generator, blocks: np.ndarray, size: float) -> N
     blocks[:] = values[..., None].view("<u2")[..., 1:].view(np.uint8)
 
 
+def _scale_mxfp4(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """The exponent of a power of two, then 32 codes, whose values have a standard deviation of 2.9."""
+    blocks[..., 0] = 127 + round(float(np.log2(size / 2.9)))
+
+
 def _normal_f32(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
     blocks[:] = (size * rng.standard_normal(blocks.shape[:-1], np.float32))[..., None].view(np.uint8)
 
@@ -284,6 +318,7 @@ _SCALES: dict[Type, Callable[[np.random.Generator, np.ndarray, float], None]] = 
     Type.IQ4_XS: _scale_iq4_xs,
     Type.BF16: _normal_bf16,
     Type.F32: _normal_f32,
+    Type.MXFP4: _scale_mxfp4,
 }
 
 

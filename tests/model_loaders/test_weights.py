@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.folder import generation_defaults
 from polarlm.model_loaders.files.gguf_file import GgufFile
@@ -90,7 +91,13 @@ def test_stored_models_are_complete(name: str) -> None:
         np.testing.assert_array_equal(tensor, read(unmapped, key), err_msg=key)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if load_weights(MODELS / name)[2] != "BF16"])
+def _holds_what_is_loaded(name: str) -> bool:
+    """Whether a model's files have a type that NumPy has, and values to which loading adds nothing."""
+    config, _, dtype = load_weights(MODELS / name)
+    return dtype != "BF16" and not any(spec.offset for spec in tensors(config).specs())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if _holds_what_is_loaded(name)])
 def test_values_agree_with_the_safetensors_package(name: str) -> None:
     _, weights, _ = load_weights(MODELS / name)
     files = sorted((MODELS / name).glob("*.safetensors"))
