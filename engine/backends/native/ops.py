@@ -63,7 +63,7 @@ class NativeOps:
         self.embed = matrices.embed
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
-        self.softcap = launch.unrecorded(plain.softcap)
+        self.softcap = matrices.softcap
         self.load_experts = plain.load_experts
         self.route = launch.unrecorded(plain.route)
         self.experts = launch.unrecorded(plain.experts)
