@@ -40,13 +40,14 @@ def fixture(request: pytest.FixtureRequest):
 
 
 def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list[tuple]:
-    """q (T, H, D), k (K, T, D), scale and window of every layer, from one call of attention each."""
+    """q (T, H, D), k (K, T, D), scale, window, soft cap and sinks of every layer, from one call of attention each."""
     model = bare_model(config, weights, block_size=len(ids) + 3)
     attention, calls = model.ops.attention, []
 
-    def attend_and_capture(q, cache, spans, scale, window, *back):
-        calls.append((q.copy(), cache.full(spans[0].current)[0][:, : len(ids)].copy(), scale, window))
-        return attention(q, cache, spans, scale, window, *back)
+    def attend_and_capture(q, cache, spans, scale, window, *back, softcap, sinks):
+        keys = cache.full(spans[0].current)[0][:, : len(ids)].copy()
+        calls.append((q.copy(), keys, scale, window, softcap, sinks))
+        return attention(q, cache, spans, scale, window, *back, softcap=softcap, sinks=sinks)
 
     model.ops.attention, model.ops.split_rows = attend_and_capture, lambda rows: [rows]
     feed(model, model.store.new_sequence(), ids)
@@ -60,11 +61,11 @@ def test_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
     heads, dim = config.attention.kv_heads, config.attention.head_dim
     outputs = [NumpyOps().rows(layer.mixer.out) for layer in weights.layers]
     for one, output, given in zip(statistics.values(), outputs, captured(config, weights, ids), strict=True):
-        q, k, scale, window = given
+        q, k, *rule = given
         assert one.query_second.shape == (heads, dim, dim)
         assert one.token_correlation.shape == (N,)
         # The forward pass of other parts has other last bits, which grow from layer to layer.
-        assert_close(one, reference(q, k, output, scale, window), rtol=1e-3)
+        assert_close(one, reference(q, k, output, *rule), rtol=1e-3)
 
 
 def test_windows_are_among_the_fixtures() -> None:

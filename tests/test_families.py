@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,18 @@ import pytest
 from polarlm.engine import Engine, SamplingParams
 from tests.bare import bare_model, prefill_logits, read_model
 from tests.conftest import FIXTURES
-from tests.tiny import make_model
+from tests.requests.drafters import Known, Unpaced, drafting
+from tests.tiny import VOCABULARY, make_model
 
 NEW = [
-    *("gemma3_tied", "olmo2_post_norms", "phi3_longrope_partial", "phi3_window", "smollm3_no_rope_tied"),
+    *(
+        "gemma2_capped_tied",
+        "gemma3_tied",
+        "olmo2_post_norms",
+        "phi3_longrope_partial",
+        "phi3_window",
+        "smollm3_no_rope_tied",
+    ),
     *("glm4_moe_qk_norm", "mixtral_window", "olmoe_all_heads", "qwen2_moe_shared", "qwen3_moe_normed"),
 ]
 IDS = list(range(5, 85))
@@ -46,3 +55,24 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, expected, atol=2**-10 * np.ptp(expected))  # the cache holds halves
     np.testing.assert_array_equal(found[33], found[0])
     assert np.abs(found[32] - found[0]).max() > 0.1
+
+
+def test_a_model_with_soft_caps_finds_prefixes_and_sessions_and_drafts(tmp_path: Path) -> None:
+    """An answer after a stored prefix is that of another engine after a session, with drafts."""
+    path = make_model(tmp_path, "gemma2_capped_tied")
+    params = SamplingParams(max_tokens=40, temperature=1, seed=1, ignore_eos=True)
+    settings = {"device": "cpu", "block_size": 16, "ctx_size": 256, "cache_type": "balanced"}
+    prompt = np.random.default_rng(0).integers(5, VOCABULARY, 103).tolist()
+    with Engine.load(path, **settings) as engine:
+        engine.generate(prompt[:100], replace(params, max_tokens=1))
+        engine.save_session(tmp_path / "session", prompt=prompt[:100])
+        plain = engine.generate(prompt, params)
+    with Engine.load(path, **settings) as engine:
+        engine.load_session(tmp_path / "session")
+        drafts = Unpaced(Known([*prompt, *plain.token_ids], 0.7, VOCABULARY), lambda: 4)
+        drafting(engine, lambda ids: drafts)
+        drafted = engine.generate(prompt, params)
+    assert plain.usage.cached_tokens == drafted.usage.cached_tokens == 100
+    assert drafts.drafted > drafts.accepted > 8
+    assert len(set(plain.token_ids)) > 4, "the answer repeats itself"
+    assert plain.token_ids == drafted.token_ids

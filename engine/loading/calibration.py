@@ -117,7 +117,18 @@ def calibrate(
                 raise EngineError(NOT_FINITE, "model_damaged")
             mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
             output = _output(ops, weights, layer)
-            found = measure(queries, keys, output, mixer.score_scale, mixer.window, block_size, ops.parallel_map)
+            sinks = weights.layers[layer].mixer.sinks
+            found = measure(
+                queries,
+                keys,
+                output,
+                mixer.score_scale,
+                mixer.window,
+                block_size,
+                ops.parallel_map,
+                softcap=mixer.softcap,
+                sinks=None if sinks is None else ops.to_host(sinks),
+            )
             if not all(np.isfinite(getattr(found, field.name)).all() for field in fields(found)):  # squares overflow
                 raise EngineError(NOT_FINITE, "model_damaged")
             statistics[layer] = found

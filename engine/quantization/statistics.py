@@ -67,10 +67,14 @@ def measure(
     window: int | None,
     block_size: int,
     parallel_map: Callable[[Callable[[int], Head], int], list[Head]],
+    *,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> LayerStatistics:
     """Return statistics of q (T, H, D) and k (K, T, D) float32 under causal attention, in a sliding window if given.
 
-    output (E, H·D) float32: the output projection.
+    output (E, H·D) float32: the output projection. softcap, sinks (H,) float32: as in attention. The slope of a cap
+    does not count in the sensitivity: it is near 1 but for scores about as large as the cap.
 
     parallel_map(work, count): returns [work(0), …, work(count − 1)], as `Ops.parallel_map` does. Statistics of blocks
     skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head at a time; sums over tokens
@@ -81,7 +85,10 @@ def measure(
     if count < 2 * block_size:
         raise ValueError(f"{count} tokens are fewer than two blocks of {block_size}.")
     hidden, group = _hidden(count, window), heads // kv_heads
-    measured = parallel_map(lambda h: _measure_head(q[:, h], k[h // group], scale, hidden, block_size), heads)
+    own = [None] * heads if sinks is None else list(sinks)
+    measured = parallel_map(
+        lambda h: _measure_head(q[:, h], k[h // group], scale, softcap, own[h], hidden, block_size), heads
+    )
     by_kv_head = [measured[first : first + group] for first in range(0, heads, group)]
     q_squares = np.square(q, dtype=np.float64).reshape(count, kv_heads, group, dim)
     return LayerStatistics(
@@ -127,13 +134,25 @@ def _pair_variance(variance: np.ndarray) -> np.ndarray:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # it runs in other threads, which do not inherit the caller's errstate
-def _measure_head(q: np.ndarray, k: np.ndarray, scale: float, hidden: np.ndarray, block_size: int) -> Head:
+def _measure_head(
+    q: np.ndarray,
+    k: np.ndarray,
+    scale: float,
+    softcap: float | None,
+    sink: np.float32 | None,
+    hidden: np.ndarray,
+    block_size: int,
+) -> Head:
     """Return statistics of one head: q, k (T, D) float32, hidden (T, T) bool."""
     p = (q * np.float32(scale)) @ k.T
+    if softcap is not None:
+        p = np.float32(softcap) * np.tanh(p / np.float32(softcap))
     np.copyto(p, -np.inf, where=hidden)
-    p -= p.max(axis=1, keepdims=True)
+    top = p.max(axis=1, keepdims=True)
+    top = top if sink is None else np.maximum(top, sink)
+    p -= top
     np.exp(p, out=p)
-    p /= p.sum(axis=1, keepdims=True)
+    p /= p.sum(axis=1, keepdims=True) + (0 if sink is None else np.exp(sink - top))
     p[:, :block_size] = 0  # the first block stays in full precision: its keys have no errors
 
     weights = np.einsum("it,it->i", p, 1 - p).astype(np.float64)

@@ -28,14 +28,23 @@ def drawn(rng: np.random.Generator, shape: Shape) -> tuple[np.ndarray, np.ndarra
     return q.astype(np.float32), k.astype(np.float32)
 
 
-def probabilities(q: np.ndarray, k: np.ndarray, scale: float, window: int | None) -> np.ndarray:
-    """Attention (T, T) of one head in float64, row by row; the first block's columns are 0."""
+def probabilities(
+    q: np.ndarray,
+    k: np.ndarray,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sink: float = -np.inf,
+) -> np.ndarray:
+    """Attention (T, T) of one head in float64, row by row; the first block's columns are 0. A sink of −∞ is none."""
     p = np.zeros((len(q), len(q)))
     for i in range(len(q)):
         seen = [t for t in range(i + 1) if window is None or t > i - window]
         scores = np.array([scale * (q[i] @ k[t]) for t in seen])
-        weights = np.exp(scores - scores.max())
-        p[i, seen] = weights / weights.sum()
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(np.append(scores, sink) - max(scores.max(), sink))
+        p[i, seen] = weights[:-1] / weights.sum()
     p[:, :N] = 0
     return p
 
@@ -46,7 +55,15 @@ def projection(q: np.ndarray) -> np.ndarray:
     return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
 
 
-def reference(q: np.ndarray, k: np.ndarray, output: np.ndarray, scale: float, window: int | None) -> LayerStatistics:
+def reference(
+    q: np.ndarray,
+    k: np.ndarray,
+    output: np.ndarray,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> LayerStatistics:
     """The definitions in float64, one token after another."""
     q, k = q.astype(np.float64), k.astype(np.float64)
     kv_heads, tokens, dim = k.shape
@@ -56,7 +73,7 @@ def reference(q: np.ndarray, k: np.ndarray, output: np.ndarray, scale: float, wi
     products = np.zeros(N)
     for head in range(q.shape[1]):
         kv, x = head // group, q[:, head]
-        p = probabilities(x, k[kv], scale, window)
+        p = probabilities(x, k[kv], scale, window, softcap, -np.inf if sinks is None else float(sinks[head]))
         w = [sum(p[i, t] * (1 - p[i, t]) for t in range(tokens)) for i in range(tokens)]
         second[kv] += sum(w[i] * np.outer(x[i], x[i]) for i in range(tokens)) / sum(w) / group
         mean[kv] += sum(w[i] * x[i] for i in range(tokens)) / sum(w) / group
@@ -87,6 +104,16 @@ def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: flo
 def test_statistics_match_their_definitions(shape: Shape, window: int | None, rng: np.random.Generator) -> None:
     q, k = drawn(rng, shape)
     assert_close(measure(q, k, projection(q), 0.4, window, N, serial), reference(q, k, projection(q), 0.4, window))
+
+
+@pytest.mark.parametrize(
+    ("softcap", "sinks"), [(2.0, None), (None, [3.0, -1.0, 30.0, 1.0]), (2.0, [1.0, 2.0, 0.0, -9.0])]
+)
+def test_caps_and_sinks_take_part(softcap: float | None, sinks: list[float] | None, rng: np.random.Generator) -> None:
+    q, k = drawn(rng, (40, 4, 2, 8))
+    own = {"softcap": softcap, "sinks": None if sinks is None else np.array(sinks, np.float32)}
+    found = measure(q, k, projection(q), 0.4, 21, N, serial, **own)
+    assert_close(found, reference(q, k, projection(q), 0.4, 21, **own))
 
 
 def test_window_and_scale_change_the_statistics(rng: np.random.Generator) -> None:

@@ -22,7 +22,15 @@ from polarlm.engine.backends.native.kernels.linear.product import (
     units,
 )
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
-from polarlm.engine.backends.native.kernels.rows import GateArguments, NormArguments, gate, norm_rows
+from polarlm.engine.backends.native.kernels.rows import (
+    SOFTCAP_PIECE,
+    GateArguments,
+    NormArguments,
+    SoftcapArguments,
+    gate,
+    norm_rows,
+    softcap_rows,
+)
 from polarlm.engine.backends.native.loading import LoadOps
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import Linear, Matrix
@@ -73,6 +81,12 @@ class LinearOps(LoadOps):
             eps=eps,
         )
         self._launch(norm_rows(adds=residual is not None), len(x), arguments)
+
+    def softcap(self, x: np.ndarray, cap: float) -> None:
+        rows, columns = x.shape
+        pieces = -(-columns // SOFTCAP_PIECE)
+        arguments = SoftcapArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, cap=cap)
+        self._launch(softcap_rows(), rows * pieces, arguments)
 
     def linear(
         self,

@@ -65,7 +65,7 @@ class NativeOps:
         self.embed = matrices.embed
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
-        self.softcap = launch.unrecorded(plain.softcap)
+        self.softcap = matrices.softcap
 
         experts = ExpertOps(launch)
         self.route = experts.route

@@ -117,7 +117,14 @@ def _encode(cache: LayerCache, table: Sequence[int], blocks: Sequence[int], k: n
     v[part] = stored_v.reshape(by_head[1].shape).transpose(1, 2, 0, 3).reshape(v[part].shape)
 
 
-def exact(case: Step, window: int | None, transform: PreparedTransform | None = None) -> np.ndarray:
+def exact(
+    case: Step,
+    window: int | None,
+    transform: PreparedTransform | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
     """Attention in float64: (T, H, D)."""
     out = np.empty(case.q.shape)
     group = case.q.shape[1] // case.cache.format.kv_heads
@@ -127,8 +134,13 @@ def exact(case: Step, window: int | None, transform: PreparedTransform | None = 
             seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
             k_heads, v_heads = (x[seen].swapaxes(0, 1).repeat(group, axis=0) for x in (k, v))
             scores = np.einsum("hd,htd->ht", case.q[row] * SCALE, k_heads)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            if sinks is not None:
+                scores = np.column_stack([sinks, scores])
             weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[row] = np.einsum("ht,htd->hd", weights / weights.sum(-1, keepdims=True), v_heads)
+            weights /= weights.sum(-1, keepdims=True)
+            out[row] = np.einsum("ht,htd->hd", weights[:, -v_heads.shape[1] :], v_heads)
     if transform is not None:
         out = out if transform.scale_back is None else out * transform.scale_back[:, None]
         out = out if transform.value_rotation is None else out @ transform.value_rotation.T.astype(np.float64)
@@ -136,9 +148,16 @@ def exact(case: Step, window: int | None, transform: PreparedTransform | None = 
 
 
 def attended(
-    case: Step, level: Level, window: int | None, transform: PreparedTransform | None = None, threads: int = 1
+    case: Step,
+    level: Level,
+    window: int | None,
+    transform: PreparedTransform | None = None,
+    threads: int = 1,
+    *,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention by the kernels of a level."""
     ops = AttentionOps(launcher(level, threads), NumpyOps())
     table = ops.spans(case.views, case.cache.format.block_size)
-    return ops.attention(case.q, case.cache, table, SCALE, window, transform)
+    return ops.attention(case.q, case.cache, table, SCALE, window, transform, softcap=softcap, sinks=sinks)

@@ -74,6 +74,30 @@ def test_attention_at_every_level(level: Level, window: int | None, sequences: l
     check(attended(case, level, window), exact(case, window))
 
 
+def sinks(heads: int) -> np.ndarray:
+    """Scores below, among and above those of tokens, one for each head."""
+    return np.linspace(-20, 12, heads).astype(np.float32)
+
+
+# Product: a level has its own vectors, and a cap or a sink its own kernel.
+@with_plain_tiles
+@every_level
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (50.0, True)])
+def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sinks: bool) -> None:
+    case = step(Shape(), [Sequence_(2000), Sequence_(78, 16), Sequence_(3)], 600)
+    rule = {"softcap": softcap, "sinks": sinks(6) if has_sinks else None}
+    wanted = exact(case, 600, **rule)
+    assert np.abs(wanted - exact(case, 600)).max() > 0.01 * np.abs(wanted).max()
+    check(attended(case, level, 600, **rule), wanted)
+
+
+@with_plain_tiles
+def test_scores_far_beyond_the_cap() -> None:
+    case = step(Shape(), [Sequence_(1300)], None)
+    case = case._replace(q=case.q * np.float32(1e3))
+    check(attended(case, best(), None, softcap=3.0), exact(case, None, softcap=3.0))
+
+
 @pytest.mark.slow
 @with_plain_tiles
 @pytest.mark.parametrize(

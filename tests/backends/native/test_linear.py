@@ -120,3 +120,18 @@ def test_steps_compute_as_numpy_does() -> None:
             ops.linear(x, Linear(ops.load([stored])), activation=activation, recorded=True) for ops in (native, plain)
         )
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3 * np.abs(theirs).max())
+
+
+@every_level
+def test_logits_are_capped_in_place(level: Level) -> None:
+    """The rows may be columns of a wider array; a recorded step may have the op."""
+    rng, launch = np.random.default_rng(0), launcher(level, 2)
+    wide = (30 * rng.standard_normal((3, 9000))).astype(np.float32)
+    wide[0, :4] = 0, -1e30, np.inf, np.nan
+    given, x = wide.astype(np.float64), wide[:, :8999]
+    with launch.record() as recording:
+        LinearOps(launch).softcap(x, 30.0)
+    assert len(recording.launches) == 1
+    LinearOps(launch).softcap(x, 30.0)
+    np.testing.assert_allclose(x, 30 * np.tanh(given[:, :8999] / 30), atol=30 * 2e-7)
+    np.testing.assert_array_equal(wide[:, 8999], given[:, 8999])

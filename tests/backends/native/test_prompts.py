@@ -59,11 +59,20 @@ def sequence(
 
 
 def exact(
-    q: np.ndarray, cache: LayerCache, span: SpanView, scale: float, window: int | None, transform: HeadTransform
+    q: np.ndarray,
+    cache: LayerCache,
+    span: SpanView,
+    scale: float,
+    window: int | None,
+    transform: HeadTransform,
+    *,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     rows, _, dim = q.shape
+    rule = ScoreRule(window, softcap, None if sinks is None else sinks.reshape(cache.format.kv_heads, -1))
     grouped = (q.astype(np.float64) * scale).reshape(rows, cache.format.kv_heads, -1, dim).transpose(1, 2, 0, 3)
-    out = attend(grouped, span.position, cache, span, ScoreRule(window)).transpose(2, 0, 1, 3).reshape(q.shape)
+    out = attend(grouped, span.position, cache, span, rule).transpose(2, 0, 1, 3).reshape(q.shape)
     assert out.dtype == np.float64
     out = out if transform.scale_back is None else out * transform.scale_back[:, None]
     return out if transform.value_rotation is None else out @ transform.value_rotation.T
@@ -99,6 +108,22 @@ def test_prompts_attend(
     q = rng.standard_normal((rows, 2 * group, dim)).astype(np.float32)
     found = PromptOps(launcher(level)).attention(q, cache, [span], 0.3, window, prepared)
     check(found, exact(q, cache, span, 0.3, window, stored))
+
+
+# Product: a level has its own vectors, and a cap or a sink its own kernel.
+@every_level
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (50.0, True)])
+def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sinks: bool) -> None:
+    """The sink counts once, also where blocks are decoded in several parts."""
+    rng = np.random.default_rng(0)
+    cache, span = sequence(rng, 64, 2, "f16", 9, 50, 70)
+    q = rng.standard_normal((50, 6, 64)).astype(np.float32)
+    sinks = np.linspace(-20, 12, 6).astype(np.float32) if has_sinks else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "_DECODED", 4 * N)
+        found = PromptOps(launcher(level)).attention(q, cache, [span], 0.3, 200, softcap=softcap, sinks=sinks)
+    plain = transform(rng, 6, 2, None, is_scaled=False)
+    check(found, exact(q, cache, span, 0.3, 200, plain, softcap=softcap, sinks=sinks))
 
 
 @pytest.mark.slow

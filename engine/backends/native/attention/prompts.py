@@ -19,6 +19,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import (
 )
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.numpy.attention import ScoreRule
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.buffers import MOST
@@ -42,13 +43,16 @@ class PromptOps:
         scale: float,
         window: int | None,
         transform: PreparedTransform | None = None,
+        *,
+        softcap: float | None = None,
+        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         """See `Ops.attention`. Raises KernelError if a group of query heads is larger than a unit has room for."""
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
-        out = np.empty(q.shape, np.float32)
+        out, rule = np.empty(q.shape, np.float32), ScoreRule(window, softcap, sinks)
         for span in spans:
-            self._attend(q[span.rows], out[span.rows], cache, span, scale, window or NO_WINDOW, transform)
+            self._attend(q[span.rows], out[span.rows], cache, span, scale, rule, transform)
         return out
 
     def _attend(
@@ -58,16 +62,18 @@ class PromptOps:
         cache: TileCache,
         span: SpanView,
         scale: float,
-        window: int,
+        rule: ScoreRule,
         transform: PreparedTransform | None,
     ) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
         (rows, heads, dim), kv_heads = q.shape, cache.format.kv_heads
-        group = heads // kv_heads
+        group, window = heads // kv_heads, rule.window or NO_WINDOW
         tile = self._tile(rows, group, kv_heads)
         back = NO_ROTATION if transform is None else transform.back
         scale_back = None if transform is None else transform.scale_back
-        kernel = attend(Prompt(dim, scale_back is not None, back.order))
+        kernel = attend(
+            Prompt(dim, scale_back is not None, back.order, rule.softcap is not None, rule.sinks is not None)
+        )
         row_max, row_sum = np.empty((2, rows, heads), np.float32)
 
         def launch(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> None:
@@ -77,6 +83,7 @@ class PromptOps:
                 segments=np.array([words(segment) for segment in segments]),
                 row_max=row_max,
                 row_sum=row_sum,
+                sinks=rule.sinks,
                 scale_back=scale_back,
                 before=back.before,
                 rotation=back.memory,
@@ -90,6 +97,7 @@ class PromptOps:
                 is_first=is_first,
                 is_last=is_last,
                 scale=scale,
+                softcap=rule.softcap or 0.0,
             )
             self._launch(kernel, -(-rows // tile) * kv_heads, arguments, grain=1)
 

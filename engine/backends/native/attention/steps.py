@@ -14,7 +14,7 @@ from polarlm.engine.backends.native.kernels.attention.partials import MergeArgum
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.attention import LayerCache, ScoreRule
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import Linear
 
@@ -43,13 +43,13 @@ class AttentionOps:
         softcap: float | None = None,
         sinks: np.ndarray | None = None,
     ) -> np.ndarray:
-        if not isinstance(cache, TileCache) or softcap is not None or sinks is not None:
+        if not isinstance(cache, TileCache):
             if isinstance(spans, StepTable):
                 spans = self._plain.spans(spans.views, cache.format.block_size)
             return self._in_numpy(q, cache, spans, scale, window, transform, softcap=softcap, sinks=sinks)
         if isinstance(spans, StepTable):
-            return self._step(q, cache, spans, scale, window, transform)
-        return self._prompts.attention(q, cache, spans, scale, window, transform)
+            return self._step(q, cache, spans, scale, ScoreRule(window, softcap, sinks), transform)
+        return self._prompts.attention(q, cache, spans, scale, window, transform, softcap=softcap, sinks=sinks)
 
     def _step(
         self,
@@ -57,7 +57,7 @@ class AttentionOps:
         cache: TileCache,
         table: StepTable,
         scale: float,
-        window: int | None,
+        rule: ScoreRule,
         transform: PreparedTransform | None,
     ) -> np.ndarray:
         """Attention of q (T, H, D) → (T, H, D) float32: partial results of chunks of blocks, then their merge."""
@@ -84,12 +84,14 @@ class AttentionOps:
             width=arrays.table.shape[1],
             most_full=arrays.full.shape[1],
             most_chunks=arrays.most_chunks,
-            window=window or NO_WINDOW,
+            window=rule.window or NO_WINDOW,
             scale=scale,
+            softcap=rule.softcap or 0.0,
         )
         group = heads // format.kv_heads
         sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
-        kernel = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes))
+        is_capped = rule.softcap is not None
+        kernel = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes, is_capped))
         self._launch(kernel, lambda: table.unit_count * format.kv_heads, arguments, grain=1)
 
         out = np.empty(q.shape, np.float32)
@@ -100,11 +102,13 @@ class AttentionOps:
             headers=arrays.headers,
             row_sequences=arrays.row_sequences,
             scale_back=scale_back,
+            sinks=rule.sinks,
             before=back.before,
             memory=back.memory,
             out=out,
             heads=heads,
             most_chunks=arrays.most_chunks,
         )
-        self._launch(merge(dim, back.order, is_scaled=scale_back is not None), rows * heads, merging)
+        merged = merge(dim, back.order, is_scaled=scale_back is not None, has_sinks=rule.sinks is not None)
+        self._launch(merged, rows * heads, merging)
         return out

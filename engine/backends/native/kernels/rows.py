@@ -1,4 +1,4 @@
-"""Ops on rows of float32: RMS norms, and the gate of the feed-forward network."""
+"""Ops on rows of float32: RMS norms, the gate of the feed-forward network, and the soft cap of logits."""
 
 from __future__ import annotations
 
@@ -140,3 +140,42 @@ def gate_rows(*, by_row: bool) -> Kernel[RowGateArguments]:
             over_columns(e, args.columns, write)
 
     return Kernel(f"gate_rows{'_whole' * by_row}", emit, RowGateArguments)
+
+
+def capped(e: Emitter, x: Value, cap: Value) -> Value:
+    """cap · tanh(x / cap) = cap · (1 − 2 / (1 + e^(2x/cap))), float32."""
+    return cap - cap * 2.0 / (e.exp(x * (e.like(2.0, cap) / cap)) + 1.0)
+
+
+class SoftcapArguments(NamedTuple):
+    """Arguments of `softcap_rows`."""
+
+    x: Pointer
+    columns: Int64
+    stride: Int64
+    pieces: Int64
+    cap: Float32
+
+
+SOFTCAP_PIECE = 4096  # columns of a unit
+
+
+@cache
+def softcap_rows() -> Kernel[SoftcapArguments]:
+    """cap · tanh(x / cap) of `columns` of each row, in place; one unit per row and piece, of `pieces` in a row.
+
+    stride: bytes from row to row.
+    """
+
+    def emit(e: Emitter, args: SoftcapArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            first = unit % args.pieces * SOFTCAP_PIECE
+            at = args.x + unit // args.pieces * args.stride + first * 4
+
+            def write(offset: Value, kind: Type) -> None:
+                x = e.load(at + offset, kind)
+                e.store(capped(e, x, e.like(args.cap, x)), at + offset)
+
+            over_columns(e, e.imin(args.columns - first, SOFTCAP_PIECE), write)
+
+    return Kernel("softcap_rows", emit, SoftcapArguments)

@@ -42,6 +42,7 @@ class MergeArguments(NamedTuple):
     headers: Pointer
     row_sequences: Pointer
     scale_back: Pointer
+    sinks: Pointer
     before: Pointer
     memory: Pointer
     out: Pointer
@@ -50,10 +51,11 @@ class MergeArguments(NamedTuple):
 
 
 @cache
-def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArguments]:
+def merge(head_dim: int, order: int, *, is_scaled: bool, has_sinks: bool) -> Kernel[MergeArguments]:
     """Partial results → out (T, H, D) float32, one unit per row and head.
 
-    A result is multiplied by scale_back (H,) if is_scaled, and then rotated; order, memory, before: see `Rotation`.
+    With has_sinks, sinks (H,) are scores whose values are 0. A result is multiplied by scale_back (H,) if is_scaled,
+    and then rotated; order, memory, before: see `Rotation`.
     """
 
     def emit(e: Emitter, args: MergeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -62,10 +64,11 @@ def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArgument
             sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
             chunks = read(e, SpanHeader, args.headers, sequence).chunks
             own = args.parts + unit * args.most_chunks * size
-            row_max = e.variable(e.constant(F32, LOWEST))
+            sink = e.load(args.sinks + (unit % args.heads) * 4, F32) if has_sinks else e.constant(F32, LOWEST)
+            row_max = e.variable(sink)
             with e.loop(0, chunks) as chunk:
                 row_max.set(e.fmax(row_max.get(), e.load(own + chunk * size, F32)))
-            row_sum = e.variable(e.zero(F32))
+            row_sum = e.variable(e.exp(sink - row_max.get()) if has_sinks else e.zero(F32))
             sums = [e.variable(e.zero(_F16)) for _ in offsets]
             with e.loop(0, chunks) as chunk:
                 part = own + chunk * size
@@ -84,5 +87,5 @@ def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel[MergeArgument
                     e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
             rotate(e, scratch, args.out + unit * (4 * head_dim), args.memory, head_dim, order)
 
-    name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}"
+    name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}{'_sinks' * has_sinks}"
     return Kernel(name, emit, MergeArguments)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
 from polarlm.engine.backends.native.kernels.multiply import multiply
 from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
+from polarlm.engine.backends.native.kernels.rows import capped
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
@@ -27,15 +28,19 @@ class Prompt:
     """The properties that a kernel is specialized for.
 
     dim: D. is_scaled: whether results are multiplied by a scale for each head. order: of the `Rotation` of results.
+    is_capped: whether scores have a soft cap. has_sinks: whether each query head has a score without a value.
     """
 
     dim: int
     is_scaled: bool = False
     order: int = 1
+    is_capped: bool = False
+    has_sinks: bool = False
 
     @property
     def name(self) -> str:
-        return f"prompt_attention_{self.dim}_{'scaled' * self.is_scaled}{self.order}"
+        rule = "_capped" * self.is_capped + "_sinks" * self.has_sinks
+        return f"prompt_attention_{self.dim}_{'scaled' * self.is_scaled}{self.order}{rule}"
 
 
 class _Scratch:
@@ -89,6 +94,7 @@ class PromptArguments(NamedTuple):
     segments: Pointer
     row_max: Pointer
     row_sum: Pointer
+    sinks: Pointer
     scale_back: Pointer
     before: Pointer
     rotation: Pointer
@@ -102,6 +108,7 @@ class PromptArguments(NamedTuple):
     is_first: Int64
     is_last: Int64
     scale: Float32
+    softcap: Float32
 
 
 @cache
@@ -109,7 +116,8 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
     """Attention of q (T, H, D) over segments of keys and values → out (T, H, D); one unit per KV head and `tile` rows.
 
     Row t has position p = `position` + t and sees positions p − window + 1, …, p. group: H / K. tile · group is at most
-    MOST_QUERIES. scale: multiplies the scores. segments (count,): a `Segment` each.
+    MOST_QUERIES. scale: multiplies the scores. softcap: c, by which scores s become c · tanh(s / c), if the kernel is
+    specialized for one. sinks (H,): scores whose values are 0, if it is for these. segments (count,): a `Segment` each.
     The segments of a sequence may be split among several launches: is_first, is_last. Between them row_max and row_sum
     (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies results by
     scale_back (H,) and rotates them: before (D,) and rotation are those of a `Rotation`.
@@ -118,7 +126,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
 
     def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
         group, kv_heads, out = args.group, args.kv_heads, args.out
-        unit_state = _Unit(e, spec, layout, scratch)
+        unit_state = _Unit(e, spec, layout, scratch, args.softcap)
         with e.loop(begin, end) as unit:
             head, first_row = unit % kv_heads, unit // kv_heads * args.tile
             own_rows = e.imin(args.rows - first_row, args.tile)
@@ -127,7 +135,9 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
             last_position = first_position + own_rows - 1
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
-                unit_state.open(row * group + member, first_position + row, args.q + number * row_bytes, args.scale)
+                sink = args.sinks + (head * group + member) * 4 if spec.has_sinks else None
+                own_q = args.q + number * row_bytes
+                unit_state.open(row * group + member, first_position + row, own_q, args.scale, sink)
                 with e.when(args.is_first < 1):
                     unit_state.resume(
                         row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number
@@ -156,8 +166,8 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
 class _Unit:
     """Emits the work of a unit on its queries. Their state is in scratch."""
 
-    def __init__(self, e: Emitter, spec: Prompt, layout: _Scratch, scratch: Value) -> None:
-        self._e, self._spec, self._dim = e, spec, spec.dim
+    def __init__(self, e: Emitter, spec: Prompt, layout: _Scratch, scratch: Value, softcap: Value) -> None:
+        self._e, self._spec, self._dim, self._softcap = e, spec, spec.dim, softcap
         self._keys, self._weights, self._rescale = (
             scratch + at for at in (layout.keys, layout.weights, layout.rescale)
         )
@@ -173,15 +183,15 @@ class _Unit:
         """The addresses of query i and of its weighted sum."""
         return self._query + i * (4 * self._dim), self._weighted + i * (4 * self._dim)
 
-    def open(self, i: Value, position: Value, q: Value, scale: Value) -> None:
-        """Initialize query i from q (D,), times scale, with an empty sum."""
+    def open(self, i: Value, position: Value, q: Value, scale: Value, sink: Value | None = None) -> None:
+        """Initialize query i from q (D,), times scale, with an empty sum, or with the score at `sink`."""
         e = self._e
         query, weighted = self._row(i)
         for first, lanes in pieces(self._dim):
             e.store(e.load(q, vector(F32, lanes), 4 * first) * scale, query, 4 * first)
             e.store(e.zero(vector(F32, lanes)), weighted, 4 * first)
-        e.store(e.constant(F32, LOWEST), self._row_max + i * 4)
-        e.store(e.constant(F32, 0.0), self._row_sum + i * 4)
+        e.store(e.constant(F32, LOWEST) if sink is None else e.load(sink, F32), self._row_max + i * 4)
+        e.store(e.constant(F32, 0.0 if sink is None else 1.0), self._row_sum + i * 4)
         e.store(position, self._position + i * 8)
 
     def fill_up(self, queries: Value, position: Value) -> None:
@@ -271,6 +281,8 @@ class _Unit:
             for number, key in enumerate(keys):
                 seen.append((key <= last) & (key >= first))
                 score = e.load(at, _F16, 64 * number)
+                if self._spec.is_capped:
+                    score = capped(e, score, e.like(self._softcap, score))
                 scores.append(e.select(seen[-1], score, e.like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             before = e.load(own_row_max, F32)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, padded
+from polarlm.engine.backends.native.kernels.rows import capped
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I32, Value, Variable, vector
 
@@ -30,6 +31,19 @@ def _over_tokens(e: Emitter, tokens: Value, block_size: int, body: Callable[[Seq
     step = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
     with e.loop(0, tokens * 4, 4 * step) as before:
         body(range(0, 4 * step, 64), before)
+
+
+def cap_scores(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int, cap: Value) -> None:
+    """Scores s → cap · tanh(s / cap), in place."""
+    limit = e.splat(cap, 16)
+
+    def write(offsets: Sequence[int], before: Value) -> None:
+        for query in queries:
+            for offset in offsets:
+                at = query.scores + before
+                e.store(capped(e, e.load(at, _F16, offset), limit), at, offset)
+
+    _over_tokens(e, tokens, block_size, write)
 
 
 def mask(e: Emitter, queries: Sequence[Query], lows: Sequence[Value], highs: Sequence[Value], tokens: Value) -> None:

@@ -15,7 +15,7 @@ from polarlm.engine.backends.native.attention.spans import FULL, FullBlock, Span
 from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.attention import full_blocks
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, WEIGHTED, padded, partial_bytes
-from polarlm.engine.backends.native.kernels.attention.softmax import Query, mask, softmax
+from polarlm.engine.backends.native.kernels.attention.softmax import Query, cap_scores, mask, softmax
 from polarlm.engine.backends.native.kernels.rotation import pieces
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
@@ -32,7 +32,7 @@ class Attention:
     """The properties that a kernel is specialized for.
 
     mean_bits: bits of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries that
-    share a pass over the blocks.
+    share a pass over the blocks. is_capped: whether scores have a soft cap.
     """
 
     keys: KeyTiles
@@ -42,6 +42,7 @@ class Attention:
     head_dim: int
     group: int
     query_tile: int
+    is_capped: bool = False
 
     @property
     def block_tile(self) -> int:
@@ -51,7 +52,7 @@ class Attention:
     @property
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
-        return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}"
+        return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -90,6 +91,7 @@ class AttendArguments(NamedTuple):
     most_chunks: Int64
     window: Int64
     scale: Float32
+    softcap: Float32
 
 
 @cache
@@ -99,7 +101,8 @@ def attend(spec: Attention) -> Kernel[AttendArguments]:
     q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
     value_stride bytes from head to head. mean, mean_scale (K, blocks, …): the block means. full_k, full_v
     (slots, K, N, D) float16. headers, table, full, units: `Arrays` of a `StepTable`; width and most_full: its W and F.
-    A row at position p sees positions > p − window. scale: multiplies the scores.
+    A row at position p sees positions > p − window. scale: multiplies the scores. softcap: c, by
+    which scores s become c · tanh(s / c), if the kernel is specialized for one.
     """
 
     def emit(e: Emitter, args: AttendArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -206,6 +209,8 @@ class _Body:
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
+            if spec.is_capped:
+                cap_scores(e, queries, tokens, spec.block_size, args.softcap)
             with e.when(lows[-1] > 0):  # rows are in order of position
                 mask(e, queries, lows, [tokens] * len(queries), tokens)
             softmax(e, queries, tokens, spec.block_size, spec.head_dim)
@@ -271,6 +276,8 @@ class _Body:
                 widened = self.scratch + spec.query_tile * self._stride
                 places = first.vector, first.scores, len(queries), self._stride, widened
                 full_blocks.scores(e, keys, values, dim, count, *places)
+                if spec.is_capped:
+                    cap_scores(e, queries, e.i64(n), n, args.softcap)
                 mask(e, queries, lows, highs, e.i64(n))
                 softmax(e, queries, e.i64(n), n, dim)
                 after = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
