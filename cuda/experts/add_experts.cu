@@ -1,7 +1,7 @@
 // The end of the op `experts`: the weighted sum of the results of each row's experts, in the order of its choice.
 //
-// y: rows of n numbers, `pitch` numbers apart; with ADD, y += the sum. parts (T · k, n): the result of expert j of row t
-// is in row places[t · k + j], or t · k + j where places is null. weights (T, k).
+// y: rows of n numbers, `pitch` numbers apart; with ADD, y += the sum. parts (T · k, n): the result of expert j of row
+// t is in row places[t · k + j], or t · k + j where places is null. weights (T, k).
 // Grid (ceil(n / block), T), block any. DEFINES: ADD (0 or 1).
 // PRECOND: none.
 extern "C" __global__ void __launch_bounds__(1024)

@@ -2,8 +2,8 @@
 //
 // With EXPERTS, a launch has a grid of pairs in z, each a row and an expert, and more arguments: experts (pairs), the
 // numbers of these experts; `sharing`, how many neighbouring pairs have the same row of x; `bias_pitch`, numbers from
-// the bias of an expert to that of the next. A product is of one row, x[pair / sharing], and its result is row `pair` of
-// y. weight has the rows of all experts, those of the first expert first.
+// the bias of an expert to that of the next. A product is of one row, x[pair / sharing], and its result is row `pair`
+// of y. weight has the rows of all experts, those of the first expert first.
 #ifndef EXPERTS
 #define EXPERTS 0
 #endif

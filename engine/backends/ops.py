@@ -147,7 +147,11 @@ class Ops(KVOps, Protocol):
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
-        """The parts of an `ExpertLinear`. matrices: for each expert, those that are stacked; otherwise as `load`."""
+        """The parts of an `ExpertLinear`. matrices: for each expert, those that are stacked; otherwise as `load`.
+
+        CUDA: the same matrix of all experts has one format on the device, and rows of whole tiles of 16 if that is
+        packed; EngineError if not.
+        """
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
         """Rows of a matrix, or of the stacked parts of a `Linear`: NumPy float32 (rows, in)."""
@@ -214,6 +218,8 @@ class Ops(KVOps, Protocol):
         """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, E) → (T, E).
 
         gate_up: [gate | up] (2F, E) of each expert; down (E, F). norm, residual, activation, recorded: as in `linear`.
+        CUDA: gemv or gemv_packed for each pair of a row and an expert up to 64 rows, and of a recorded call; else
+        `linear` of each expert's rows. add_experts adds the results.
         """
 
     def gate(self, x: Array, logits: Array) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -137,11 +137,16 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
     return Variant(kernel, {**x, "WEIGHT": weight, "ADD": 0, **config.defines}, None, config.shared)
 
 
+def with_defines(variant: Variant, **defines: Define) -> Variant:
+    return replace(variant, defines={**variant.defines, **defines})
+
+
 POLARQUANT = attention("decode_attention", "polarquant", "polarquant")
+CODES = attention("decode_attention", "ring4", "ring3.5")
 PREFILL = attention("prefill_attention", "f16", "f16", 0)
 
 BUDGETS = [
-    Budget("decode_attention", attention("decode_attention", "ring4", "ring3.5"), 168, 2.236),
+    Budget("decode_attention", CODES, 168, 2.236),
     Budget("decode_attention", POLARQUANT, 168, 3.717),
     Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 168, 3.133),
     Budget("gemv", product("gemv", 1, 28672), 128, 4.562),
@@ -158,6 +163,9 @@ BUDGETS = [
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q6_k"), 103, 3.000),
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q8_0"), 70, 3.953),
     Budget("prefill_attention", PREFILL, 253, 0.747),
+    Budget("decode_attention", with_defines(CODES, SOFTCAP=50.0, SINKS=1), 168, 2.398),
+    Budget("gemv", with_defines(product("gemv", 1, 2048), EXPERTS=1), 128, 4.438),
+    Budget("gemv_packed", with_defines(product("gemv_packed", 1, 2048, "q4_k"), EXPERTS=1), 68, 2.438),
 ]
 
 

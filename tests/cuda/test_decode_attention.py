@@ -220,6 +220,7 @@ def test_a_sequence_without_rows_gives_zeros(rng: np.random.Generator) -> None:
     assert (out[1] == 0).all()
 
 
+# Product: caps come before masks, sinks behind them; codes and halves have loops of their own.
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize(
     ("keys", "step_rows", "window"), [("ring4", None, 0), ("ring4", None, 50), ("f16", [3, 1, 2], 0)]

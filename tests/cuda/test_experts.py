@@ -1,19 +1,24 @@
-"""A mixture of experts on the emulated device, against the NumPy ops with the same weights."""
+"""Layers of experts on the emulated device, against the NumPy ops with the same weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
-from polarlm.engine.weight_formats import ExpertLinear, Matrix, get
-from polarlm.model_loaders.config import Experts
+from polarlm.engine.model.layers.experts import Experts as Layer
+from polarlm.engine.model.layers.experts import ExpertsWeights
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
+from polarlm.model_loaders.config import Experts, GatedMLP
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
+from tests.cuda.test_warm_up import Watched
 from tests.weights import StoredArray, StoredBytes, random_blocks
 
 HOST = NumpyOps()
@@ -48,6 +53,7 @@ def routed(
     return ops._device.to_host(routing.ids), ops._device.to_host(routing.weights)
 
 
+# Product: a bias changes which scores are chosen by each rule, and not their weights.
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_route_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rule: Experts, biased: bool) -> None:
@@ -127,6 +133,8 @@ FORMATS = [
 ]
 
 
+# Product: formats and rows decide together which kernels multiply.
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize(
     ("rows", "recorded", "normed", "biased", "added", "activation"),
@@ -214,3 +222,95 @@ def test_matrices_of_experts_are_those_of_the_file(ops: CudaOps, rng: np.random.
     assert held.shape == (COUNT * 32, E)
     values = np.concatenate([matrix.values for expert in stored for matrix in expert])
     assert np.abs(ops.rows(held) - values).max() <= STEP["__half"] * np.abs(values).max()
+
+
+# -- a layer -----------------------------------------------------------------------------------------------------
+
+SHAPE = Experts(
+    COUNT, 2, F, scoring="sigmoid", renormalize=True, choice_bias=True, shared=GatedMLP(48), shared_gate=True
+)
+
+
+def layer_of(ops: Ops, seed: int) -> Layer:
+    """With a shared network that has a gate, and a norm behind the result."""
+    rng, values = np.random.default_rng(seed), {}
+
+    def one(rows: int, width: int) -> Linear:
+        return Linear(ops.load([StoredArray(normal(rng, rows, width) / np.sqrt(width), "f16")]))
+
+    for name, rows, width in (("gate_up", F, E), ("down", E, F)):
+        made = [
+            [
+                StoredArray(normal(rng, rows, width) / np.sqrt(width), "f16")
+                for _ in range(2 if name == "gate_up" else 1)
+            ]
+            for _ in range(COUNT)
+        ]
+        values[name] = ExpertLinear(COUNT, ops.load_experts(made), ops.to_device(normal(rng, COUNT, 64)))
+    weights = ExpertsWeights(
+        ops.to_device(normal(rng, E)),
+        one(COUNT, E),
+        ops.to_device(normal(rng, COUNT)),
+        values["gate_up"],
+        values["down"],
+        one(1, E),
+        one(96, E),
+        one(E, 48),
+        ops.to_device(normal(rng, E)),
+    )
+    return Layer(ops, SHAPE, EPS, weights)
+
+
+@pytest.mark.parametrize(("rows", "recorded"), [(1, True), (3, True), (70, True), (70, False)])
+def test_a_layer_of_experts_is_that_of_numpy(rng: np.random.Generator, rows: int, recorded: bool) -> None:
+    """Nothing of a recorded layer reads memory of the device on the host."""
+    x, results = normal(rng, rows, E), []
+    for ops in (CudaOps(open_device(checked=rows < 60)), HOST):
+        layer = layer_of(ops, 1)
+
+        def add(x: Any, layer: Layer = layer) -> Any:
+            layer.add(x, recorded=recorded)
+            return x
+
+        results.append(ops.to_host(ops.run_graph("layer", add, [x.copy()]) if recorded else add(ops.to_device(x))))
+    assert np.abs(results[0] - results[1]).max() <= 4 * STEP["__half"] * np.abs(results[1]).max()
+
+
+def test_a_recorded_layer_copies_nothing_to_the_host(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = layer_of(ops, 1), ops.to_device(normal(rng, 70, E))
+
+    def refuse(x: Any) -> None:
+        raise AssertionError("a copy to the host")
+
+    monkeypatch.setattr(ops._device, "to_host", refuse)
+    layer.add(x, recorded=True)
+    with pytest.raises(AssertionError, match="a copy to the host"):
+        layer.add(x, recorded=False)
+
+
+# Formats with a kernel each, for few rows and for many.
+@pytest.mark.parametrize("formats", [("f16", "f16", "bf16"), ("q8_0", "q8_0", "q4_0"), ("q8_0", "f16", "q8_0")])
+def test_prompts_launch_what_the_warm_up_has_launched(rng: np.random.Generator, formats: tuple[str, str, str]) -> None:
+    """However many rows choose an expert."""
+    device, rule = Watched(), Experts(COUNT, 1, F)
+    ops = CudaOps(device)
+    gate_up, down = stored_experts(rng, formats[:2], F, E), stored_experts(rng, formats[2:], E, F)
+    device.computes = False
+
+    def run(ops: Ops, rows: int, ids: list[int], recorded: bool) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "to_host", lambda x: np.array(ids, np.int32).reshape(-1, 1))
+            routing = ops.route(ops.to_device(np.zeros((rows, COUNT))), rule)
+            of = (ExpertLinear(COUNT, ops.load_experts(stored)) for stored in (gate_up, down))
+            ops.experts(ops.to_device(np.zeros((rows, E))), routing, *of, "silu", recorded=recorded)
+
+    traced = ops.warm_up().ops
+    run(traced, 150, [], False)
+    run(traced, 1, [], True)
+    for few in (1, 2, 3, 8, 11, 20, 40, 50, 60, 64, 65):
+        run(ops, 150, [0] * few + [4] * (150 - few), False)
+    run(ops, 5, [], True)
+    run(ops, 40, [], False)
+    assert not device.unexpected() - {"repack_kernel"}

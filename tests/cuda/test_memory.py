@@ -22,6 +22,7 @@ from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.layers.attention import AttentionWeights
+from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -29,8 +30,8 @@ from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
-from polarlm.engine.weight_formats import Linear, Matrix, get
-from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
+from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
@@ -67,13 +68,18 @@ class Counting(TracingDevice):
         self.recorded = max(self.recorded, self.peak - before)
         return result
 
+    def to_host(self, x: TracingArray) -> np.ndarray:
+        """Zeros; but each row of numbers of experts has others, as of rows that all choose the same."""
+        zeros = super().to_host(x)
+        return zeros + np.arange(x.shape[1], dtype=np.int32) if x.ndim == 2 and x.dtype == np.int32 else zeros
+
     def set_aside(self, size: int) -> None:
         self.aside = size
 
 
 def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Transformer:
     """A model with uninitialised weights."""
-    ops, e, f = CudaOps(device), config.hidden_size, config.ffn.size
+    ops, e = CudaOps(device), config.hidden_size
     attention, after = config.attention, config.layers[0].norms == "both"
     dim = attention.head_dim
     queries, keys = attention.heads * dim, attention.kv_heads * dim
@@ -87,14 +93,32 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     def linear(*shape: int) -> Linear:
         return Linear((matrix(*shape),))
 
+    def network(ffn: Ffn, post_norm: np.ndarray | None) -> GatedMLPWeights | ExpertsWeights:
+        f = ffn.size
+        if isinstance(ffn, GatedMLP):
+            return GatedMLPWeights(vector(e), linear(2 * f, e), linear(e, f), post_norm)
+        gate_up, down = ((matrix(ffn.count * out, width),) for out, width in ((2 * f, e), (e, f)))
+        experts = ExpertLinear(ffn.count, gate_up), ExpertLinear(ffn.count, down)
+        shared = ffn.shared
+        beside = (
+            (None, None, None) if shared is None else (linear(1, e), linear(2 * shared.size, e), linear(e, shared.size))
+        )
+        return ExpertsWeights(vector(e), linear(ffn.count, e), None, *experts, *beside, post_norm)
+
     layers = [
         LayerWeights(
             AttentionWeights(
-                vector(e), linear(queries + 2 * keys, e), None, None, linear(e, queries), vector(e) if after else None
+                norm=vector(e),
+                qkv=linear(queries + 2 * keys, e),
+                q_norm=None,
+                k_norm=None,
+                sinks=None,
+                out=linear(e, queries),
+                post_norm=vector(e) if after else None,
             ),
-            GatedMLPWeights(vector(e), linear(2 * f, e), linear(e, f), vector(e) if after else None),
+            network(layer.ffn, vector(e) if after else None),
         )
-        for _ in range(len(config.layers))
+        for layer in config.layers
     ]
     weights = ModelWeights(matrix(config.vocab_size, e), layers, vector(e), linear(config.vocab_size, e), 0)
     k, v = (codecs.get(name) for name in types)
@@ -128,12 +152,24 @@ GEMMA = replace(
         for theta in (1e4, 1e6)
     ),
 )
+SHARED = replace(
+    LLAMA,
+    hidden_size=2048,
+    layers=(Layer(Attention(16, 4, 128, RopeConfig()), Experts(128, 8, 768, shared=GatedMLP(5632), shared_gate=True)),)
+    * 2,
+)
+WIDE = replace(
+    LLAMA,
+    hidden_size=2880,
+    layers=(Layer(Attention(64, 8, 64, RopeConfig()), Experts(32, 4, 2880, "swiglu_clamped"), "both"),) * 2,
+)
+CONFIGS = {"8B": LLAMA, "odd": ODD, "norms behind": GEMMA, "experts and a shared network": SHARED, "experts": WIDE}
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 
 
 # Product: tokens, the model's sizes and the types decide together at which op of a prompt the peak is.
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("config", [LLAMA, ODD, GEMMA], ids=["8B", "odd", "norms behind"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("tokens", [70, 2048, 9000])
 def test_prompt_bytes_bounds_the_peak_of_a_prompt(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
     """Never more, and at least two thirds of it, since what is counted in vain is missing in the store. Logits of all
@@ -151,7 +187,7 @@ def test_prompt_bytes_bounds_the_peak_of_a_prompt(config: ModelConfig, types: tu
 
 # Product: a model's sizes and the types decide together which op of a step needs most.
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("config", [LLAMA, ODD, GEMMA], ids=["8B", "odd", "norms behind"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_step_bytes_bounds_the_peak_of_steps(config: ModelConfig, types: tuple[str, str]) -> None:
     """Of every number of sequences that there may be; results and inputs included."""
     device, most = Counting(), 70

@@ -175,6 +175,7 @@ def test_without_quantized_blocks_layouts_of_f16_give_attention(rng: np.random.G
     paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
 
 
+# Product: caps come before masks, sinks behind them; codes and halves have loops of their own.
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize(
     ("codec", "window", "warps"), [("f16", 0, (1, 32)), ("ring4", 0, (2, 16)), ("ring4", 40, (2, 16))]

@@ -16,8 +16,8 @@ import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
@@ -67,7 +67,7 @@ class ExpertOps:
         weights = self._device.empty((rows, rule.top_k), np.float32)
         defines = {"COUNT": count, "TOP_K": rule.top_k, "SIGMOID": int(rule.scoring == "sigmoid")}
         config = LaunchConfig({**defines, "RENORMALIZE": int(rule.renormalize)}, _ROUTE_THREADS)
-        grid = (-(-rows * launch_configs.WARP // _ROUTE_THREADS),)
+        grid = (-(-rows * WARP // _ROUTE_THREADS),)
         self._launch("route", grid, config, ids, weights, logits, bias, rows, float(rule.scale))
         return Routing(ids, weights)
 
@@ -95,6 +95,26 @@ class ExpertOps:
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
         args = y, parts, routing.weights, places, routing.ids.shape[1], n, row_stride(y)
         self._launch("add_experts", (-(-n // config.threads), len(x)), config, *args)
+        return y
+
+    def of_any_rows(
+        self,
+        x: Array,
+        routing: Routing,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: str,
+        *,
+        norm: tuple[Array, float] | None = None,
+        residual: Array | None = None,
+        recorded: bool = False,
+    ) -> Array:
+        """`experts`, and after those of a prompt the products of an expert with each number of rows that has kernels of
+        its own: how many rows of a prompt choose an expert is known only when it runs."""
+        y = self.experts(x, routing, gate_up, down, activation, norm=norm, residual=residual, recorded=recorded)
+        if not recorded and len(x) > SMALL_ROWS:
+            for rows in (1, *ROWS_WITH_KERNELS):
+                self._multiply_group(y[:rows], x[:rows], 0, gate_up, down, activation, norm)
         return y
 
     def _multiply_pairs(
@@ -165,10 +185,10 @@ class ExpertOps:
         for expert, rows in enumerate(np.bincount(experts, minlength=gate_up.count).tolist()):
             group = slice(end, end := end + rows)
             if rows:
-                self.multiply_group(parts[group], gathered[group], expert, gate_up, down, activation, norm)
+                self._multiply_group(parts[group], gathered[group], expert, gate_up, down, activation, norm)
         return parts, self._device.from_host(places)
 
-    def multiply_group(
+    def _multiply_group(
         self,
         y: Array,
         x: Array,

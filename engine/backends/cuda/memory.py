@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Experts, Ffn, ModelConfig
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
 
@@ -38,9 +38,10 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
     forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm, _NARROW * queries + post_norm)
-    forward += _FLOAT * (heads + queries)
+    forward += _FLOAT * (heads + queries) + _grouped_bytes(model)
+    few = min(tokens, SMALL_ROWS) * (_pairs_bytes(model) + _FLOAT * e)  # and their sum
     logits = _FLOAT * min(tokens, size) * model.vocab_size  # of all rows of a block that is scored
-    return whole + buffer + spans + max(chunk * max(project, attend, forward), logits)
+    return whole + buffer + spans + max(chunk * max(project, attend, forward), logits, few)
 
 
 def step_bytes(load: Load, device: Device) -> int:
@@ -58,6 +59,7 @@ def step_bytes(load: Load, device: Device) -> int:
     project = 3 * _FLOAT * heads + _NARROW * e
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
     parts = _part_bytes(load, device)
+    forward = max(forward, _pairs_bytes(model) + _post_norm_bytes(model))
     layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_sum_bytes(load, device), parts)
     head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
@@ -66,14 +68,42 @@ def step_bytes(load: Load, device: Device) -> int:
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """E, and of the widest layers F, H·D and (H + 2K)·D."""
+    """E, and of the widest layers F (of one expert, or of a shared network), H·D and (H + 2K)·D."""
     mixers = model.attentions.values()
     return (
         model.hidden_size,
-        max(layer.ffn.size for layer in model.layers),
+        max(max(_ffn_sizes(layer.ffn)) for layer in model.layers),
         max(mixer.heads * mixer.head_dim for mixer in mixers),
         max((mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim for mixer in mixers),
     )
+
+
+def _ffn_sizes(ffn: Ffn) -> list[int]:
+    """F of each network of a layer."""
+    return [ffn.size, ffn.shared.size] if isinstance(ffn, Experts) and ffn.shared is not None else [ffn.size]
+
+
+def _experts(model: ModelConfig) -> set[Experts]:
+    return {layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)}
+
+
+def _chosen_bytes(ffn: Experts) -> int:
+    """Bytes of a row's logits, experts and weights, and of its shared network's result."""
+    shared = 0 if ffn.shared is None else ffn.shared.size
+    return _FLOAT * (ffn.count + 2 * ffn.top_k + shared)
+
+
+def _grouped_bytes(model: ModelConfig) -> int:
+    """Bytes of a row of a prompt, beside those of the products of one network: x and result of each of its experts, and
+    where they are."""
+    pair = 2 * _FLOAT * (model.hidden_size + 1)
+    return max((_chosen_bytes(ffn) + ffn.top_k * pair for ffn in _experts(model)), default=0)
+
+
+def _pairs_bytes(model: ModelConfig) -> int:
+    """Bytes of a row of a step: of each of its experts, what is multiplied with down, and the result."""
+    e = model.hidden_size
+    return max((_chosen_bytes(ffn) + _FLOAT * ffn.top_k * (ffn.size + e) for ffn in _experts(model)), default=0)
 
 
 def _post_norm_bytes(model: ModelConfig) -> int:

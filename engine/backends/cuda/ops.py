@@ -168,7 +168,13 @@ class CudaOps:
                 ops.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
             return loaded
 
-        ops.load = load_first_rows
+        def load_experts(
+            matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        ) -> tuple[Matrix, ...]:
+            return ops._experts.load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
+
+        ops.load, ops.load_experts = load_first_rows, load_experts
+        ops.experts = ops._experts.of_any_rows
         return WarmUp(ops, expected.wait, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
