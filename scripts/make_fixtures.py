@@ -272,7 +272,6 @@ MODELS = {
             "num_experts_per_tok": 2,
             "intermediate_size": 32,
             "sliding_window": 12,
-            "layer_types": ["full_attention", "sliding_attention"],
             "rope_parameters": {**SHORT_YARN, "truncate": False},
         },
     ),

@@ -14,6 +14,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensors import PLAIN, StoredTensor
 
+_LOW = np.uint64(0x0F0F0F0F0F0F0F0F)  # the lower half of each byte
 SUFFIXES = ("", "_bias", "_blocks", "_scales")  # of the tensors of all experts
 _BLOCK, _CODES = 32, 16  # values of a block of MXFP4, and bytes of their codes
 
@@ -55,9 +56,10 @@ class _Blocks(StoredTensor):
         raw = np.empty((count, blocks, 1 + _CODES), np.uint8)
         raw[..., 0] = self._stored(self.scales, self.scales_at, rows, blocks)
         codes = self._stored(self, self.offset, rows, blocks * _CODES).reshape(count, blocks, _CODES)
-        front, back = codes[..., : _CODES // 2], codes[..., _CODES // 2 :]
-        raw[..., 1::2] = front & 15 | back << 4
-        raw[..., 2::2] = front >> 4 | back & 0xF0
+        halves = np.ascontiguousarray(codes).view(np.uint64)  # eight bytes at a time
+        front, back = halves[..., :1], halves[..., 1:]
+        raw[..., 1::2] = (front & _LOW | (back & _LOW) << np.uint64(4)).view(np.uint8)
+        raw[..., 2::2] = (front >> np.uint64(4) & _LOW | back & ~_LOW).view(np.uint8)
         return raw.reshape(count, self.row_bytes)
 
     def release(self, rows: slice) -> None:

@@ -47,7 +47,7 @@ class SameWeights(NumpyOps):
 
     def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         held = self._device.load(matrices)
-        self.kind = {"f16": "__half", "bf16": "__nv_bfloat16"}[held[0].format.name]
+        self.kind = {"f16": "__half", "bf16": "__nv_bfloat16"}.get(held[0].format.name, self.kind)
         return (matrix(np.concatenate([self._device.rows(part) for part in held])),)
 
 

@@ -48,10 +48,10 @@ def test_matrices_of_16_bits_are_not_widened_on_the_way_to_a_gpu(name: str, monk
     assert widened
     assert all(len(source.shape(one)) == 1 for one in widened)
     assert {x.ndim for x in came if x.dtype == np.float32} == {1}
-    raw = source.read_raw("model.layers.1.mlp.down_proj.weight", slice(0, config.hidden_size))
-    (down,) = weights.layers[1].ffn.down.parts
-    np.testing.assert_array_equal(device.to_host(down.data), raw)
-    assert down.format is find(source.stored_dtype("model.layers.1.mlp.down_proj.weight"))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    (out,) = weights.layers[1].mixer.out.parts
+    np.testing.assert_array_equal(device.to_host(out.data), source.read_raw(name, slice(0, config.hidden_size)))
+    assert out.format is find(source.stored_dtype(name))
     source.close()
 
 

@@ -47,7 +47,8 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
     expert = re.search(r"\.experts\.(\d+)", name)
     whole = name if expert is None else name.replace(expert[0], ".experts")
-    found = official.get_name(whole.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
+    spelt = whole.replace("correction_bias", "correction.bias").replace("attn.sinks", "attn.sinks.weight")
+    found = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found if expert is None else f"{found}[{expert[1]}]"
 

@@ -86,6 +86,8 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
         ("olmo2_post_norms", {"norms": "after", "qk_norm": "all", "tied_head": False}),
         ("phi3_longrope_partial", {"rotary_dim": 12}),
         ("phi3_window", {"rotary_dim": None}),
+        ("gpt_oss_mxfp4", {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}),
+        ("gpt_oss_mxfp4", {"sinks": True, "qkv_bias": True, "out_bias": True, "count": 4, "top_k": 2, "size": 32}),
     ],
 )
 def test_stored_models(name: str, expected: dict[str, object]) -> None:
@@ -106,6 +108,8 @@ def test_stored_models(name: str, expected: dict[str, object]) -> None:
         ("gemma3_tied", (12, None, 12)),
         ("phi3_longrope_partial", (None, None)),
         ("phi3_window", (16, 16)),
+        ("gpt_oss_transposed", (16, None)),
+        ("gpt_oss_mxfp4", (12, None)),
     ],
 )
 def test_windows_of_stored_models(name: str, windows: tuple[int | None, ...]) -> None:
@@ -410,7 +414,7 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
         }
         scale = config.attention.head_dim**-0.5
         expected = expected.with_attention(lambda mixer: replace(mixer, scale=scale))  # they know no other
-    elif config.attention.window and config.family in (*IN_LLAMA, "phi3"):
+    elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
         expected = expected.with_attention(lambda mixer: replace(mixer, window=None))
