@@ -25,7 +25,7 @@
 #ifndef SPLIT
 #define SPLIT 1
 #endif
-constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS == 1 ? 4 : 2;  // as registers allow
+constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS > 1 ? 2 : EXPERTS ? 3 : 4;  // as registers allow
 constexpr int WARPS = 8, STEP = 32 * 8 * SPLIT;
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y, of a warp
 
