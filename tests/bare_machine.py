@@ -78,14 +78,14 @@ def prepare() -> None:
     socket.getaddrinfo = socket.create_connection = _refuse  # type: ignore[assignment]
     socket.socket.connect = socket.socket.connect_ex = _refuse  # type: ignore[assignment, method-assign]
 
-    from polarlm.bench.gpu import setup
+    from polarlm.bench.gpu import setup, shapes
     from polarlm.engine.backends import select
     from tests.cuda import gpu_sizes
 
     select.driver_version = lambda: _DRIVER
     gpu_sizes.SIZES = gpu_sizes.SMALL
     setup.WARM_SECONDS = 0
-    config = setup.llama(layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64)
+    config = shapes.llama(layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64)
     config = replace(config, max_context=128)
     sizes = {"block_size": 16, "blocks": 3, "rotated": 1 << 13, "copied": 1 << 12, "noise": 999, "gemm": 32}
     setup.Sizes = partial(setup.Sizes, config, **sizes, prompt=48, step_contexts=(64,), runs=1)  # type: ignore[misc, assignment]

@@ -21,7 +21,8 @@ from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import Cell, RandomModel, default_type, random_metrics
 from polarlm.bench.gpu.peer import PeerTime, half_attention, prompt_attention
-from polarlm.bench.gpu.setup import Gpu, Noise, Sizes, open_gpu, shape_of
+from polarlm.bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
+from polarlm.bench.gpu.shapes import shape_of
 from polarlm.bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
 from polarlm.bench.gpu.tables import Limits, Results, Row, format_tables
 from polarlm.bench.gpu.weights import KINDS

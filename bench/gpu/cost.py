@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polarlm.bench.gpu.nvrtc import compile_binary
-from polarlm.bench.gpu.parts import LIBRARY, Launch, Part
+from polarlm.bench.gpu.parts import LIBRARY, Launch, Multiplied, Part
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import get
@@ -127,11 +127,11 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
         if any(launch.kernel == "dequantize" for launch in small):
             beside += part.bytes / machine.bandwidth
     elif part.prompt:
-        flops = 4 * config.attention.heads * config.attention.head_dim * (part.prompt * (part.prompt + 1) // 2)
+        flops = 4 * config.attention.heads * config.attention.head_dim * part.visible
         times.append(_prompt_time(part, machine, config))
     elif part.products:
-        for launch, (weights, nbytes) in zip(counted, part.products, strict=True):
-            times.append(_product_time(launch, weights, nbytes, machine))
+        for launch, product in zip(counted, part.products, strict=True):
+            times.append(_product_time(launch, product, machine))
     else:
         times += [_attention_time(launch, part, machine, config) for launch in counted]
     _, limit, registers, instructions = max(times, default=(0.0, "latency", 0, 0.0))
@@ -147,11 +147,12 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
     )
 
 
-def _product_time(launch: Launch, weights: int, nbytes: int, machine: Machine) -> tuple[float, str, int, float]:
+def _product_time(launch: Launch, product: Multiplied, machine: Machine) -> tuple[float, str, int, float]:
     """Seconds of a product with one matrix, its limit, registers, instructions of a weight."""
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     units = _units(launch, loop)
-    iterations, own, cached = (all_ / machine.processors for all_ in (weights / units, nbytes, _cached(launch, nbytes)))
+    everything = product.weights / units, product.distinct, _cached(launch, product.bytes)
+    iterations, own, cached = (all_ / machine.processors for all_ in everything)
     clocks, limit = _busiest(loop, iterations, own, cached, machine)
     return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, 32 * loop.common / units
 
@@ -193,7 +194,7 @@ def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[flo
     rows = _define(launch, "WARP_ROWS")
     products = loop.hmma * _MULTIPLIED  # of an iteration: of numbers
     tokens = products / (2 * rows * config.attention.head_dim)
-    iterations = config.attention.heads * part.prompt / rows * (part.prompt / 2 / tokens + 0.5) / machine.processors
+    iterations = config.attention.heads / rows * (part.visible / tokens + part.prompt / 2) / machine.processors
     clocks, limit = _busiest(loop, iterations, 0, 0, machine)
     by_registers = _REGISTERS // (-(-registers // 8) * 8 * threads)
     resident = max(1, min(by_registers, machine.shared_memory // (launch.shared + SYSTEM_BYTES)))

@@ -13,7 +13,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cache import ALLOWED_ERROR
 from polarlm.bench.gpu.cost import Prediction
 from polarlm.bench.gpu.model import default_type
-from polarlm.bench.gpu.setup import shape_of
+from polarlm.bench.gpu.shapes import shape_of
 from polarlm.engine.cli.commands import note
 from polarlm.model_loaders.config import ModelConfig
 

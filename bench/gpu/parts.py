@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,18 +23,20 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
-from polarlm.engine.weight_formats import Linear, Matrix, available, get
-from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, available, get
+from polarlm.model_loaders.config import Experts, GenerationDefaults, ModelConfig
 
 BLOCK_SIZE = 64
+MIXED_EXPERTS = "mxfp4_moe"  # as in files of gpt-oss: experts in MXFP4, all other matrices in Q8_0
 LIBRARY = tracing.GEMM  # a product by a library
 
 
 @dataclass(frozen=True)
 class Launch:
     """kernel: its name without `_kernel`, or LIBRARY. activations: bytes of the float32 and 16-bit arrays
-    among its arguments. inputs: bytes of the first array that it reads, which in a product is x; blocks of one column
-    of the grid read all of it. shared: bytes of a block's dynamic shared memory. flops: of a library's product."""
+    among its arguments. inputs: bytes of x, in a product, that the blocks of one column of the grid read: all of it, or
+    of each pair of a row and an expert that row. shared: bytes of a block's dynamic shared memory. flops: of a
+    library's product."""
 
     kernel: str
     text: str
@@ -51,45 +54,77 @@ def _launch(traced: tracing.Launch) -> Launch:
     if traced.kernel == LIBRARY:
         y, x, _ = arrays
         return Launch(LIBRARY, "", (1,), 0, moved, flops=2 * x.size * y.shape[1])
-    inputs = next((arg.nbytes for arg in traced.args[1:] if isinstance(arg, TracingArray)), 0)
     name, grid = traced.kernel.removesuffix("_kernel"), tuple(traced.grid)
+    inputs = next((arg.nbytes for arg in traced.args[1:] if isinstance(arg, TracingArray)), 0)
+    if "#define EXPERTS 1" in traced.text:
+        inputs = grid[2] * arrays[1].nbytes // len(arrays[1])
     return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared)
+
+
+class Multiplied(NamedTuple):
+    """A product with weights. weights: how many are multiplied by rows that share them. bytes: of these weights, as
+    often as they are read. distinct: bytes that are read from memory, where rows choose some experts alike."""
+
+    weights: int
+    bytes: int
+    distinct: int
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of a step or of a prompt. repeats: how often it is there. bytes: what one of them must read from memory:
-    weights, or codes and full-precision blocks. products: the number of weights and the bytes of each matrix. units: of
+    weights, or codes and full-precision blocks. products: of its kernels in `cuda/linear`, in their order. units: of
     attention in a step, which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one. prompt:
-    tokens of the prompt whose attention this is.
+    tokens of the prompt whose attention this is; visible: how many of them all of its tokens see together.
     """
 
     name: str
     repeats: int
     launches: Sequence[Launch]
     bytes: int
-    products: Sequence[tuple[int, int]] = ()
+    products: Sequence[Multiplied] = ()
     units: int = 0
     unit_tokens: int = BLOCK_SIZE
     prompt: int = 0
+    visible: int = 0
 
 
 def known_weights() -> tuple[str, ...]:
-    """Formats of weights that a step can have: those that kernels read, and the mixture. The engine makes f32 f16."""
-    return MIXED, *(name for name in available() if name != "f32" and can_read(name))
+    """Formats of weights that a step can have: those that kernels read, and the mixtures. The engine makes f32 f16."""
+    return MIXED, MIXED_EXPERTS, *(name for name in available() if name != "f32" and can_read(name))
 
 
 def matrix_formats(weights: str, name: str, layers: int) -> list[tuple[int, tuple[str, ...]]]:
     """(how often, formats) of the matrix `name` of a model; of two formats the second is that of the values."""
     count = 1 if name in ("embedding", "head") else layers
+    if name == "router":
+        return [(count, ("f16",))]
+    if weights == MIXED_EXPERTS:
+        return [(count, ("mxfp4" if name.startswith("experts") else "q8_0",))]
     if weights != MIXED:
         return [(count, (weights,))]
     if name == "head":
         return [(1, ("q6_k",))]
-    if name not in ("qkv", "down"):
+    if name not in ("qkv", "down", "experts down"):
         return [(count, ("q4_k",))]
     larger = sum(has_larger_types(layer, layers) for layer in range(layers))
     return [(layers - larger, ("q4_k",)), (larger, ("q4_k", "q6_k") if name == "qkv" else ("q6_k",))]
+
+
+class Seen(NamedTuple):
+    """What layers with one window attend to. spans: of each time that a layer takes rows. read: of their part."""
+
+    spans: Sequence[SpanTable]
+    read: Mapping[str, int]
+
+
+class _Chooser(TracingDevice):
+    """Rows that choose experts evenly: numbers that are read from the device are those of their experts."""
+
+    experts = 1
+
+    def to_host(self, x: TracingArray) -> np.ndarray:
+        return (np.arange(x.size, dtype=x.dtype) % self.experts).reshape(x.shape)
 
 
 class _Pass:
@@ -100,7 +135,9 @@ class _Pass:
         self.parts: list[Part] = []
         self.config, self._weight, attention = config, weight, config.attention
         self._launches: list[Launch] = []
-        device = TracingDevice(lambda traced: self._launches.append(_launch(traced)), processors, shared_memory)
+        device = _Chooser(lambda traced: self._launches.append(_launch(traced)), processors, shared_memory)
+        if isinstance(config.ffn, Experts):
+            device.experts = config.ffn.count
         self.array, self.ops = device.empty, CudaOps(device)
         key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
         mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
@@ -116,32 +153,37 @@ class _Pass:
         return self._note("embedding", 1, lambda: self.ops.embed(table, ids), nbytes)
 
     def run(
-        self, x: TracingArray, place: str, spans: Sequence[SpanTable], *, outputs: int, recorded: bool, **read: Any
+        self, x: TracingArray, place: str, seen: Mapping[int | None, Seen], *, outputs: int, recorded: bool
     ) -> list[Part]:
         """The parts of a pass of x (T, E), after its embedding.
 
-        place: name of the part that places keys and values. spans: of each time that a layer takes T rows. outputs:
-        rows that have logits. recorded: see `Ops.linear`. read: of the part of attention.
+        place: name of the part that places keys and values. seen: of layers with each window. outputs: rows that have
+        logits. recorded: see `Ops.linear`.
         """
         config, attention, ops, note = self.config, self.config.attention, self.ops, self._note
         heads, kv_heads, dim, layers = attention.heads, attention.kv_heads, attention.head_dim, len(config.layers)
-        (rows, e), times = x.shape, len(spans)
+        (rows, e), spans = x.shape, next(iter(seen.values())).spans
+        times = len(spans)
         product = partial(self._product, times=times, recorded=recorded)
         norm = self.array((e,), np.float32), config.norm_eps
         qkv = product("qkv", x, ((heads + kv_heads) * dim, kv_heads * dim), norm=norm)
         qkv = qkv.reshape(rows, heads + 2 * kv_heads, dim)
         rope = self.array((rows, dim // 2), np.float32), self.array((rows, dim // 2), np.float32)
         q = note(place, times * layers, lambda: ops.place_kv(qkv, rope, self._transform, self.cache, spans[0]))
-        out, down = self._one("out", e, heads * dim), self._one("down", e, config.ffn.size)
-
-        def attend() -> TracingArray:
-            return [ops.attention(q, self.cache, seen, dim**-0.5, None, self._transform, out) for seen in spans][-1]
-
-        mixed = note("attention", layers, attend, **read)
+        out = self._one("out", e, heads * dim)
+        for mixer, count in Counter(config.attentions.values()).items():
+            given = mixer.score_scale, mixer.window, self._transform, out
+            more = {"softcap": mixer.softcap, "sinks": self.array((heads,), np.float32) if mixer.sinks else None}
+            attend = partial(_each, partial(ops.attention, q, self.cache), seen[mixer.window].spans, *given, **more)
+            name = "attention" if mixer.window is None else f"attention, window of {mixer.window}"
+            mixed = note(name, count, attend, **seen[mixer.window].read)
         product("out", mixed.reshape(rows, -1), (e,), residual=x)
-        activation = config.ffn.activation
-        activated = product("gate_up", x, (2 * config.ffn.size,), norm=norm, activation=activation, then=down)
-        product("down", activated, (e,), residual=x)
+        if isinstance(config.ffn, Experts):
+            self._experts(x, config.ffn, times, norm=norm, recorded=recorded)
+        else:
+            activation, down = config.ffn.activation, self._one("down", e, config.ffn.size)
+            activated = product("gate_up", x, (2 * config.ffn.size,), norm=norm, activation=activation, then=down)
+            product("down", activated, (e,), residual=x)
         logits = self._product("head", x[rows - outputs :], (config.vocab_size,), norm=norm, recorded=recorded)
         self._choose(logits)
         return self.parts
@@ -160,10 +202,35 @@ class _Pass:
             pieces = rows if len(formats) == len(rows) else (sum(rows),)
             w = Linear(tuple(self._matrix(*piece, x.shape[1]) for piece in zip(formats, pieces, strict=True)))
             own = name if len(choices) == 1 else f"{name} ({', '.join(formats)})"
-            products = [(part.shape[0] * part.shape[1], part.data.nbytes) for part in w.parts]
+            products = [_whole(part) for part in w.parts]
             work = partial(self.ops.linear, x, w, **given)
-            y = self._note(own, times * repeats, work, sum(nbytes for _, nbytes in products), products=products)
+            y = self._note(own, times * repeats, work, sum(part.bytes for part in products), products=products)
         return y
+
+    def _experts(self, x: TracingArray, ffn: Experts, times: int, *, norm: Any, recorded: bool) -> None:
+        """The parts of a mixture of experts. Rows choose experts evenly and independently of each other."""
+        logits = self._product("router", x, (ffn.count,), times, norm=norm, recorded=recorded)
+        bias = self.array((ffn.count,), np.float32) if ffn.choice_bias else None
+        (rows, e), layers = x.shape, len(self.config.layers)
+        routing = self._note("choice of experts", times * layers, lambda: self.ops.route(logits, ffn, bias))
+        chosen = ffn.count * (1 - (1 - ffn.top_k / ffn.count) ** rows)  # the expected number
+        for repeats, (down_format,) in matrix_formats(self._weight, "experts down", layers):
+            ((_, (format, *_)), *_) = matrix_formats(self._weight, "experts", layers)
+            shapes = (format, 2 * ffn.size, e), (down_format, e, ffn.size)
+            matrices = [self._matrix(name, ffn.count * out, columns) for name, out, columns in shapes]
+            gate_up, down = (
+                ExpertLinear(ffn.count, (w,), self.array((ffn.count, out), np.float32) if ffn.bias else None)
+                for w, (_, out, _) in zip(matrices, shapes, strict=True)
+            )
+            work = partial(self.ops.experts, x, routing, gate_up, down, ffn.activation, norm=norm, residual=x)
+            whole = [_whole(w) for w in matrices]
+            if recorded:
+                pairs = [_share(w, rows * ffn.top_k / ffn.count, chosen / ffn.count) for w in whole]
+            else:
+                pairs = [_share(w, 1 / ffn.count, 1 / ffn.count) for w in whole] * ffn.count
+            own = "experts" if format == down_format else f"experts ({format}, {down_format})"
+            nbytes = sum(part.distinct for part in pairs)
+            self._note(own, times * repeats, partial(work, recorded=recorded), nbytes, products=pairs)
 
     def _one(self, name: str, rows: int, columns: int) -> Linear:
         """The matrix `name`; where layers have it in several formats, in that of the first."""
@@ -182,6 +249,18 @@ class _Pass:
         return Matrix(format, self.array(shape, np.uint8), (rows, columns))
 
 
+def _each(work: Callable[..., Any], spans: Sequence[SpanTable], *given: Any, **more: Any) -> Any:
+    return [work(one, *given, **more) for one in spans][-1]
+
+
+def _whole(matrix: Matrix) -> Multiplied:
+    return Multiplied(matrix.shape[0] * matrix.shape[1], matrix.data.nbytes, matrix.data.nbytes)
+
+
+def _share(of: Multiplied, read: float, distinct: float) -> Multiplied:
+    return Multiplied(round(read * of.weights), round(read * of.bytes), round(distinct * of.bytes))
+
+
 def step_parts(
     config: ModelConfig,
     weight: str,
@@ -197,35 +276,32 @@ def step_parts(
     """
     step = _Pass(config, weight, cache_type, processors, shared_memory)
     quantized_bytes, full_bytes = step.ops.cache_bytes(step.format)
+    attention = config.attention
+    group = attention.heads // attention.kv_heads
+    all_full = not any(side.is_quantized for side in step.cache.layouts)
+    cells = launch_configs.decode_cells(group)[1]
+
+    def seen(window: int | None) -> Seen:
+        views = [_view(row, context, window) for row in range(batch)]
+        spans = step.ops.spans(views, BLOCK_SIZE)
+        headers = [spans.header(row) for row in range(batch)]
+        plan = Plan(headers, attention.kv_heads, group, cells, BLOCK_SIZE, processors, all_full=all_full)
+        full = 1 if views[0].sink is None else 2
+        nbytes = batch * (len(views[0].table) * quantized_bytes + full * full_bytes)
+        return Seen([spans], {"bytes": nbytes, "units": plan.total, "unit_tokens": SLICE if all_full else BLOCK_SIZE})
+
+    windows = {mixer.window: seen(mixer.window) for mixer in config.attentions.values()}
+    return step.run(step.embed(batch), "place_kv", windows, outputs=batch, recorded=True)
+
+
+def _view(row: int, context: int, window: int | None) -> SpanView:
+    """What the newest token of the sequence in `row` sees of `context` tokens. What its window lacks is released."""
     newest = context - 1
     start = newest // BLOCK_SIZE * BLOCK_SIZE
-    ids_of_blocks = [0] * (start // BLOCK_SIZE - 1)
-    views = [
-        SpanView(slice(row, row + 1), newest, KVLocation(None, 1), start, 0, ids_of_blocks, BLOCK_SIZE)
-        for row in range(batch)
-    ]  # fmt: skip
-    spans = step.ops.spans(views, BLOCK_SIZE)
-    group, all_full = (
-        config.attention.heads // config.attention.kv_heads,
-        not any(side.is_quantized for side in step.cache.layouts),
-    )
-    plan = Plan(
-        [spans.header(row) for row in range(batch)],
-        config.attention.kv_heads,
-        group,
-        launch_configs.decode_cells(group)[1],
-        BLOCK_SIZE,
-        processors,
-        all_full=all_full,
-    )
-    return step.run(
-        *(step.embed(batch), "place_kv", [spans]),
-        outputs=batch,
-        recorded=True,
-        bytes=batch * (len(ids_of_blocks) * quantized_bytes + 2 * full_bytes),
-        units=plan.total,
-        unit_tokens=SLICE if all_full else BLOCK_SIZE,
-    )
+    first = 0 if window is None else max(0, context - window) // BLOCK_SIZE * BLOCK_SIZE
+    sink, table_start = (0, BLOCK_SIZE) if first == 0 else (None, first)
+    ids = [0] * ((start - table_start) // BLOCK_SIZE)
+    return SpanView(slice(row, row + 1), newest, KVLocation(None, 1), start, sink, ids, table_start)
 
 
 def prompt_parts(
@@ -243,4 +319,11 @@ def prompt_parts(
         prompt.ops.spans([SpanView(slice(0, rows), first, KVLocation(buffer, 0), 0, None, (), 0)], BLOCK_SIZE)
         for first in range(0, tokens, rows)
     ]
-    return prompt.run(prompt.embed(tokens)[:rows], "heads", spans, outputs=1, recorded=False, prompt=tokens)
+
+    def seen(window: int | None) -> Seen:
+        unseen = 0 if window is None else max(0, tokens - window)
+        visible = tokens * (tokens + 1) // 2 - unseen * (unseen + 1) // 2
+        return Seen(spans, {"prompt": tokens, "visible": visible})
+
+    windows = {mixer.window: seen(mixer.window) for mixer in config.attentions.values()}
+    return prompt.run(prompt.embed(tokens)[:rows], "heads", windows, outputs=1, recorded=False)

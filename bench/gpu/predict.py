@@ -16,7 +16,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
 from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
 from polarlm.bench.gpu.parts import BLOCK_SIZE, known_weights, prompt_parts, step_parts
-from polarlm.bench.gpu.setup import LLAMA_8B, llama
+from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.cli.commands import note, run
@@ -24,10 +24,7 @@ from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.model_loaders.config import ModelConfig
 
-MODELS = {
-    "8b": LLAMA_8B,
-    "70b": llama(layers=80, hidden_size=8192, ffn_size=28672, heads=64),
-}
+MODELS = {"8b": LLAMA_8B, "70b": LLAMA_70B, "qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B}
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
 _MOST_BATCH = launch_configs.SMALL_ROWS
@@ -45,9 +42,14 @@ class Options:
     """What to predict."""
 
     gpu: str = setting("h200", "--gpu", choices=tuple(MACHINES), help="the GPU")
-    model: str = setting("8b", "--model", choices=tuple(MODELS), help="the shape of the model: Llama 3's")
+    model: str = setting(
+        "8b", "--model", choices=tuple(MODELS), help="the shape of the model: of Llama 3, Qwen3, or gpt-oss"
+    )
     weights: str = setting(
-        "bf16", "--weights", metavar="TYPE", help="bf16, f16, q4_k_m, or a GGUF type for all matrices, such as q8_0"
+        "bf16",
+        "--weights",
+        metavar="TYPE",
+        help="bf16, f16, q4_k_m, mxfp4_moe, or a GGUF type for all matrices, such as q8_0",
     )
     cache: str = setting("balanced", "--cache", metavar="TYPE", help="the cache type, such as balanced or f16")
     batch: str = setting("1", "--batch", metavar="N,N", help=f"sequences of a step, at most {_MOST_BATCH}")

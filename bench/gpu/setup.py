@@ -14,41 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from polarlm.bench.gpu.shapes import LLAMA_8B
 from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.select import select
-from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
-
-
-def llama(
-    layers: int = 32,
-    hidden_size: int = 4096,
-    ffn_size: int = 14336,
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
-    vocab_size: int = 128256,
-) -> ModelConfig:
-    """A Llama 3.1 of these sizes, which are the 8B's by default."""
-    layer = Layer(Attention(heads, kv_heads, head_dim, RopeConfig(theta=500_000.0)), GatedMLP(ffn_size))
-    return ModelConfig("llama", (layer,) * layers, hidden_size, vocab_size, max_context=131072, norm_eps=1e-5)
-
-
-LLAMA_8B = llama()
-
-
-def shape_of(config: ModelConfig) -> dict[str, int]:
-    """The sizes of a model that decide how long its steps take."""
-    attention = config.attention
-    return {
-        "layers": len(config.layers),
-        "hidden_size": config.hidden_size,
-        "ffn_size": config.ffn.size,
-        "heads": attention.heads,
-        "kv_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "vocab_size": config.vocab_size,
-    }
+from polarlm.model_loaders.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | PromptPee
 @dataclass
 class Results:
     """Rows in the order of measurement, and the missing measurements with their reasons. model: the model's shape
-    (`bench.gpu.setup.shape_of`)."""
+    (`bench.gpu.shapes.shape_of`)."""
 
     rows: list[Row] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)

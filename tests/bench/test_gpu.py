@@ -34,7 +34,8 @@ from polarlm.bench.gpu.peer import (
     half_attention,
     prompt_attention,
 )
-from polarlm.bench.gpu.setup import LLAMA_8B, Gpu, Sizes, llama, open_gpu
+from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
+from polarlm.bench.gpu.shapes import LLAMA_8B, llama
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from polarlm.bench.gpu.tables import Limits, Results, format_tables
 from polarlm.bench.gpu.weights import _random_rows, layer_parts, outer_parts, parameters, weight_bytes

@@ -16,7 +16,7 @@ from polarlm.bench.gpu import cost, measured, predict
 from polarlm.bench.gpu.attention import AttentionTime
 from polarlm.bench.gpu.cost import Prediction
 from polarlm.bench.gpu.measured import Pair, runs_of
-from polarlm.bench.gpu.setup import LLAMA_8B, llama, shape_of
+from polarlm.bench.gpu.shapes import LLAMA_8B, llama, shape_of
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from polarlm.bench.gpu.tables import Results, Row
 from polarlm.model_loaders.config import ModelConfig

@@ -14,7 +14,7 @@ from polarlm.bench.gpu import cost, predict
 from polarlm.bench.gpu.cost import MACHINES
 from polarlm.bench.gpu.parts import Part, prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
-from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.gpu.shapes import LLAMA_8B
 from polarlm.engine.errors import EngineError
 
 H200 = MACHINES["h200"]

@@ -12,7 +12,7 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Prediction, overlapped, predict
 from polarlm.bench.gpu.parts import step_parts
-from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.gpu.shapes import LLAMA_8B
 from tests.bench.test_gpu_sass import skip_without_the_recorded_compiler
 
 H200 = MACHINES["h200"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
-from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.gpu.shapes import LLAMA_8B
 from polarlm.bench.gpu.weights import parameters
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs

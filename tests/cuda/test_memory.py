@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.setup import LLAMA_8B, llama
+from polarlm.bench.gpu.shapes import LLAMA_8B, llama
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.setup import LLAMA_8B
+from polarlm.bench.gpu.shapes import LLAMA_8B
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.linear import _UPLOAD_BYTES

@@ -1,0 +1,63 @@
+"""Shapes of models whose steps are measured on a GPU or predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer, ModelConfig, RopeConfig
+
+
+def llama(
+    layers: int = 32,
+    hidden_size: int = 4096,
+    ffn_size: int = 14336,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    vocab_size: int = 128256,
+) -> ModelConfig:
+    """A Llama 3.1 of these sizes, which are the 8B's by default."""
+    layer = Layer(Attention(heads, kv_heads, head_dim, RopeConfig(theta=500_000.0)), GatedMLP(ffn_size))
+    return ModelConfig("llama", (layer,) * layers, hidden_size, vocab_size, max_context=131072, norm_eps=1e-5)
+
+
+LLAMA_8B = llama()
+LLAMA_70B = llama(layers=80, hidden_size=8192, ffn_size=28672, heads=64)
+
+_QWEN3_30B_A3B_LAYER = Layer(
+    Attention(32, 4, 128, RopeConfig(theta=1e6), qk_norm="head"), Experts(128, 8, 768, renormalize=True)
+)
+QWEN3_30B_A3B = ModelConfig(
+    "qwen3_moe", (_QWEN3_30B_A3B_LAYER,) * 48, 2048, vocab_size=151_936, max_context=40_960, norm_eps=1e-6
+)
+
+_YARN = RopeConfig(theta=150_000.0, kind="yarn", factor=32.0, original_context=4096, truncate=False)
+_GPT_OSS_ATTENTION = Attention(64, 8, 64, _YARN, sinks=True, qkv_bias=True, out_bias=True)
+_GPT_OSS_EXPERTS = Experts(32, 4, 2880, "swiglu_clamped", bias=True, renormalize=True, router_bias=True)
+GPT_OSS_20B = ModelConfig(
+    "gpt_oss",
+    (
+        Layer(replace(_GPT_OSS_ATTENTION, window=128), _GPT_OSS_EXPERTS),
+        Layer(_GPT_OSS_ATTENTION, _GPT_OSS_EXPERTS),
+    )
+    * 12,
+    2880,
+    vocab_size=201_088,
+    max_context=131_072,
+    norm_eps=1e-5,
+)
+
+
+def shape_of(config: ModelConfig) -> dict[str, int]:
+    """The sizes of a model that decide how long its steps take."""
+    attention, ffn = config.attention, config.ffn
+    return {
+        "layers": len(config.layers),
+        "hidden_size": config.hidden_size,
+        "ffn_size": ffn.size,
+        "heads": attention.heads,
+        "kv_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": config.vocab_size,
+        **({"experts": ffn.count, "top_k": ffn.top_k} if isinstance(ffn, Experts) else {}),
+    }
