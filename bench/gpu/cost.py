@@ -122,8 +122,9 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
     beside = sum(_small(launch, machine) for launch in small)
     times: list[tuple[float, str, int, float]] = []
     flops = sum(launch.flops for launch in part.launches)
-    if flops:
-        times += [_library_time(launch, machine) for launch in part.launches if launch.kernel == LIBRARY]
+    library = [launch for launch in part.launches if launch.kernel == LIBRARY]
+    if library:
+        times += [_library_time(launch, machine) for launch in library]
         if any(launch.kernel == "dequantize" for launch in small):
             beside += part.bytes / machine.bandwidth
     elif part.prompt:

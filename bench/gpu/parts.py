@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,9 +57,12 @@ def _launch(traced: tracing.Launch) -> Launch:
         return Launch(LIBRARY, "", (1,), 0, moved, flops=2 * x.size * y.shape[1])
     name, grid = traced.kernel.removesuffix("_kernel"), tuple(traced.grid)
     inputs = next((arg.nbytes for arg in traced.args[1:] if isinstance(arg, TracingArray)), 0)
-    if "#define EXPERTS 1" in traced.text:
-        inputs = grid[2] * arrays[1].nbytes // len(arrays[1])
-    return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared)
+    flops = 0
+    if "#define EXPERTS 1" in traced.text:  # y has a row for each pair
+        y, x, *_ = arrays
+        inputs = len(y) * x.nbytes // len(x)
+        flops = 2 * y.size * x.shape[1] * (2 if "#define ACTIVATION " in traced.text else 1)
+    return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared, flops)
 
 
 class Multiplied(NamedTuple):
@@ -118,15 +122,6 @@ class Seen(NamedTuple):
     read: Mapping[str, int]
 
 
-class _Chooser(TracingDevice):
-    """Rows that choose experts evenly: numbers that are read from the device are those of their experts."""
-
-    experts = 1
-
-    def to_host(self, x: TracingArray) -> np.ndarray:
-        return (np.arange(x.size, dtype=x.dtype) % self.experts).reshape(x.shape)
-
-
 class _Pass:
     """The parts of a forward pass of a model, noted as their kernels are launched. Layers are alike."""
 
@@ -135,9 +130,7 @@ class _Pass:
         self.parts: list[Part] = []
         self.config, self._weight, attention = config, weight, config.attention
         self._launches: list[Launch] = []
-        device = _Chooser(lambda traced: self._launches.append(_launch(traced)), processors, shared_memory)
-        if isinstance(config.ffn, Experts):
-            device.experts = config.ffn.count
+        device = TracingDevice(lambda traced: self._launches.append(_launch(traced)), processors, shared_memory)
         self.array, self.ops = device.empty, CudaOps(device)
         key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
         mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
@@ -208,29 +201,26 @@ class _Pass:
         return y
 
     def _experts(self, x: TracingArray, ffn: Experts, times: int, *, norm: Any, recorded: bool) -> None:
-        """The parts of a mixture of experts. Rows choose experts evenly and independently of each other."""
+        """The parts of a mixture of experts. Rows choose independently of each other, and all experts alike."""
         logits = self._product("router", x, (ffn.count,), times, norm=norm, recorded=recorded)
         bias = self.array((ffn.count,), np.float32) if ffn.choice_bias else None
         (rows, e), layers = x.shape, len(self.config.layers)
         routing = self._note("choice of experts", times * layers, lambda: self.ops.route(logits, ffn, bias))
-        chosen = ffn.count * (1 - (1 - ffn.top_k / ffn.count) ** rows)  # the expected number
+        ((_, (format, *_)), *_) = matrix_formats(self._weight, "experts", layers)
         for repeats, (down_format,) in matrix_formats(self._weight, "experts down", layers):
-            ((_, (format, *_)), *_) = matrix_formats(self._weight, "experts", layers)
             shapes = (format, 2 * ffn.size, e), (down_format, e, ffn.size)
-            matrices = [self._matrix(name, ffn.count * out, columns) for name, out, columns in shapes]
-            gate_up, down = (
-                ExpertLinear(ffn.count, (w,), self.array((ffn.count, out), np.float32) if ffn.bias else None)
-                for w, (_, out, _) in zip(matrices, shapes, strict=True)
-            )
+            matrices = [self._matrix(name, ffn.count * out, width) for name, out, width in shapes]
+            biases = (self.array((ffn.count, out), np.float32) if ffn.bias else None for _, out, _ in shapes)
+            gate_up, down = (ExpertLinear(ffn.count, (w,), own) for w, own in zip(matrices, biases, strict=True))
             work = partial(self.ops.experts, x, routing, gate_up, down, ffn.activation, norm=norm, residual=x)
-            whole = [_whole(w) for w in matrices]
-            if recorded:
-                pairs = [_share(w, rows * ffn.top_k / ffn.count, chosen / ffn.count) for w in whole]
-            else:
-                pairs = [_share(w, 1 / ffn.count, 1 / ffn.count) for w in whole] * ffn.count
+            products = [
+                _chosen(_whole(w), ffn, min(rows - first, launch_configs.EXPERT_ROWS))
+                for first in range(0, rows, launch_configs.EXPERT_ROWS)
+                for w in matrices
+            ]
             own = "experts" if format == down_format else f"experts ({format}, {down_format})"
-            nbytes = sum(part.distinct for part in pairs)
-            self._note(own, times * repeats, partial(work, recorded=recorded), nbytes, products=pairs)
+            nbytes = sum(part.distinct for part in products)
+            self._note(own, times * repeats, partial(work, recorded=recorded), nbytes, products=products)
 
     def _one(self, name: str, rows: int, columns: int) -> Linear:
         """The matrix `name`; where layers have it in several formats, in that of the first."""
@@ -257,8 +247,16 @@ def _whole(matrix: Matrix) -> Multiplied:
     return Multiplied(matrix.shape[0] * matrix.shape[1], matrix.data.nbytes, matrix.data.nbytes)
 
 
-def _share(of: Multiplied, read: float, distinct: float) -> Multiplied:
-    return Multiplied(round(read * of.weights), round(read * of.bytes), round(distinct * of.bytes))
+def _chosen(of: Multiplied, ffn: Experts, rows: int) -> Multiplied:
+    """What `rows` rows multiply with a matrix `of` all experts."""
+    pairs = rows * ffn.top_k
+    chosen = ffn.count * (1 - (1 - ffn.top_k / ffn.count) ** rows)  # the expected number of experts
+    read = float(pairs)
+    if launch_configs.groups_pairs(pairs, ffn.count):
+        config, _, _ = launch_configs.gemm_groups(pairs, ffn.count)
+        read = chosen * math.ceil(pairs / chosen / int(config.defines["ROWS"]))
+    one, distinct = read / ffn.count, chosen / ffn.count
+    return Multiplied(round(one * of.weights), round(one * of.bytes), round(distinct * of.bytes))
 
 
 def step_parts(

@@ -14,30 +14,31 @@
 // added in shared memory.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
 // blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights), TO float;
-// gemm_small_sum_kernel adds the parts.
+// gemm_small_sum_kernel adds the parts. With EXPERTS (0 or 1, default 0) the grid has groups of rows in z, and there are
+// more arguments: expert_group.cuh.
 // DEFINES: ACT (the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), SHARED
 // (bytes of dynamic shared memory, at most 96 KB), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not
 // defined), TO (of y, see output_tile.cuh).
-// JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh.
+// JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh, expert_group.cuh.
 // Cost: bytes of the weights, of which STAGES − 1 stages per block are in flight at any time, 64 KB of 16-bit weights;
 // each block reads its inputs of all rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the
 // bytes of 16-bit weights.
 // PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight aligned to 16 bytes;
-// out % 16 == 0 if GATED and the format is packed.
+// out % 16 == 0 if GATED or EXPERTS and the format is packed.
 
 // A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then stored as fragments.
 struct Inputs {
     uint4 eight[OWN];
 
-    __device__ __forceinline__ void load(const ACT *x, int stage, int rows, int in) {
+    __device__ __forceinline__ void load(const ACT *x, int stage, const Rows &rows, int in) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
             const int f = warp + WARPS * c, row = f % TILES_N * 8 + lane / 4;
             const int k = stage * INPUTS + f / TILES_N * 32 + lane % 4 * 8;
             eight[c] = make_uint4(0, 0, 0, 0);
-            if (f >= FRAGMENTS || row >= rows || k >= in) continue;
-            eight[c] = *reinterpret_cast<const uint4 *>(x + row * (long long)in + k);
+            if (f >= FRAGMENTS || row >= rows.count || k >= in) continue;
+            eight[c] = *reinterpret_cast<const uint4 *>(x + rows[row] * (long long)in + k);
         }
     }
     __device__ __forceinline__ void store(uint4 *fragments) {
@@ -81,16 +82,23 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
 }
 
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
-gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, int rows, int in, int out,
-                  long long pitch) {
+gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, int rows_of_x, int in, int out,
+                  long long pitch GROUP_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(uint4, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;
     const int column = warp % WARPS_OUT * 32;
     const Tile tile = {int(blockIdx.x) * COLUMNS, out};
     uint4 *const fragments = shared + COPIED;
+#if EXPERTS
+    const int size = (GATED ? 2 : 1) * out;
+    const Rows rows = rows_of_group(y, bias, groups, places_rows, bias_pitch, size, pitch);
+    if (!rows.count) return;
+#else
+    const Rows rows{0, rows_of_x};
+#endif
 
-    const Weights<WEIGHT> weights(weight, tile, column, warp_k * 32, in, shared);
+    const Weights<WEIGHT> weights(weight, rows.first_weight, tile, column, warp_k * 32, in, shared);
     Inputs inputs = {};
     const int all = (in + INPUTS - 1) / INPUTS;
     const int first = int(all * (long long)blockIdx.y / gridDim.y), last = int(all * (blockIdx.y + 1ll) / gridDim.y);
@@ -113,7 +121,7 @@ gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float 
     float *const joined = reinterpret_cast<float *>(shared);
     store_sums(joined + warp_k * ROWS * PITCH + column, sums);
     __syncthreads();
-    store_tile<WARPS_K, TILE>(y, joined, tile, bias, rows, pitch, threadIdx.x);
+    store_tile<WARPS_K, TILE>(y, joined, tile, bias, rows.count, pitch, threadIdx.x);
 }
 
 // Adds parts (count, rows, rows of weights) in their order, then bias, into y, as gemm_small_kernel does with one part.

@@ -34,13 +34,13 @@ struct Weights<W, false> {
     uint4 *stages;  // this warp's and lane's in [STAGES][WARPS][4][32]
     int input, in;  // the lane's first input of stage 0
 
-    __device__ __forceinline__ Weights(const unsigned char *weight, const Tile &tile, int column, int first_input,
-                                       int in_, uint4 *shared)
+    __device__ __forceinline__ Weights(const unsigned char *weight, int first_row, const Tile &tile, int column,
+                                       int first_input, int in_, uint4 *shared)
         : matrix(weight), stages(shared + threadIdx.x / 32 * 4 * 32 + threadIdx.x % 32),
           input(first_input + threadIdx.x % 4 * 8), in(in_) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            rows[i] = tile.row_of(column + 8 * i + threadIdx.x % 32 / 4);
+            rows[i] = first_row + tile.row_of(column + 8 * i + threadIdx.x % 32 / 4);
             plain[i] = reinterpret_cast<const Product *>(weight) + rows[i] * (long long)in;
         }
     }
@@ -83,11 +83,11 @@ struct Weights<W, true> {
     uint4 *stages;  // this warp's in [STAGES][WARPS][2][PIECES]
     int input, in, lane;  // the warp's first input of stage 0
 
-    __device__ __forceinline__ Weights(const unsigned char *weight, const Tile &tile, int column, int first_input,
-                                       int in_, uint4 *shared)
+    __device__ __forceinline__ Weights(const unsigned char *weight, int first_row, const Tile &tile, int column,
+                                       int first_input, int in_, uint4 *shared)
         : stages(shared + threadIdx.x / 32 * 2 * PIECES), input(first_input), in(in_), lane(threadIdx.x % 32) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) tiles[m] = W::block_at(weight, tile.row_of(column + 16 * m) / 16, in, 0);
+        for (int m = 0; m < 2; ++m) tiles[m] = W::block_at(weight, (first_row + tile.row_of(column + 16 * m)) / 16, in, 0);
     }
     __device__ __forceinline__ uint4 *pieces(int stage) const { return stages + stage % STAGES * WARPS * 2 * PIECES; }
     // Commits one group of copies; from stage `last` on it is empty.

@@ -14,8 +14,9 @@ from polarlm.bench.gpu import cost, predict
 from polarlm.bench.gpu.cost import MACHINES
 from polarlm.bench.gpu.parts import Part, prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
-from polarlm.bench.gpu.shapes import LLAMA_8B
+from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B
 from polarlm.engine.errors import EngineError
+from polarlm.model_loaders.config import Experts, ModelConfig
 
 H200 = MACHINES["h200"]
 ATTENTION = "decode_attention"
@@ -215,6 +216,65 @@ def test_a_library_s_product_takes_its_flops_or_its_bytes(monkeypatch: pytest.Mo
     assert short.limit == "memory"
     moved = 2 * 4096 * 14336 + 2 * 2048 * 14336 + 4 * 2048 * 4096
     assert short.seconds == pytest.approx(32 * (moved / H200.bandwidth + 2.7e-6))
+
+
+# -- experts -------------------------------------------------------------------------------------------------------
+
+
+def step_of(config: ModelConfig, weights: str, batch: int, context: int = 2048) -> dict[str, Part]:
+    sizes = H200.processors, H200.shared_memory
+    return {part.name: part for part in step_parts(config, weights, CacheType.read("balanced"), context, batch, *sizes)}
+
+
+def test_one_row_reads_the_matrices_of_its_experts() -> None:
+    experts = step_of(QWEN3_30B_A3B, "bf16", 1)["experts"]
+    assert [launch.kernel for launch in experts.launches] == ["gemv", "gemv", "add_experts"]
+    assert experts.repeats == 48
+    assert experts.bytes == 8 * 3 * 2048 * 768 * 2
+    assert [launch.grid[2] for launch in experts.launches[:2]] == [8, 8]
+    assert experts.launches[0].inputs == 8 * 2048 * 4  # each pair reads its row
+
+
+def test_rows_read_each_expert_that_some_of_them_chose_once_from_memory() -> None:
+    """Of pairs one by one, those with a common expert read it from the cache again; a group reads it once."""
+    one = 3 * 2048 * 768 * 2
+    pairs, groups = (step_of(QWEN3_30B_A3B, "bf16", rows)["experts"] for rows in (16, 64))
+    distinct = 128 * (1 - (120 / 128) ** 16)
+    assert pairs.bytes == pytest.approx(distinct * one, rel=1e-6)
+    assert sum(product.bytes for product in pairs.products) == 16 * 8 * one
+    assert [launch.kernel for launch in groups.launches[:3]] == ["group_pairs", "narrow", "gemm_small"]
+    distinct = 128 * (1 - (120 / 128) ** 64)
+    assert groups.bytes == sum(product.bytes for product in groups.products) == pytest.approx(distinct * one, rel=1e-6)
+
+
+def test_a_prompt_computes_experts_of_some_rows_at_a_time() -> None:
+    sizes = H200.processors, H200.shared_memory
+    parts = prompt_parts(QWEN3_30B_A3B, "q4_k_m", CacheType.read("balanced"), 8192, *sizes)
+    experts = [part for part in parts if part.name.startswith("experts")]
+    assert [(part.name, part.repeats) for part in experts] == [("experts", 24), ("experts (q4_k, q6_k)", 24)]
+    products = [launch for launch in experts[0].launches if launch.kernel == "gemm_small"]
+    assert len(products) == len(experts[0].products) == 4 * 2
+    assert sum(launch.flops for launch in products) == 2 * 8192 * 8 * 3 * 2048 * 768
+
+
+def test_layers_with_a_window_read_its_blocks() -> None:
+    parts = step_of(GPT_OSS_20B, "mxfp4_moe", 1, 32768)
+    window, whole = parts["attention, window of 128"], parts["attention"]
+    assert window.repeats == whole.repeats == 12
+    assert window.units < whole.units / 50
+    assert "#define SINKS 1" in window.launches[0].text
+    assert parts["experts"].bytes == 4 * 3 * 2880 * 2880 * 18 // 32  # the scale of 32 codes is a half
+    assert [launch.kernel for launch in parts["qkv"].launches] == ["gemv_packed"]
+
+
+def test_the_shapes_have_as_many_weights_as_the_models() -> None:
+    for config, billions in ((QWEN3_30B_A3B, 30.5), (GPT_OSS_20B, 20.9)):
+        parts = step_of(config, "bf16", 1)
+        one = sum(part.repeats * part.bytes for name, part in parts.items() if part.products and name != "experts")
+        ffn, e = config.ffn, config.hidden_size
+        assert isinstance(ffn, Experts)
+        weights = one / 2 + e * config.vocab_size + len(config.layers) * ffn.count * 3 * ffn.size * e
+        assert weights == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_launches_that_overlap_begin_no_later_than_the_one_before_them_ends(monkeypatch: pytest.MonkeyPatch) -> None:

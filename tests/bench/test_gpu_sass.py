@@ -137,6 +137,14 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
     return Variant(kernel, {**x, "WEIGHT": weight, "ADD": 0, **config.defines}, None, config.shared)
 
 
+def grouped(pairs: int, weight: str) -> Variant:
+    """A product of `pairs` pairs of a row and one of 128 experts, without its activation."""
+    config, _, _ = launch_configs.gemm_groups(pairs, 128)
+    x: dict[str, Define] = {"ACT": "__nv_bfloat16" if weight == "bf16" else "__half", "NORMED": 0}
+    defines = {**x, "WEIGHT": weight, "ADD": 0, **config.defines, "EXPERTS": 1}
+    return Variant("gemm_small", defines, None, config.shared)
+
+
 def with_defines(variant: Variant, **defines: Define) -> Variant:
     return replace(variant, defines={**variant.defines, **defines})
 
@@ -164,8 +172,11 @@ BUDGETS = [
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q8_0"), 70, 3.953),
     Budget("prefill_attention", PREFILL, 253, 0.747),
     Budget("decode_attention", with_defines(CODES, SOFTCAP=50.0, SINKS=1), 168, 2.398),
-    Budget("gemv", with_defines(product("gemv", 1, 2048), EXPERTS=1), 128, 4.438),
+    Budget("gemv", with_defines(product("gemv", 1, 2048), EXPERTS=1), 122, 4.417),
     Budget("gemv_packed", with_defines(product("gemv_packed", 1, 2048, "q4_k"), EXPERTS=1), 68, 2.438),
+    Budget("gemm_small", grouped(1024, "q4_k"), 71, 7.906),
+    Budget("gemm_small", grouped(16384, "q4_k"), 142, 9.094),
+    Budget("gemm_small", grouped(16384, "bf16"), 128, 9.594),
 ]
 
 

@@ -210,7 +210,19 @@ def _gemm_small() -> list[Variant]:
             for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
             if not variant.defines["NORMED"]
         ]
-    return [*variants, *_rounded_results(variants)]
+    return [*variants, *_rounded_results(variants), *_of_groups()]
+
+
+def _of_groups() -> list[Variant]:
+    """Products of groups of rows with the matrices of experts: gate and up, and down."""
+    variants = []
+    for pairs, weight, activation in itertools.product((64, 4096), _READ, ("silu", "swiglu_clamped", None)):
+        config, _, _ = launch_configs.gemm_groups(pairs, 64)
+        act = "__nv_bfloat16" if weight == "bf16" else "__half"
+        given = {"ACTIVATION": activation, "TO": act} if activation else {}
+        defines = {"ACT": act, "WEIGHT": weight, "NORMED": 0, "ADD": 0, **given, **config.defines, "EXPERTS": 1}
+        variants.append(Variant("gemm_small", defines, dynamic_shared=config.shared))
+    return variants
 
 
 def _rounded_results(variants: list[Variant]) -> list[Variant]:
@@ -255,6 +267,7 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "add_bias": _all("add_bias", ACT=("float",)),
     "add_experts": _all("add_experts", ADD=(0, 1)),
+    "group_pairs": _all("group_pairs", COUNT=(8, 128, 4096), ROWS=(16, 64)),
     "append_kv": _exact("append_kv"),
     "transform_heads": _heads("transform_heads"),
     "copy_full": _exact("copy_full"),

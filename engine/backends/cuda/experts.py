@@ -1,27 +1,27 @@
 """A mixture of experts on a GPU: launches of the kernels in `cuda/experts/`, and products with experts' matrices.
 
-Rows of a step are multiplied pair by pair: each pair of a row and one of its experts is a product of one row, in one
-launch for all pairs, which reads the experts' numbers on the device. So steps are recorded; where two rows of a step
-have an expert in common, its weights are read twice, the second time from the L2 cache if they are still there. Rows
-of a prompt are grouped by expert on the host, and each group is multiplied as any other rows are.
+A pair is a row and one of its experts, whose number is read on the device, so that steps are recorded. Few pairs are
+multiplied one by one, each a product of one row. More are grouped by expert, and a group reads the weights of its
+expert once.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
-from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
-from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates
+from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
+from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates, input_type
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
-from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat, get
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import Experts
 
 _ROUTE_THREADS = 128
@@ -32,6 +32,17 @@ class Routing(NamedTuple):
 
     ids: Array
     weights: Array
+
+
+class _Groups(NamedTuple):
+    """Pairs by expert, on the device: see `group_pairs.cu`. rows, places (P,), groups (most, 3) int32. config: of the
+    products, whose blocks have `tile` rows of weights."""
+
+    rows: Array
+    places: Array
+    groups: Array
+    config: LaunchConfig
+    tile: int
 
 
 class ExpertOps:
@@ -83,69 +94,71 @@ class ExpertOps:
         residual: Array | None = None,
         recorded: bool = False,
     ) -> Array:
-        places = None
-        if recorded or len(x) <= SMALL_ROWS:
-            ids, chosen = routing.ids.reshape(routing.ids.size), routing.ids.shape[1]
-            hidden = self._multiply_pairs(x, ids, chosen, gate_up, norm, activation)
-            parts = self._multiply_pairs(hidden, ids, 1, down, None, None)
-        else:
-            parts, places = self._multiply_groups(x, routing.ids, gate_up, down, activation, norm)
         y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
-        n = y.shape[1]
+        chosen, n = routing.ids.shape[1], y.shape[1]
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
-        args = y, parts, routing.weights, places, routing.ids.shape[1], n, row_stride(y)
-        self._launch("add_experts", (-(-n // config.threads), len(x)), config, *args)
+        for first in range(0, len(x), EXPERT_ROWS):
+            rows = slice(first, first + EXPERT_ROWS)
+            ids, to = routing.ids[rows], y[rows]
+            parts, places = self._of_pairs(x[rows], ids.reshape(ids.size), chosen, gate_up, down, activation, norm)
+            args = to, parts, routing.weights[rows], places, chosen, n, row_stride(to)
+            self._launch("add_experts", (-(-n // config.threads), len(to)), config, *args)
         return y
 
-    def of_any_rows(
-        self,
-        x: Array,
-        routing: Routing,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str,
-        *,
-        norm: tuple[Array, float] | None = None,
-        residual: Array | None = None,
-        recorded: bool = False,
-    ) -> Array:
-        """`experts`, and after those of a prompt the products of an expert with each number of rows that has kernels of
-        its own: how many rows of a prompt choose an expert is known only when it runs."""
-        y = self.experts(x, routing, gate_up, down, activation, norm=norm, residual=residual, recorded=recorded)
-        if not recorded and len(x) > SMALL_ROWS:
-            for rows in (1, *ROWS_WITH_KERNELS):
-                self._multiply_group(y[:rows], x[:rows], 0, gate_up, down, activation, norm)
-        return y
-
-    def _multiply_pairs(
+    def _of_pairs(
         self,
         x: Array,
         ids: Array,
-        sharing: int,
+        chosen: int,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: str,
+        norm: tuple[Array, float] | None,
+    ) -> tuple[Array, Array | None]:
+        """The result of each pair: of row p // chosen of x (T, E) and expert ids[p], ids (P,). Returns the results
+        (P, E), and the place of each pair among them, (P,) int32; None stands for places in order."""
+        if not launch_configs.groups_pairs(len(ids), gate_up.count):
+            first = partial(self._multiply_pairs, ids, chosen, gate_up.count)
+            hidden = self._product(first, x, len(ids), gate_up, norm, activation, np.float32)
+            second = partial(self._multiply_pairs, ids, 1, down.count)
+            return self._product(second, hidden, len(ids), down, None, None, np.float32), None
+        groups = self._grouped(ids, chosen, gate_up.count)
+        first = partial(self._multiply_groups, groups, groups.rows, gate_up.count)
+        narrow = input_type(Linear(down.parts), len(ids))
+        hidden = self._product(first, x, len(ids), gate_up, norm, activation, narrow)
+        second = partial(self._multiply_groups, groups, None, down.count)
+        return self._product(second, hidden, len(ids), down, None, None, np.float32), groups.places
+
+    def _product(
+        self,
+        multiply: Callable[[Array, Array, Product], None],
+        x: Array,
+        pairs: int,
         w: ExpertLinear,
         norm: tuple[Array, float] | None,
         activation: str | None,
+        dtype: type[np.generic],
     ) -> Array:
-        """The product of each pair, ids (P,): of row p // sharing of x (P / sharing, in) with expert ids[p] → (P, out),
-        or (P, out / 2) with an activation."""
-        pairs, out = len(ids), w.shape[0] if activation is None else w.shape[0] // 2
-        y = self._device.empty((pairs, out), np.float32)
+        """The product of each pair with its expert: (P, out), or (P, out / 2) with an activation, of `dtype`.
+
+        multiply(y, x, product): computes that with one matrix into y, which may be columns of a wider array.
+        """
+        y = self._device.empty((pairs, w.shape[0] if activation is None else w.shape[0] // 2), dtype)
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
-            product = Product(w.parts[0], w.bias, norm, False, activation)
-            self._multiply(y, x, product, ids, sharing, w.count)
+            multiply(y, x, Product(w.parts[0], w.bias, norm, False, activation))
             return y
         whole, end = y if activation is None else self._device.empty((pairs, w.shape[0]), np.float32), 0
         for part in w.parts:
             columns = slice(end, end := end + part.shape[0] // w.count)
             bias = None if w.bias is None else w.bias[:, columns]
-            self._multiply(whole[:, columns], x, Product(part, bias, norm, False, None), ids, sharing, w.count)
+            multiply(whole[:, columns], x, Product(part, bias, norm, False, None))
         if activation is not None:
             self._matrices.activate(y, whole, activation)
         return y
 
-    def _multiply(self, y: Array, x: Array, product: Product, ids: Array, sharing: int, count: int) -> None:
-        """The products of all pairs with one matrix of `count` experts into y (P, out), which may be columns of a wider
-        array."""
+    def _multiply_pairs(self, ids: Array, sharing: int, count: int, y: Array, x: Array, product: Product) -> None:
+        """The products of pairs, one by one. sharing: how many neighbouring pairs have the same row of x.
+        count: experts."""
         (pairs, out), width, weight, device = y.shape, x.shape[1], product.weight, self._device
         rows = weight.shape[0] // count
         norm_weight, eps = product.norm or (None, 0.0)
@@ -157,60 +170,34 @@ class ExpertOps:
             kernel = "gemv"
             config, blocks = launch_configs.gemv(1, rows, width, device.processors)
         config = product.with_types(x, y, config._replace(defines={**config.defines, "EXPERTS": 1}))
-        operands = y, x, weight.data, product.bias, norm_weight
-        sizes = 1, width, out, row_stride(y), float(eps)
-        bias_pitch = 0 if product.bias is None else int(row_stride(product.bias))
-        self._launch(kernel, (blocks, 1, pairs), config, *operands, *sizes, ids, sharing, bias_pitch)
+        operands, sizes = (y, x, weight.data, product.bias, norm_weight), (1, width, out, row_stride(y), float(eps))
+        self._launch(kernel, (blocks, 1, pairs), config, *operands, *sizes, ids, sharing, _bias_pitch(product))
+
+    def _grouped(self, ids: Array, chosen: int, count: int) -> _Groups:
+        pairs, empty = len(ids), self._device.empty
+        config, tile, most = launch_configs.gemm_groups(pairs, count)
+        groups = _Groups(empty((pairs,), np.int32), empty((pairs,), np.int32), empty((most, 3), np.int32), config, tile)
+        defines = {"COUNT": count, "ROWS": config.defines["ROWS"]}
+        made = groups.rows, groups.places, groups.groups
+        self._launch("group_pairs", (1,), LaunchConfig(defines, MOST_THREADS), *made, ids, pairs, chosen, most)
+        return groups
 
     def _multiply_groups(
-        self,
-        x: Array,
-        ids: Array,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str,
-        norm: tuple[Array, float] | None,
-    ) -> tuple[Array, Array]:
-        """The results of all pairs of rows x (T, E) and ids (T, k), grouped by expert: (T · k, E), and where each pair
-        is among them: (T · k,) int32."""
-        experts = self._device.to_host(ids).ravel()
-        order = np.argsort(experts, kind="stable").astype(np.int32)
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order), dtype=np.int32)
-        # Gathering rows is what `embed` does with a table.
-        table = Matrix(get("f32"), x.view(np.uint8), x.shape)
-        gathered = self._matrices.embed(table, self._device.from_host(order // np.int32(ids.shape[1])))
-        parts = self._device.zeros((len(order), down.shape[0]), np.float32)
-        end = 0
-        for expert, rows in enumerate(np.bincount(experts, minlength=gate_up.count).tolist()):
-            group = slice(end, end := end + rows)
-            if rows:
-                self._multiply_group(parts[group], gathered[group], expert, gate_up, down, activation, norm)
-        return parts, self._device.from_host(places)
-
-    def _multiply_group(
-        self,
-        y: Array,
-        x: Array,
-        expert: int,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str,
-        norm: tuple[Array, float] | None,
+        self, groups: _Groups, rows: Array | None, count: int, y: Array, x: Array, product: Product
     ) -> None:
-        """Add down(activation(gate) * up) of one expert for rows x (T, E) to y (T, E)."""
-        first, second = _of_expert(gate_up, expert), _of_expert(down, expert)
-        hidden = self._matrices.linear(x, first, norm=norm, activation=activation, then=second)
-        self._matrices.linear(hidden, second, residual=y)
+        """The products of groups of pairs. rows: the row of x of each pair; None if x has one for each. count:
+        experts."""
+        x, product, weight = self._matrices.narrowed(x, product), product._replace(norm=None), product.weight
+        blocks = -(-weight.shape[0] // count // groups.tile), 1, len(groups.groups)
+        defines = {**groups.config.defines, "EXPERTS": 1}
+        config = product.with_types(x, y, groups.config._replace(defines=defines))
+        operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))
+        self._launch("gemm_small", blocks, config, *operands, *sizes, groups.groups, rows, _bias_pitch(product))
 
 
-def _of_expert(w: ExpertLinear, expert: int) -> Linear:
-    parts = []
-    for part in w.parts:
-        rows, size = part.shape[0] // w.count, len(part.data) // w.count  # of a packed matrix data has tiles
-        data = part.data[expert * size : (expert + 1) * size]
-        parts.append(Matrix(part.format, data, (rows, part.shape[1])))
-    return Linear(tuple(parts), None if w.bias is None else w.bias[expert])
+def _bias_pitch(product: Product) -> int:
+    """Numbers from the bias of an expert to that of the next."""
+    return 0 if product.bias is None else int(row_stride(product.bias))
 
 
 def _refused(what: str) -> EngineError:

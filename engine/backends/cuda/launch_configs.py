@@ -22,6 +22,9 @@ GEMV_ROWS = 2
 GEMM_PACKED_ROWS = 16
 SMALL_ROWS = 64
 
+# Rows whose experts are computed at a time: of each of their pairs with an expert there are two results in memory.
+EXPERT_ROWS = 2048
+
 # Numbers of rows, beside 1 and those of prompts for cuBLAS, so that each kernel of products is compiled for one of them
 # and serves as many rows or fewer, down to the number before.
 ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
@@ -39,6 +42,7 @@ _ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
+_FEW_ROWS = 16  # of an expert in gemm_small: more take as many registers as its most rows
 _LEAST_STAGES = 8  # of a part in gemm_small: its start and end cost about five
 _REREAD_AT_MOST = 32 << 20  # weights of a matrix for whose product x is read twice as often instead of adding parts
 # Constants of the encoder, as in `engine.quantization.encode`.
@@ -134,6 +138,21 @@ def gemm_small(
     if 3 * blocks >= 2 * processors:  # these read as fast as all of them would, and a second launch adds no parts
         parts = 1
     return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep, "SHARED": shared}, 256, shared), blocks, parts
+
+
+def groups_pairs(pairs: int, experts: int) -> bool:
+    """Whether pairs of rows and experts are grouped by expert. Products of one row take a quarter to half of the
+    instructions a weight that gemm_small takes, and of fewer pairs than experts, few have an expert in common."""
+    return pairs > experts
+
+
+def gemm_groups(pairs: int, experts: int) -> tuple[LaunchConfig, int, int]:
+    """The launch of gemm_small for groups of at most its ROWS rows of x, of `pairs` rows that are shared out among
+    experts → configuration, rows of weights of a block, and most groups."""
+    most, deep = (_FEW_ROWS, 4) if pairs <= _FEW_ROWS // 2 * experts else (SMALL_ROWS, 1)  # twice the mean, or many
+    tile, shared, _ = gemm_tile(most, deep, SHARED_BYTES)
+    config = LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep, "SHARED": shared}, 256, shared)
+    return config, tile, min(pairs, experts + pairs // most)
 
 
 def gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]:

@@ -157,7 +157,7 @@ class LinearOps:
         # A product for each part; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         if rows > GEMV_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
-            x, norm = self._narrowed(x, Product(w.parts[0], None, norm, False, None)), None
+            x, norm = self.narrowed(x, Product(w.parts[0], None, norm, False, None)), None
         end = 0
         for matrix in w.parts:
             columns = slice(end, end := end + matrix.shape[0])
@@ -184,7 +184,7 @@ class LinearOps:
         (rows, width), processors, weight = x.shape, self._device.processors, product.weight
         is_packed = packed.is_packed(weight.format)
         if rows > GEMV_ROWS:
-            x, product = self._narrowed(x, product), product._replace(norm=None)
+            x, product = self.narrowed(x, product), product._replace(norm=None)
         if rows > GEMV_ROWS or is_packed:
             multiply = self._packed if is_packed and rows <= GEMM_PACKED_ROWS else self._tensor_cores
             multiply(y, x, product)
@@ -233,7 +233,7 @@ class LinearOps:
         """`linear` of any number of rows into y, by cuBLAS."""
         rows, out = len(x), product.weight.shape[0]
         whole = y if product.activation is None else self._device.empty((rows, out), np.float32)
-        x = self._narrowed(x, product)
+        x = self.narrowed(x, product)
         if packed.is_packed(product.weight.format):
             self._dequantized_product(whole, x, product.weight, product.add)
         else:
@@ -264,7 +264,7 @@ class LinearOps:
         config = LaunchConfig({"ACT": "float", "ACTIVATION": activation, **result_type(y)}, threads)
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
 
-    def _narrowed(self, x: Array, product: Product) -> Array:
+    def narrowed(self, x: Array, product: Product) -> Array:
         """x (T, in), normalised if the product has a norm, in the type in which it takes x: x itself if it is of it."""
         if x.dtype != np.float32:
             return x

@@ -13,13 +13,14 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.kv.cache import HEADER, table_width
-from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import Experts, Ffn, ModelConfig
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
+_GROUP = 12  # bytes of a group of pairs of a row and an expert
 
 
 def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
@@ -38,10 +39,10 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
     forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm, _NARROW * queries + post_norm)
-    forward += _FLOAT * (heads + queries) + _grouped_bytes(model)
-    few = min(tokens, SMALL_ROWS) * (_pairs_bytes(model) + _FLOAT * e)  # and their sum
+    attended = _FLOAT * (heads + queries)
+    experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
     logits = _FLOAT * min(tokens, size) * model.vocab_size  # of all rows of a block that is scored
-    return whole + buffer + spans + max(chunk * max(project, attend, forward), logits, few)
+    return whole + buffer + spans + max(chunk * max(project, attend, forward + attended), experts, logits)
 
 
 def step_bytes(load: Load, device: Device) -> int:
@@ -59,8 +60,8 @@ def step_bytes(load: Load, device: Device) -> int:
     project = 3 * _FLOAT * heads + _NARROW * e
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
     parts = _part_bytes(load, device)
-    forward = max(forward, _pairs_bytes(model) + _post_norm_bytes(model))
-    layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_sum_bytes(load, device), parts)
+    experts = rows * _post_norm_bytes(model) + _experts_bytes(model, rows)
+    layer = max(rows * max(project, 3 * _FLOAT * queries, forward), experts) + max(_sum_bytes(load, device), parts)
     head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     sampling = 8 * rows * SCRATCH_WORDS
@@ -68,42 +69,41 @@ def step_bytes(load: Load, device: Device) -> int:
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """E, and of the widest layers F (of one expert, or of a shared network), H·D and (H + 2K)·D."""
+    """E, and of the widest layers F (of a network for every token), H·D and (H + 2K)·D."""
     mixers = model.attentions.values()
     return (
         model.hidden_size,
-        max(max(_ffn_sizes(layer.ffn)) for layer in model.layers),
+        max(_ffn_size(layer.ffn) for layer in model.layers),
         max(mixer.heads * mixer.head_dim for mixer in mixers),
         max((mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim for mixer in mixers),
     )
 
 
-def _ffn_sizes(ffn: Ffn) -> list[int]:
-    """F of each network of a layer."""
-    return [ffn.size, ffn.shared.size] if isinstance(ffn, Experts) and ffn.shared is not None else [ffn.size]
+def _ffn_size(ffn: Ffn) -> int:
+    """F of the network of a layer that is computed for every token; 0 if there is none."""
+    dense = ffn.shared if isinstance(ffn, Experts) else ffn
+    return 0 if dense is None else dense.size
 
 
-def _experts(model: ModelConfig) -> set[Experts]:
-    return {layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)}
+def _experts_bytes(model: ModelConfig, rows: int) -> int:
+    """Bytes of what chooses the experts of `rows` rows, and of the results of the rows that are computed at a time."""
+    experts = {layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)}
+    return max((rows * _chosen_bytes(ffn) + _pairs_bytes(ffn, model.hidden_size, rows) for ffn in experts), default=0)
 
 
 def _chosen_bytes(ffn: Experts) -> int:
     """Bytes of a row's logits, experts and weights, and of its shared network's result."""
-    shared = 0 if ffn.shared is None else ffn.shared.size
-    return _FLOAT * (ffn.count + 2 * ffn.top_k + shared)
+    return _FLOAT * (ffn.count + 2 * ffn.top_k + _ffn_size(ffn))
 
 
-def _grouped_bytes(model: ModelConfig) -> int:
-    """Bytes of a row of a prompt, beside those of the products of one network: x and result of each of its experts, and
-    where they are."""
-    pair = 2 * _FLOAT * (model.hidden_size + 1)
-    return max((_chosen_bytes(ffn) + ffn.top_k * pair for ffn in _experts(model)), default=0)
-
-
-def _pairs_bytes(model: ModelConfig) -> int:
-    """Bytes of a row of a step: of each of its experts, what is multiplied with down, and the result."""
-    e = model.hidden_size
-    return max((_chosen_bytes(ffn) + _FLOAT * ffn.top_k * (ffn.size + e) for ffn in _experts(model)), default=0)
+def _pairs_bytes(ffn: Experts, e: int, rows: int) -> int:
+    """Bytes of x in half precision, of each pair's input of down and its result, and of groups of pairs."""
+    rows = min(rows, EXPERT_ROWS)
+    pairs = rows * ffn.top_k
+    if not launch_configs.groups_pairs(pairs, ffn.count):
+        return _FLOAT * pairs * (ffn.size + e)
+    groups = _GROUP * launch_configs.gemm_groups(pairs, ffn.count)[2] + 2 * _FLOAT * pairs
+    return _NARROW * rows * e + pairs * (_NARROW * ffn.size + _FLOAT * e) + groups
 
 
 def _post_norm_bytes(model: ModelConfig) -> int:
@@ -140,9 +140,10 @@ def _part_bytes(load: Load, device: Device) -> int:
     """Bytes of the partial sums that parts of a product write for `gemm_small_sum`."""
     model, machine = load.model, (device.processors, device.shared_memory)
     e, f, queries, heads = _widths(model)
+    shapes = [(heads, e), (e, queries), (model.vocab_size, e), *([(2 * f, e), (e, f)] if f else [])]
     most = 0
     for rows in range(1, min(load.rows, SMALL_ROWS) + 1):
-        for out, width in ((heads, e), (e, queries), (2 * f, e), (e, f), (model.vocab_size, e)):
+        for out, width in shapes:
             _, _, parts = launch_configs.gemm_small(rows, out, width, *machine)
             most = max(most, parts * rows * out if parts > 1 else 0)
     return _FLOAT * most

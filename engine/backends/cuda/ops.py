@@ -174,7 +174,6 @@ class CudaOps:
             return ops._experts.load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
 
         ops.load, ops.load_experts = load_first_rows, load_experts
-        ops.experts = ops._experts.of_any_rows
         return WarmUp(ops, expected.wait, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
