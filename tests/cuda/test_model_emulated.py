@@ -50,6 +50,11 @@ class SameWeights(NumpyOps):
         self.kind = {"f16": "__half", "bf16": "__nv_bfloat16"}.get(held[0].format.name, self.kind)
         return (matrix(np.concatenate([self._device.rows(part) for part in held])),)
 
+    def load_experts(
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+    ) -> tuple[Matrix, ...]:
+        return tuple(matrix(self._device.rows(part)) for part in self._device.load_experts(matrices))
+
 
 class Rounded(SameWeights):
     """NumPy with what the kernels round: queries, keys and values to half precision, and for products with the model's
@@ -66,6 +71,11 @@ class Rounded(SameWeights):
         if len(x) > GEMV_ROWS or self.kind == "__half":
             x = read(store(x, self.kind), self.kind)
         return super().linear(x, w, residual=residual, activation=activation)
+
+    def experts(self, x, routing, gate_up, down, activation, *, norm=None, residual=None, recorded=False) -> np.ndarray:
+        x = x if norm is None else rms_norm(x, *norm)
+        x = read(store(x, self.kind), self.kind)
+        return super().experts(x, routing, gate_up, down, activation, residual=residual)
 
 
 def _half(x: np.ndarray) -> np.ndarray:
@@ -172,7 +182,8 @@ def close(logits: list[np.ndarray], exact: list[np.ndarray], rounded: list[np.nd
 
 
 # Half and bfloat16 weights, biases, norms of heads, a group of layers with a window and one without; and what each
-# family alone has: norms behind projections, GELU, RoPE on a part of the channels, in some layers, and of two kinds.
+# family alone has: norms behind projections, GELU, RoPE on a part of the channels, in some layers, and of two kinds;
+# soft caps, experts, sinks.
 CASES = [
     ("llama_wide_heads_biases", ("f16", "f16")),
     ("llama_gqa_llama3_tied", ("f16", "f16")),
@@ -182,6 +193,11 @@ CASES = [
     ("olmo2_post_norms", ("f16", "f16")),
     ("phi3_longrope_partial", ("f16", "f16")),
     ("smollm3_no_rope_tied", ("f16", "f16")),
+    ("gemma2_capped_tied", ("f16", "f16")),
+    ("qwen3_moe_normed", ("f16", "f16")),
+    ("qwen2_moe_shared", ("f16", "f16")),
+    ("glm4_moe_biases_two_shared", ("f16", "f16")),
+    ("gpt_oss_transposed", ("f16", "f16")),
 ]
 
 
