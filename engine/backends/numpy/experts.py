@@ -80,7 +80,7 @@ def weighted_experts(
     y = np.zeros((len(x), down.shape[0]), np.float32)
     order = np.argsort(routing.ids, axis=None, kind="stable")
     experts, first = np.unique(routing.ids.ravel()[order], return_index=True)
-    for expert, pairs in zip(experts.tolist(), np.split(order, first[1:]), strict=True):
+    for expert, pairs in zip(experts.tolist(), np.split(order, first)[1:], strict=True):
         rows = pairs // routing.ids.shape[1]
         result = _product(activate(_product(x[rows], gate_up, expert)), down, expert)
         y[rows] += result * routing.weights.ravel()[pairs, None]  # a row has an expert at most once

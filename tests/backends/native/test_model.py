@@ -108,13 +108,15 @@ def test_steps_over_codes_are_the_same_at_every_level(
     ("name", "cache_type"), [*((name, "balanced") for name in FAMILIES), (FAMILIES[0], "polarquant")]
 )
 def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type: str, tmp_path: Path) -> None:
-    """Heads of 8 or 16 numbers are few: a code that rounds the other way changes more than in a real model."""
+    """Heads of 8 or 16 numbers are few: a code that rounds the other way changes more than in a real model, and in a
+    mixture of experts also which of them are chosen."""
     path, ids = make_model(tmp_path, name), np.random.default_rng(0).integers(5, VOCABULARY, 120).tolist()
     settings = {"block_size": 16, "ctx_size": 128, "calibration": False}
     exact = scored(path, NumpyOps(1), ids, 50, "f16", **settings)
     wide = scored(path, NumpyOps(1), ids, 50, cache_type, **settings)
     found = scored(path, NativeOps(1), ids, 50, cache_type, **settings)
-    assert kl(wide, found) < 0.1 * kl(exact, wide)
+    share = 0.2 if "moe" in name else 0.1
+    assert kl(wide, found) < share * kl(exact, wide)
     assert kl(exact, found) == pytest.approx(kl(exact, wide), rel=0.2)
 
 
