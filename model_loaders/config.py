@@ -8,8 +8,9 @@ from typing import Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
-# RMSNorm of q and k before RoPE: of each head, with weights (D,); or of all heads, with weights (H·D,) and (K·D,).
-QKNorm = Literal["head", "all"] | None
+# RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
+# (K·D,).
+QKNorm = Literal["head", "unweighted", "all"] | None
 Norms = Literal["before", "after", "both"]  # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both
 
 
@@ -60,6 +61,7 @@ class Attention(Mixer):
     softcap: float | None = None  # c: scores s become c · tanh(s / c)
     sinks: bool = False  # each query head has one more score, a weight, whose value is 0
     qk_norm: QKNorm = None
+    output_gate: bool = False  # the result is multiplied by σ of a projection of the input
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -135,8 +137,11 @@ class ModelConfig:
     vocab_size: int  # V: rows of the embedding
     max_context: int  # tokens
     norm_eps: float
+    post_norm_eps: float | None = None  # of norms after a mixer or network; None: norm_eps
     tied_head: bool = False  # the output head is the embedding
     embedding_scale: float = 1.0  # of embeddings, not of the head
+    embedding_norm: bool = False  # RMSNorm of embeddings, without weights
+    logit_scale: float = 1.0  # of logits, before their soft cap
     logit_softcap: float | None = None  # c: logits l become c · tanh(l / c)
 
     @property

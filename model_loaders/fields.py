@@ -112,16 +112,16 @@ class Fields:
             raise self.refuse(key, "but must be a list of strings")
         return value
 
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """Positive numbers; the key is required."""
+    def numbers(self, key: str, *, minimum: float = _SMALLEST_POSITIVE) -> tuple[float, ...]:
+        """Numbers from `minimum` on, positive or from 0; the key is required."""
         value = self._values.get(key)
         if value is None:
             raise self._missing(key)
         if not isinstance(value, list) or not all(
-            isinstance(item, (int, float)) and not isinstance(item, bool) and _SMALLEST_POSITIVE <= item <= _MAX_NUMBER
+            isinstance(item, (int, float)) and not isinstance(item, bool) and minimum <= item <= _MAX_NUMBER
             for item in value
         ):
-            raise self.refuse(key, "but must be a list of positive numbers")
+            raise self.refuse(key, f"but must be a list of {'positive' if minimum else 'non-negative'} numbers")
         return tuple(float(item) for item in value)
 
     def integers(self, key: str) -> list[int]:

@@ -136,6 +136,33 @@ MODELS = {
             "final_logit_softcapping": None,
         },
     ),
+    "muse_glimmer_gated": (
+        "muse_glimmer",
+        "bfloat16",
+        "new",
+        {
+            "text_config": {
+                **COMMON,
+                "head_dim": 16,
+                "num_hidden_layers": 3,
+                "sliding_window": 12,
+                "output_multiplier": 0.5,
+                "final_logit_softcapping": 8.0,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "intermediate_size": 16,
+                "patch_size": 2,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+            "out_hidden_size": 32,
+            "projector_hidden_size": 16,
+        },
+    ),
     "olmo2_post_norms": ("olmo2", "float32", "new", {"pad_token_id": 0}),
     "phi3_longrope_partial": (
         "phi3",
@@ -300,6 +327,7 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
     """
     for name, parameter in model.named_parameters():
         if "norm" in name:
+            norm = 1 if name == "model.language_model.norm.weight" else norm  # the last one of Muse Glimmer
             parameter.data = norm + 0.2 * torch.randn_like(parameter)
         elif name.endswith("bias"):
             parameter.data = 0.5 * torch.randn_like(parameter)
@@ -360,7 +388,7 @@ def stored_model(folder: Path) -> torch.nn.Module:
     """The model in a folder, in float32. Blocks of MXFP4 become matrices first, as transformers reads them."""
     config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager")
     if not hasattr(config, "quantization_config"):
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+        return class_of(config).from_pretrained(folder, config=config, dtype=torch.float32).eval()
     del config.quantization_config
     config.dtype = torch.float32
     model, tensors = transformers.AutoModelForCausalLM.from_config(config), load_file(folder / "model.safetensors")
@@ -371,13 +399,20 @@ def stored_model(folder: Path) -> torch.nn.Module:
     return model.eval()
 
 
+def class_of(config: transformers.PreTrainedConfig) -> type:
+    """The class that computes logits from tokens; that of a model for images computes them without any as well."""
+    is_whole = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
+
+
 def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: dict) -> None:
     folder = FIXTURES / "models" / name
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(SEED)
-    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model, 0 if model_type.startswith("gemma") else 1)  # Gemma multiplies with 1 + w
+    common = {} if "text_config" in changes else COMMON
+    config = transformers.AutoConfig.for_model(model_type, **{**common, **changes})
+    model = class_of(config).from_config(config)
+    randomize(model, 0 if model_type.startswith(("gemma", "muse")) else 1)  # these multiply with 1 + w
     shard = {"max_shard_size": "24KB"} if name.endswith("sharded") else {}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
     if name.endswith("mxfp4"):
@@ -389,7 +424,8 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     ids = torch.randint(0, COMMON["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
     with torch.no_grad():
         logits = stored(ids).logits[0]
-    np.savez(folder / "reference.npz", ids=ids[0].numpy(), logits=logits.numpy(), **ropes(stored.model.rotary_emb))
+    decoder = getattr(stored.model, "language_model", stored.model)
+    np.savez(folder / "reference.npz", ids=ids[0].numpy(), logits=logits.numpy(), **ropes(decoder.rotary_emb))
     print(f"{name}: logits {logits.std():.2f} on average, from {logits.min():.1f} to {logits.max():.1f}")
 
 

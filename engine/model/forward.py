@@ -15,6 +15,7 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Ops, SamplerInputs
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.prefill import Prefill, Taps
 from polarlm.engine.model.rope import RopeTables
@@ -55,6 +56,9 @@ class Transformer:
             )
             for layer, attention in config.attentions.items()
         ]
+        self._embedding_norm: Norm = None
+        if config.embedding_norm:
+            self._embedding_norm = ops.to_device(np.ones(config.hidden_size, np.float32)), config.norm_eps
         self._transforms = dict(zip(config.attentions, ops.prepare(transforms), strict=True))
         self.weights = weights
 
@@ -66,11 +70,11 @@ class Transformer:
     @weights.setter
     def weights(self, weights: ModelWeights) -> None:
         self._weights = weights
-        layers = zip(self.config.layers, weights.layers, strict=True)
+        config = self.config
+        layers, after = zip(config.layers, weights.layers, strict=True), config.post_norm_eps
+        eps = Eps(config.norm_eps, config.norm_eps if after is None else after)
         self._layers = [
-            decoder_layer(
-                self.ops, layer, self.config.norm_eps, w, self.store.cache(number), self._transforms.get(number)
-            )
+            decoder_layer(self.ops, layer, eps, w, self.store.cache(number), self._transforms.get(number))
             for number, (layer, w) in enumerate(layers)
         ]
 
@@ -191,7 +195,10 @@ class Transformer:
 
     def _embed(self, ids: Array) -> Array:
         """ids (T,) int32 → (T, E)."""
-        return self.ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
+        x = self.ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
+        if self._embedding_norm is not None:
+            self.ops.rms_norm(x, self._embedding_norm)
+        return x
 
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""

@@ -84,6 +84,8 @@ def _variances(
     if w.qkv.bias is not None:
         bias = np.square(ops.to_host(w.qkv.bias[rows]), dtype=np.float64).reshape(shape)
         keys, values = keys + bias[0] * _varying_share(attention, block_size), values + bias[1]
+    if attention.qk_norm == "unweighted":
+        keys = np.ones_like(keys)
     if w.k_norm is not None:
         norm = np.square(ops.to_host(w.k_norm), dtype=np.float64)
         share = keys / keys.mean() if attention.qk_norm == "all" and keys.any() else np.ones_like(keys)

@@ -41,14 +41,15 @@ class _Reader:
         self._weight_type, self._kept = weight_type, kept
         self.bytes = 0
 
-    def vector(self, names: Sequence[str]) -> Array:
-        """Load tensors (n_i,), concatenated, as float32."""
+    def vector(self, names: Sequence[str], scale: float = 1.0) -> Array:
+        """Load tensors (n_i,), concatenated, as float32, times `scale`."""
         sizes = [self._source.shape(name)[0] for name in names]
         whole, end = np.empty(sum(sizes), np.float32), 0
         for name, size in zip(names, sizes, strict=True):
             self._source.read_into(name, whole[end : end + size])
             end += size
             self._progress(size_of(self._source.stored_dtype(name), size))
+        whole *= np.float32(scale)
         self.bytes += whole.nbytes
         return self._ops.to_device(whole)
 
@@ -104,7 +105,7 @@ def load_weights(
         own = _LayerReader(read, table.layers[number], layer.ffn.count if isinstance(layer.ffn, Experts) else 0)
         mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
         layers.append(LayerWeights(mixer.Weights.read(own), ffn.Weights.read(own)))
-    norm = read.vector(top["norm"])
+    norm = read.vector(top["norm"], config.logit_scale)
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
     return ModelWeights(embedding, layers, norm, head, read.bytes)
 

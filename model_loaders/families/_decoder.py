@@ -60,6 +60,7 @@ def decoder(
     ffns: Sequence[Ffn] = (),
     softcap: float | None = None,
     logit_softcap: float | None = None,
+    output_gate: bool = False,
 ) -> ModelConfig:
     """The ModelConfig from the keys that all families share.
 
@@ -91,6 +92,7 @@ def decoder(
         scale=scale,
         softcap=softcap,
         qk_norm=qk_norm,
+        output_gate=output_gate,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
     )

@@ -41,11 +41,11 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head.
 
-    A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sinks, out, attention_post_norm, ffn_norm,
-    gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and down, router, choice_bias,
-    experts_gate_up and experts_down (all tensors of the first expert, then those of the next), shared_gate,
-    shared_gate_up, shared_down. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a
-    model lacks is absent.
+    A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sinks, output_gate, out,
+    attention_post_norm, ffn_norm, gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and
+    down, router, choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then those of the
+    next), shared_gate, shared_gate_up, shared_down. Biases are in slots with names that end with "_bias", such as
+    qkv_bias. A slot that a model lacks is absent.
     """
 
     top: Slots
@@ -115,7 +115,9 @@ def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool
         "out": (_one(e, h * d), mixer.out_bias),
         **dict.fromkeys(("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"), (_one(e), False)),
     }
-    if mixer.qk_norm is not None:
+    if mixer.output_gate:
+        shapes["output_gate"] = _one(h * d, e), False
+    if mixer.qk_norm in ("head", "all"):
         numbers = (1, 1) if per_head else (h, k)
         for slot, number in zip(("q_norm", "k_norm"), numbers, strict=True):
             shapes[slot] = {1: [((number * d,), number)]}, False

@@ -13,6 +13,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.experts import Experts as Layer
 from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
@@ -264,7 +265,7 @@ def layer_of(ops: Ops, seed: int) -> Layer:
         one(E, 48),
         ops.to_device(normal(rng, E)),
     )
-    return Layer(ops, SHAPE, EPS, weights)
+    return Layer(ops, SHAPE, Eps(EPS, EPS), weights)
 
 
 @pytest.mark.parametrize(("rows", "recorded"), [(1, True), (3, True), (70, True), (70, False)])

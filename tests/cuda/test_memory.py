@@ -152,6 +152,9 @@ GEMMA = replace(
         for theta in (1e4, 1e6)
     ),
 )
+GATED = replace(
+    LLAMA, layers=(Layer(Attention(32, 2, 128, RopeConfig(), output_gate=True), GatedMLP(8192), "both"),) * 2
+)
 SHARED = replace(
     LLAMA,
     hidden_size=2048,
@@ -163,7 +166,14 @@ WIDE = replace(
     hidden_size=2880,
     layers=(Layer(Attention(64, 8, 64, RopeConfig()), Experts(32, 4, 2880, "swiglu_clamped"), "both"),) * 2,
 )
-CONFIGS = {"8B": LLAMA, "odd": ODD, "norms behind": GEMMA, "experts and a shared network": SHARED, "experts": WIDE}
+CONFIGS = {
+    "8B": LLAMA,
+    "gated": GATED,
+    "odd": ODD,
+    "norms behind": GEMMA,
+    "experts and a shared network": SHARED,
+    "experts": WIDE,
+}
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 
 

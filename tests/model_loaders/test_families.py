@@ -87,6 +87,15 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
         ("phi3_longrope_partial", {"rotary_dim": 12}),
         ("phi3_window", {"rotary_dim": None}),
         ("gpt_oss_mxfp4", {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}),
+        (
+            "muse_glimmer_gated",
+            {"output_gate": True, "qk_norm": "unweighted", "norms": "both", "rope": RopeConfig(500.0)},
+        ),
+        (
+            "muse_glimmer_gated",
+            {"post_norm_eps": 1e-8, "embedding_norm": True, "logit_scale": 0.5, "logit_softcap": 8.0},
+        ),
+        ("muse_glimmer_gated", {"scale": 3.87 / 4, "vocab_size": 96, "hidden_size": 32}),
         ("gpt_oss_mxfp4", {"sinks": True, "qkv_bias": True, "out_bias": True, "count": 4, "top_k": 2, "size": 32}),
     ],
 )
@@ -108,6 +117,7 @@ def test_stored_models(name: str, expected: dict[str, object]) -> None:
         ("gemma3_tied", (12, None, 12)),
         ("phi3_longrope_partial", (None, None)),
         ("phi3_window", (16, 16)),
+        ("muse_glimmer_gated", (12, 12, None)),
         ("gpt_oss_transposed", (16, None)),
         ("gpt_oss_mxfp4", (12, None)),
     ],
@@ -158,6 +168,20 @@ def test_yarn_extends_the_context_if_the_configuration_gives_the_trained_one() -
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert configured(rope_scaling=yarn).max_context == 2048
     assert configured(rope_scaling=yarn, max_position_embeddings=2048).max_context == 2048
+
+
+def test_muse_glimmer_without_lists_has_no_rope_and_no_window_in_every_fourth_layer_from_the_last_one() -> None:
+    written = json.loads((MODELS / "muse_glimmer_gated" / "config.json").read_text())
+    text = written["text_config"]
+    del text["layer_types"], text["layer_rope_theta"]
+    assert configure(Fields(written, "config.json")) == stored("muse_glimmer_gated")
+    text["num_hidden_layers"] = 6
+    config = configure(Fields(written, "config.json"))
+    assert windows_of(config) == (12, None, 12, 12, 12, None)
+    assert [mixer.rope is None for mixer in config.attentions.values()] == [False, True, False, False, False, True]
+    text["layer_rope_theta"] = [500.0] * 5 + [400.0]
+    with pytest.raises(LoadError, match="layer_rope_theta .* but must say 0 or 500 for 6 layers"):
+        configure(Fields(written, "config.json"))
 
 
 def test_gemma3_with_the_older_keys() -> None:

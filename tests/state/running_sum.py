@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polarlm.engine.model.layers import Eps
 from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.shapes import ArraySpec
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
@@ -163,7 +164,7 @@ class SumMixer:
     Weights = NoWeights
     in_order = True
 
-    def __init__(self, ops: Any, shape: RunningSum, norm_eps: float, weights: NoWeights, cache: Any, transform: None):
+    def __init__(self, ops: Any, shape: RunningSum, eps: Eps, weights: NoWeights, cache: Any, transform: None):
         self._state, self._layer = cache
 
     @staticmethod

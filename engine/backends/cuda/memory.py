@@ -36,7 +36,8 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     buffer = len(shapes) * full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
-    attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after its rotation
+    gate = _gate_bytes(model)
+    attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
     forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm, _NARROW * queries + post_norm)
     attended = _FLOAT * (heads + queries)
@@ -61,7 +62,8 @@ def step_bytes(load: Load, device: Device) -> int:
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
     parts = _part_bytes(load, device)
     experts = rows * _post_norm_bytes(model) + _experts_bytes(model, rows)
-    layer = max(rows * max(project, 3 * _FLOAT * queries, forward), experts) + max(_sum_bytes(load, device), parts)
+    attend = 3 * _FLOAT * queries + _gate_bytes(model)
+    layer = max(rows * max(project, attend, forward), experts) + max(_sum_bytes(load, device), parts)
     head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     sampling = 8 * rows * SCRATCH_WORDS
@@ -104,6 +106,12 @@ def _pairs_bytes(ffn: Experts, e: int, rows: int) -> int:
         return _FLOAT * pairs * (ffn.size + e)
     groups = _GROUP * launch_configs.gemm_groups(pairs, ffn.count)[2] + 2 * _FLOAT * pairs
     return _NARROW * rows * e + pairs * (_NARROW * ffn.size + _FLOAT * e) + groups
+
+
+def _gate_bytes(model: ModelConfig) -> int:
+    """Bytes of a row of the gate of attention's result, and of its input in half precision."""
+    gated = [mixer.heads * mixer.head_dim for mixer in model.attentions.values() if mixer.output_gate]
+    return _FLOAT * max(gated) + _NARROW * model.hidden_size if gated else 0
 
 
 def _post_norm_bytes(model: ModelConfig) -> int:

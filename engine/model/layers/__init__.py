@@ -9,7 +9,7 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.weight_formats import ExpertLinear, Linear
@@ -18,6 +18,13 @@ Tap = Callable[[str, Array], None]
 """tap(name, x): see `engine.model.prefill.Taps`, for one layer and position."""
 
 Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm, as the ops take it
+
+
+class Eps(NamedTuple):
+    """Epsilons of RMS norms."""
+
+    before: float  # of the inputs of mixers and networks, of queries and keys, and of the last hidden states
+    after: float  # of the outputs of mixers and networks
 
 
 class ReadSlot(Protocol):

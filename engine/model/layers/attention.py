@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from polarlm.engine.backends.kv import Cache, PreparedTransform, Spans
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import ReadSlot, Tap, add_projected, norm_of
+from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -22,6 +24,7 @@ class AttentionWeights:
     sinks: Array | None  # (H,)
     out: Linear  # (E, H·D)
     post_norm: Array | None  # (E,): norms the result before it is added to the residual
+    output_gate: Linear | None = None  # (H·D, E)
 
     @classmethod
     def read(cls, read: ReadSlot) -> AttentionWeights:
@@ -34,6 +37,7 @@ class AttentionWeights:
             sinks=read.vector("sinks"),
             out=read.linear("out"),
             post_norm=read.vector("attention_post_norm"),
+            output_gate=read.optional_linear("output_gate"),
         )
 
 
@@ -47,15 +51,19 @@ class Attention:
         self,
         ops: Ops,
         shape: config.Attention,
-        norm_eps: float,
+        eps: Eps,
         weights: AttentionWeights,
         cache: Cache,
         transform: PreparedTransform,
     ):
         self.shape = shape
         self._ops, self._weights, self._cache, self._transform = ops, weights, cache, transform
-        self._eps = norm_eps
-        self._norm, self._post_norm = norm_of(weights.norm, norm_eps), norm_of(weights.post_norm, norm_eps)
+        self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
+        self._eps = eps.before
+        self._qk_norms = None if weights.q_norm is None else (weights.q_norm, weights.k_norm, eps.before)
+        if shape.qk_norm == "unweighted":
+            ones = ops.to_device(np.ones(shape.head_dim, np.float32))
+            self._qk_norms = ones, ones, eps.before
 
     def project(
         self, x: Array, rope: tuple[Array, Array], spans: Spans, *, recorded: bool, tap: Tap | None = None
@@ -67,8 +75,8 @@ class Attention:
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         qkv = ops.linear(x, w.qkv, norm=self._norm, recorded=recorded)
-        norms = None if w.q_norm is None else (w.q_norm, w.k_norm, self._eps)
-        if norms is not None and shape.qk_norm == "all":
+        norms = self._qk_norms
+        if shape.qk_norm == "all":
             keys, values = heads * dim, (heads + kv_heads) * dim
             ops.rms_norm(qkv[:, :keys], (w.q_norm, self._eps))
             ops.rms_norm(qkv[:, keys:values], (w.k_norm, self._eps))
@@ -92,11 +100,13 @@ class Attention:
             shape.score_scale,
             shape.window,
             self._transform,
-            w.out,
+            w.out if w.output_gate is None else None,
             softcap=shape.softcap,
             sinks=w.sinks,
         )
         mixed = mixed.reshape(len(x), shape.heads * shape.head_dim)
+        if w.output_gate is not None:
+            self._ops.gate(mixed, self._ops.linear(x, w.output_gate, norm=self._norm, recorded=recorded))
         if tap is not None:
             tap("attention", mixed)
         add_projected(self._ops, x, mixed, w.out, self._post_norm, recorded=recorded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import ReadSlot, add_projected, norm_of
+from polarlm.engine.model.layers import Eps, ReadSlot, add_projected, norm_of
 from polarlm.engine.weight_formats import ExpertLinear, Linear
 from polarlm.model_loaders import config
 
@@ -45,9 +45,9 @@ class Experts:
 
     Weights = ExpertsWeights
 
-    def __init__(self, ops: Ops, shape: config.Experts, norm_eps: float, weights: ExpertsWeights):
+    def __init__(self, ops: Ops, shape: config.Experts, eps: Eps, weights: ExpertsWeights):
         self._ops, self._shape, self._weights = ops, shape, weights
-        self._norm, self._post_norm = norm_of(weights.norm, norm_eps), norm_of(weights.post_norm, norm_eps)
+        self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
 
     def add(self, x: Array, *, recorded: bool) -> None:
         """Add the result to x (T, E), in place. recorded: whether this is a step, which may be recorded."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Tap
+from polarlm.engine.model.layers import Eps, Tap
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
@@ -24,7 +24,7 @@ class Mixer(Protocol):
     in_order: ClassVar[bool]
     """Whether the parts of a prompt must be projected one after another; otherwise several threads do it."""
 
-    def __init__(self, ops: Ops, shape: Any, norm_eps: float, weights: Any, cache: Any, transform: Any):
+    def __init__(self, ops: Ops, shape: Any, eps: Eps, weights: Any, cache: Any, transform: Any):
         """shape: the mixer in the configuration. cache: that of the layer's state. transform: for attention, its
         HeadTransform, prepared by `Ops.prepare`."""
 
@@ -69,10 +69,10 @@ class DecoderLayer(NamedTuple):
 
 
 def decoder_layer(
-    ops: Ops, layer: config.Layer, norm_eps: float, weights: LayerWeights, cache: Any, transform: Any
+    ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any
 ) -> DecoderLayer:
     """Return the objects that compute `layer`. cache, transform: as a `Mixer` takes them."""
     mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
     return DecoderLayer(
-        mixer(ops, layer.mixer, norm_eps, weights.mixer, cache, transform), ffn(ops, layer.ffn, norm_eps, weights.ffn)
+        mixer(ops, layer.mixer, eps, weights.mixer, cache, transform), ffn(ops, layer.ffn, eps, weights.ffn)
     )
