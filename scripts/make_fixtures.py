@@ -138,7 +138,7 @@ MODELS = {
     ),
     "muse_glimmer_gated": (
         "muse_glimmer",
-        "bfloat16",
+        "float16",
         "new",
         {
             "text_config": {

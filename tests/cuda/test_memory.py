@@ -115,6 +115,7 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
                 sinks=None,
                 out=linear(e, queries),
                 post_norm=vector(e) if after else None,
+                output_gate=linear(queries, e) if layer.mixer.output_gate else None,
             ),
             network(layer.ffn, vector(e) if after else None),
         )

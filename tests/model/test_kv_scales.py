@@ -111,6 +111,8 @@ def test_estimates_for_uncorrelated_inputs_are_exact(name: str, rng: np.random.G
         x *= np.sqrt(squares + np.square(first.mixer.post_norm) + np.square(first.ffn.post_norm))
     qkv = OPS.linear(x, layer.qkv, norm=norm)
     norms = None if layer.k_norm is None else (layer.q_norm, layer.k_norm, config.norm_eps)
+    if attention.qk_norm == "unweighted":
+        norms = np.ones(dim, np.float32), np.ones(dim, np.float32), config.norm_eps
     if attention.qk_norm == "all":
         keys = slice(heads * dim, (heads + kv_heads) * dim)
         OPS.rms_norm(qkv[:, keys], (layer.k_norm, config.norm_eps))

@@ -180,7 +180,7 @@ def test_muse_glimmer_without_lists_has_no_rope_and_no_window_in_every_fourth_la
     assert windows_of(config) == (12, None, 12, 12, 12, None)
     assert [mixer.rope is None for mixer in config.attentions.values()] == [False, True, False, False, False, True]
     text["layer_rope_theta"] = [500.0] * 5 + [400.0]
-    with pytest.raises(LoadError, match="layer_rope_theta .* but must say 0 or 500 for 6 layers"):
+    with pytest.raises(LoadError, match=r"layer_rope_theta .* but must say 0 or 500 for 6 layers"):
         configure(Fields(written, "config.json"))
 
 

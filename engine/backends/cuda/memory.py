@@ -42,7 +42,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm, _NARROW * queries + post_norm)
     attended = _FLOAT * (heads + queries)
     experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
-    logits = _FLOAT * min(tokens, size) * model.vocab_size  # of all rows of a block that is scored
+    logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # of all rows of a block that is scored
     return whole + buffer + spans + max(chunk * max(project, attend, forward + attended), experts, logits)
 
 
