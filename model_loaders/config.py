@@ -61,6 +61,8 @@ class Attention(Mixer):
     softcap: float | None = None  # c: scores s become c · tanh(s / c)
     sinks: bool = False  # each query head has one more score, a weight, whose value is 0
     qk_norm: QKNorm = None
+    v_norm: bool = False  # RMSNorm of each value, without weights
+    values_are_keys: bool = False  # values are keys before RoPE and norm: there is no projection of values
     output_gate: bool = False  # the result is multiplied by σ of a projection of the input
     qkv_bias: bool = False
     out_bias: bool = False
@@ -121,6 +123,7 @@ class Layer:
     mixer: Mixer
     ffn: Ffn
     norms: Norms = "before"
+    scaled: bool = False  # the residual stream is multiplied by a weight at the end
 
 
 @dataclass(frozen=True)

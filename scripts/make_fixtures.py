@@ -40,6 +40,21 @@ COMMON = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 500.0}
+GEMMA4 = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "tie_word_embeddings": True,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 8.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 
 # name: (model type, type of the stored weights, spelling of config.json, changes to COMMON).
 # The RoPE settings are scaled down to the context so that every branch of every kind acts on some channel.
@@ -134,6 +149,18 @@ MODELS = {
             "sliding_window": 7,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": None,
+        },
+    ),
+    # As in the models of 12B and 31B: the values of layers without a window are their keys before norm and RoPE.
+    "gemma4_values_are_keys": (
+        "gemma4_text",
+        "bfloat16",
+        "new",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
         },
     ),
     "muse_glimmer_gated": (
@@ -340,6 +367,8 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn_like(buffer))
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
 
 
 def spell_as_before(path: Path) -> None:
@@ -412,7 +441,7 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     common = {} if "text_config" in changes else COMMON
     config = transformers.AutoConfig.for_model(model_type, **{**common, **changes})
     model = class_of(config).from_config(config)
-    randomize(model, 0 if model_type.startswith(("gemma", "muse")) else 1)  # these multiply with 1 + w
+    randomize(model, 0 if model_type.startswith(("gemma2", "gemma3", "muse")) else 1)  # these multiply with 1 + w
     shard = {"max_shard_size": "24KB"} if name.endswith("sharded") else {}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
     if name.endswith("mxfp4"):

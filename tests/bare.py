@@ -40,7 +40,7 @@ def bare_model(
 ) -> Transformer:
     """A model with its own store; models may share weights."""
     k, v = (codecs.get(name) for name in types)
-    d, mean_bits = config.attention.head_dim, 16 if centred and types[0] != "f16" else 0
+    mean_bits = 16 if centred and types[0] != "f16" else 0
     layers = tuple(
         LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, mean_bits, one.mixer.window) for one in config.layers
     )
@@ -49,7 +49,8 @@ def bare_model(
         plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks)
     )  # of each of the sequences
     ops = ops or NumpyOps()
-    conditioning = [Conditioning(k.rotation(d), v.rotation(d))] * len(config.layers)
+    dims = [layer.head_dim for layer in layers]
+    conditioning = [Conditioning(k.rotation(d), v.rotation(d)) for d in dims]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
 
 

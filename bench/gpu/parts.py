@@ -136,8 +136,8 @@ class _Pass:
         mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
         self.format = CacheFormat(key, value, None, None, mean_bits, BLOCK_SIZE, attention.kv_heads, attention.head_dim)
         self.cache = self.ops.cache(self.format, 1, 2)
-        rotations = (codec.rotation(attention.head_dim) for codec in (key, value))
-        (self._transform,) = self.ops.prepare([HeadTransform(attention.kv_heads, None, *rotations)])
+        key_rotation, value_rotation = (codec.rotation(attention.head_dim) for codec in (key, value))
+        (self._transform,) = self.ops.prepare([HeadTransform(attention.kv_heads, None, key_rotation, value_rotation)])
 
     def embed(self, tokens: int) -> TracingArray:
         """(tokens, E)."""

@@ -2,7 +2,8 @@
 // transform_heads.cu and place_kv.cu.
 //
 // qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): RoPE rotates channel j with channel
-// j + D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D). scale
+// j + D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D); with
+// VALUE_EPS, values are first x / rms(x). scale
 // (H + 2K, D), or null for ones, multiplies queries and keys after RoPE, and values at once. Then one rotation is
 // applied to queries and keys, another to values: diag(before) · H/√ORDER · diag(behind), where Hadamard's matrix of
 // that order repeats along the diagonal. The signs `before` and `behind` (D) are ±1; with order 1 there is no rotation,
@@ -24,6 +25,14 @@ __device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, con
     }
 }
 
+// 1 / rms of the vector; its channels from D on are zero.
+__device__ __forceinline__ float inverse_rms(const float (&v)[OWN], float eps) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) squares += v[i] * v[i];
+    return rsqrtf(warp_sum(squares) / D + eps);
+}
+
 // Angles of all tokens, scales of all heads, signs of both rotations.
 struct HeadTransform {
     const float *cos, *sin, *scale, *key_before, *key_behind, *value_before, *value_behind;
@@ -31,6 +40,11 @@ struct HeadTransform {
     // v: the vector of a value head, in place.
     __device__ __forceinline__ void value(float (&v)[OWN], int head) const {
         const int lane = threadIdx.x % 32;
+#ifdef VALUE_EPS
+        const float factor = inverse_rms(v, VALUE_EPS);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) v[i] *= factor;
+#endif
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
             if (scale && lane + 32 * i < D) v[i] *= scale[head * D + lane + 32 * i];
@@ -42,10 +56,7 @@ struct HeadTransform {
                                                  float eps) const {
         const int lane = threadIdx.x % 32;
 #if HEAD_NORMS
-        float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) squares += v[i] * v[i];
-        const float factor = rsqrtf(warp_sum(squares) / D + eps);
+        const float factor = inverse_rms(v, eps);
 #endif
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {

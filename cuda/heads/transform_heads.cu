@@ -1,7 +1,8 @@
 // The op `transform_heads`: queries, keys and values of new tokens, transformed for the KV store (see heads.cuh).
 //
 // q (T, H, D), k (T, K, D), v (T, K, D) or null, which skips the values. vectors: T · (H + K); with v, T · (H + 2K).
-// Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, HEAD_NORMS (0 or 1), KEY_ORDER, VALUE_ORDER.
+// Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, HEAD_NORMS (0 or 1), KEY_ORDER, VALUE_ORDER,
+// VALUE_EPS (or not defined).
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
 // JOINS: heads.cuh.
 

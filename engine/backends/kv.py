@@ -59,7 +59,8 @@ class HeadTransform:
 
     kv_heads: K. scale (H + 2K, D): multiplies queries and keys after RoPE, and values. key_rotation (D, D): applied to
     queries and keys as x @ rotation; value_rotation (D, D): to values. scale_back (H,): multiplies the attention result
-    of each query head, before the inverse of value_rotation. None means no such factor.
+    of each query head, before the inverse of value_rotation. value_eps: epsilon of an RMS norm of each value, without
+    weights, before its scale. None means no such factor or norm.
     """
 
     kv_heads: int
@@ -67,6 +68,7 @@ class HeadTransform:
     key_rotation: np.ndarray | None = None
     value_rotation: np.ndarray | None = None
     scale_back: np.ndarray | None = None
+    value_eps: float | None = None
 
 
 @dataclass(frozen=True)

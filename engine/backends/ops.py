@@ -174,6 +174,9 @@ class Ops(KVOps, Protocol):
     def softcap(self, x: Array, cap: float) -> None:
         """cap · tanh(x / cap) of x (T, n), in place."""
 
+    def scale(self, x: Array, factor: Array) -> None:
+        """x (T, n) times the number in factor (1,), in place."""
+
     def linear(
         self,
         x: Array,
@@ -238,7 +241,7 @@ class Ops(KVOps, Protocol):
         """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D).
 
         norms: weights (D,) of an RMS norm of each query and of each key, and eps. rope: cos, sin (T, D/2); channel j
-        pairs with channel j + D/2. transform: scale and rotation.
+        pairs with channel j + D/2. transform: norm of values, scale and rotation.
         CUDA: transform_heads, and rotate_dense for rotations that are not signed Hadamard matrices.
         """
 

@@ -53,6 +53,7 @@ class Transformer:
                 stored.key_rotation,
                 stored.value_rotation,
                 stored.scales_back(attention.heads),
+                config.norm_eps if attention.v_norm else None,
             )
             for layer, attention in config.attentions.items()
         ]
@@ -187,10 +188,10 @@ class Transformer:
         """
         x, first_spans = self._embed(ids), 2 * len(self._ropes)
         ropes = [tables[first : first + 2] for first in range(0, first_spans, 2)]
-        for layer, (mixer, ffn) in enumerate(self._layers):
-            rope, spans = self._ropes.of_layer(layer, ropes), tables[first_spans + self.store.group_of(layer)]
-            mixer.mix(x, mixer.project(x, rope, spans, recorded=True), spans, recorded=True)
-            ffn.add(x, recorded=True)
+        for number, layer in enumerate(self._layers):
+            rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
+            layer.mixer.mix(x, layer.mixer.project(x, rope, spans, recorded=True), spans, recorded=True)
+            layer.finish(x, recorded=True)
         return self._head(x, recorded=True)
 
     def _embed(self, ids: Array) -> Array:

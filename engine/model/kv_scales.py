@@ -90,6 +90,8 @@ def _variances(
         norm = np.square(ops.to_host(w.k_norm), dtype=np.float64)
         share = keys / keys.mean() if attention.qk_norm == "all" and keys.any() else np.ones_like(keys)
         keys = share * norm.reshape(-1, attention.head_dim)
+    if attention.v_norm:
+        values = np.ones_like(values)
     return Variances(keys, values)
 
 

@@ -85,7 +85,7 @@ class Prefill:
 
     def _layer(self, layer: int, x: Array, rope: Any, parts: Sequence[_Part], complete: Sequence[Span]) -> None:
         """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`."""
-        mixer, ffn = self.layers[layer]
+        mixer = self.layers[layer].mixer
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
 
         def tap(position: int) -> Tap | None:
@@ -104,7 +104,7 @@ class Prefill:
             if skipped < len(queries[i]):
                 spans, rows = part.last if is_last else part.spans[group], x[part.rows][skipped:]
                 mixer.mix(rows, queries[i][skipped:], spans, recorded=False, tap=tap(part.position + skipped))
-                ffn.add(rows, recorded=False)
+                self.layers[layer].finish(rows, recorded=False)
 
         # A row attends to all K/V before it, so every part is projected before the first one attends.
         queries = [*map(project, range(len(parts)))] if mixer.in_order else self.ops.map_parts(project, len(parts))

@@ -104,7 +104,7 @@ def load_weights(
         layer = config.layers[number]
         own = _LayerReader(read, table.layers[number], layer.ffn.count if isinstance(layer.ffn, Experts) else 0)
         mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
-        layers.append(LayerWeights(mixer.Weights.read(own), ffn.Weights.read(own)))
+        layers.append(LayerWeights(mixer.Weights.read(own), ffn.Weights.read(own), own.vector("layer_scale")))
     norm = read.vector(top["norm"], config.logit_scale)
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
     return ModelWeights(embedding, layers, norm, head, read.bytes)
@@ -242,6 +242,8 @@ def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, 
 def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
     yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
     for number, layer in enumerate(weights.layers):
+        if layer.scale is not None:
+            yield f"{number}.scale", layer.scale
         for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn)):
             for field in fields(of_part):
                 if (tensor := getattr(of_part, field.name)) is not None:

@@ -53,10 +53,16 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     """(configuration, weights). Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
     arch, family, layout = _family(gguf.metadata, gguf.path)
     config = configure(_fields(gguf, f"{arch}.", family, layout))
-    _check_head_channels(gguf, f"{arch}.", config.attention)
+    whole = next((one for one in config.attentions.values() if one.window is None), config.attention)
+    _check_head_channels(gguf, f"{arch}.", whole)
     if _ROPE_DIVISORS in gguf.tensors:
-        divisors = _checked_divisors(gguf, config.attention)
-        config = config.with_attention(lambda one: replace(one, rope=one.rope and replace(one.rope, divisors=divisors)))
+        divisors = _checked_divisors(gguf, whole)
+
+        def divided(one: Attention) -> Attention:
+            has_others = one.rope is None or one.rotated != whole.rotated
+            return one if has_others else replace(one, rope=one.rope and replace(one.rope, divisors=divisors))
+
+        config = config.with_attention(divided)
     weights = StoredWeights(gguf.path, _tensors(gguf, config), gguf.files)
     return fit(config, weights, interleaved=layout.interleaved, is_gguf=True)
 
@@ -133,6 +139,8 @@ def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout
     values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
     values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in gguf.tensors
+    keys_alone = (name for name in gguf.tensors if name.endswith(".attn_k.weight"))
+    values["attention_k_eq_v"] = any(name.replace("attn_k", "attn_v") not in gguf.tensors for name in keys_alone)
     values["tie_word_embeddings"] = "output.weight" not in gguf.tensors  # overrides the family's default
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:

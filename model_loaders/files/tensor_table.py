@@ -15,7 +15,7 @@ from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Mode
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's, with {} for the number of an expert, and
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
-_WHOLE_NAMES = ("sinks", "choice_bias")
+_WHOLE_NAMES = ("sinks", "choice_bias", "layer_scale")
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class TensorTable:
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sinks, output_gate, out,
     attention_post_norm, ffn_norm, gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and
     down, router, choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then those of the
-    next), shared_gate, shared_gate_up, shared_down. Biases are in slots with names that end with "_bias", such as
-    qkv_bias. A slot that a model lacks is absent.
+    next), shared_gate, shared_gate_up, shared_down. A scaled layer has layer_scale. If values are keys, the keys'
+    tensor is in qkv twice. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a model
+    lacks is absent.
     """
 
     top: Slots
@@ -79,9 +80,13 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
     assert isinstance(mixer, Attention)
     shapes_of = {**_attention_shapes(config.hidden_size, mixer), **_ffn_shapes(config.hidden_size, ffn)}
+    if config.layers[layer].scaled:
+        shapes_of["layer_scale"] = _one(1), False
     for slot, tensors in names.items():
         if slot not in shapes_of:
             continue
+        if slot == "qkv" and mixer.values_are_keys:
+            tensors = (*tensors[:2], tensors[1])
         shapes, has_bias = shapes_of[slot]
         of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot.startswith("experts_") else (None,)
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if has_bias else (".weight",)

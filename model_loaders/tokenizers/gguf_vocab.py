@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from polarlm.model_loaders.errors import LoadError
@@ -97,11 +98,11 @@ class _Merges(Sequence[Any]):
 def load(gguf: GgufFile) -> BaseTokenizer:
     """Rebuilds the tokenizer of a GGUF file. Raises LoadError for an unknown kind or an incomplete vocabulary."""
     kind = gguf.metadata.get("tokenizer.ggml.model")
-    builders = {"gpt2": _byte_level_bpe, "llama": _sentence_piece}
+    builders = {"gpt2": _byte_level_bpe, "llama": _sentence_piece, "gemma4": _spaced_bpe}
     if not isinstance(kind, str) or kind not in builders:
         raise LoadError(
             f"{gguf.path} has a vocabulary of the kind {kind!r} (tokenizer.ggml.model); "
-            f"supported are {' and '.join(builders)}."
+            f"supported are {', '.join(builders)}."
         )
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, [], [])
     tokens = list(vocabulary.list_of("tokenizer.ggml.tokens", str))
@@ -128,17 +129,38 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
     merges = _Merges(vocabulary.list_of("tokenizer.ggml.merges", str))
     whole_words = patterns.takes_known_words_whole(str(name))
+    library = _library(vocabulary, vocab=ids, merges=merges, ignore_merges=whole_words)
+    library.pre_tokenizer = pre_tokenizer
+    _add_own(library, vocabulary)
+    special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin sequences with BOS
+    return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=len(vocabulary.tokens))
+
+
+def _spaced_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
+    """Merges of characters, where "▁" stands for a space. Characters without a token become those of their bytes."""
+    control = vocabulary.control
+    ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
+    merges = _Merges(vocabulary.list_of("tokenizer.ggml.merges", str))
+    library = _library(vocabulary, vocab=ids, merges=merges, byte_fallback=True)
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")
+    _add_own(library, vocabulary)
+    special = vocabulary.special(adds_bos=True)
+    return LibraryTokenizer(library, control, special, byte_level=False, vocab_size=len(vocabulary.tokens))
+
+
+def _library(vocabulary: _Vocabulary, **arguments: Any) -> tokenizers.Tokenizer:
     try:
-        library = tokenizers.Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=whole_words))
+        return tokenizers.Tokenizer(BPE(**arguments))
     except Exception as error:  # the library raises bare Exception
         raise LoadError(
             f"{vocabulary.path} has merges that do not fit its tokens ({error}): convert it again."
         ) from error
-    library.pre_tokenizer = pre_tokenizer
+
+
+def _add_own(library: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     own = (vocabulary.tokens[i] for i in vocabulary.of(_Type.USER_DEFINED))
     library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in own if token])
-    special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin sequences with BOS
-    return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=len(vocabulary.tokens))
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:

@@ -363,7 +363,8 @@ def test_transform_heads_is_that_of_numpy(
 ) -> None:
     qkv, rope = heads_of(rng, 3, dim)
     scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, dim)).astype(np.float32) if scaled else None
-    transform = HeadTransform(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim))
+    value_eps = EPS if scaled == normed else None
+    transform = HeadTransform(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim), value_eps=value_eps)
     norms, host_norms = None, None
     if normed:
         gains = [vector(ops, rng, dim) for _ in range(2)]

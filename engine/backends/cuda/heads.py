@@ -37,7 +37,9 @@ class HeadOps:
         queries = rows * heads - 2 * values
         # Keys follow queries in memory, so that one launch of rotate_dense rotates both.
         qk = self._device.empty((queries + values, dim), np.float32)
-        changes_values = transform.values is not NO_ROTATION or transform.scale is not None
+        changes_values = (
+            transform.values is not NO_ROTATION or transform.scale is not None or transform.value_eps is not None
+        )
         v = self._device.empty((values, dim), np.float32) if changes_values else None
         outputs = qk[:queries], qk[queries:], v
         vectors = len(qk) if v is None else len(qk) + values
@@ -68,9 +70,10 @@ class HeadOps:
         """
         keys, values = transform.keys, transform.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
-        defines: dict[str, int | str] = {
+        defines: dict[str, int | str | float] = {
             "HEAD_DIM": qkv.shape[2],
             "HEAD_NORMS": int(norms is not None),
+            **({} if transform.value_eps is None else {"VALUE_EPS": float(transform.value_eps)}),
             "KEY_ORDER": max(1, keys.order),
             "VALUE_ORDER": max(1, values.order),
             **({} if rows is None else {"STEP_ROWS": rows}),

@@ -64,6 +64,7 @@ class CudaOps:
 
         rows = RowOps(launch)
         self.softcap = rows.softcap
+        self.scale = rows.scale
         self.gate = rows.gate
 
         self._experts = ExpertOps(device, launch, matrices)

@@ -33,6 +33,7 @@ class DeviceTransform(NamedTuple):
     values: DeviceRotation
     back: DeviceRotation
     scale_back: Array | None
+    value_eps: float | None
 
 
 def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceTransform]:
@@ -58,6 +59,7 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
             rotation(transform.value_rotation),
             rotation(transform.value_rotation, inverse=True),
             scale(transform.scale_back),
+            transform.value_eps,
         )
         for transform in transforms
     ]

@@ -7,7 +7,7 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_
 
 
 class RowOps:
-    """The ops `softcap` and `gate`."""
+    """The ops `softcap`, `scale` and `gate`."""
 
     def __init__(self, launch: Launcher):
         self._launch = launch
@@ -16,6 +16,11 @@ class RowOps:
         rows, n = x.shape
         config = LaunchConfig({"ACT": "float"}, threads_for(n))
         self._launch("softcap", (-(-n // config.threads), rows), config, x, n, row_stride(x), float(cap))
+
+    def scale(self, x: Array, factor: Array) -> None:
+        rows, n = x.shape
+        config = LaunchConfig({"ACT": "float"}, threads_for(n))
+        self._launch("scale", (-(-n // config.threads), rows), config, x, factor, n, row_stride(x))
 
     def gate(self, x: Array, logits: Array) -> None:
         rows, n = x.shape

@@ -23,12 +23,14 @@ from polarlm.engine.backends.native.kernels.linear.product import (
 )
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import (
-    SOFTCAP_PIECE,
+    ROW_PIECE,
     GateArguments,
     NormArguments,
+    ScaleArguments,
     SoftcapArguments,
     gate,
     norm_rows,
+    scale_rows,
     softcap_rows,
 )
 from polarlm.engine.backends.native.loading import LoadOps
@@ -84,9 +86,15 @@ class LinearOps(LoadOps):
 
     def softcap(self, x: np.ndarray, cap: float) -> None:
         rows, columns = x.shape
-        pieces = -(-columns // SOFTCAP_PIECE)
+        pieces = -(-columns // ROW_PIECE)
         arguments = SoftcapArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, cap=cap)
         self._launch(softcap_rows(), rows * pieces, arguments)
+
+    def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
+        rows, columns = x.shape
+        pieces = -(-columns // ROW_PIECE)
+        arguments = ScaleArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, factor=factor)
+        self._launch(scale_rows(), rows * pieces, arguments)
 
     def linear(
         self,

@@ -136,6 +136,10 @@ class NumpyOps(ExpertOps):
         softcap(x, cap)
 
     @quiet
+    def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
+        x *= factor
+
+    @quiet
     def linear(
         self,
         x: np.ndarray,
@@ -177,6 +181,8 @@ class NumpyOps(ExpertOps):
             q_norm, k_norm, eps = norms
             qk[:, :queries] = rms_norm(qk[:, :queries], q_norm, eps)
             qk[:, queries:] = rms_norm(qk[:, queries:], k_norm, eps)
+        if transform.value_eps is not None:
+            v = rms_norm(v, np.ones(v.shape[-1], np.float32), transform.value_eps)
         apply_rope(qk, *rope)
         qk = rotate(qk, transform.key_rotation, scale_qk)
         return qk[:, :queries], qk[:, queries:], rotate(v, transform.value_rotation, scale_v)

@@ -54,6 +54,7 @@ class LayerWeights:
 
     mixer: Any  # an instance of the mixer's `Weights`
     ffn: GatedMLPWeights | ExpertsWeights
+    scale: Array | None = None  # (1,)
 
     @property
     def matrices(self) -> dict[str, Linear]:
@@ -64,8 +65,16 @@ class LayerWeights:
 class DecoderLayer(NamedTuple):
     """The objects that compute a decoder layer."""
 
+    ops: Ops
     mixer: Mixer
     ffn: GatedMLP | Experts
+    scale: Array | None = None  # (1,)
+
+    def finish(self, x: Array, *, recorded: bool) -> None:
+        """Compute all that follows the mixer, for rows x (T, E), in place."""
+        self.ffn.add(x, recorded=recorded)
+        if self.scale is not None:
+            self.ops.scale(x, self.scale)
 
 
 def decoder_layer(
@@ -74,5 +83,8 @@ def decoder_layer(
     """Return the objects that compute `layer`. cache, transform: as a `Mixer` takes them."""
     mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
     return DecoderLayer(
-        mixer(ops, layer.mixer, eps, weights.mixer, cache, transform), ffn(ops, layer.ffn, eps, weights.ffn)
+        ops,
+        mixer(ops, layer.mixer, eps, weights.mixer, cache, transform),
+        ffn(ops, layer.ffn, eps, weights.ffn),
+        weights.scale,
     )

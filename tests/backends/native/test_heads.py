@@ -47,13 +47,16 @@ def case(dim: int, group: int, kv_heads: int, rotations: tuple[str, str], scaled
     angles = rng.uniform(0, 6, (ROWS, dim // 2))
     rope = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     keys, values = (None if ROTATIONS[name] is None else ROTATIONS[name](dim) for name in rotations)
-    transform = HeadTransform(kv_heads, draw(heads, dim) if scaled else None, keys, values)
+    value_eps = 1e-5 if scaled == normed else None
+    transform = HeadTransform(kv_heads, draw(heads, dim) if scaled else None, keys, values, value_eps=value_eps)
     qkv, norms = draw(ROWS, heads, dim), (draw(dim), draw(dim), 1e-5) if normed else None
 
     whole = qkv.astype(np.float64)
     if norms is not None:
         whole[:, :queries] = rms_norm(whole[:, :queries], norms[0], norms[2])
         whole[:, queries : queries + kv_heads] = rms_norm(whole[:, queries : queries + kv_heads], norms[1], norms[2])
+    if value_eps is not None:
+        whole[:, -kv_heads:] = rms_norm(whole[:, -kv_heads:], np.ones(dim), value_eps)
     apply_rope(whole[:, :-kv_heads], *(table.astype(np.float64) for table in rope))
     whole = whole if transform.scale is None else whole * transform.scale
     qk, v = rotate(whole[:, :-kv_heads], keys), rotate(whole[:, -kv_heads:], values)

@@ -142,6 +142,7 @@ class HeadOps:
             (factors[0] is not None, prepared.keys.order),
             (factors[1] is not None, prepared.values.order),
             places is not None,
+            prepared.value_eps is not None,
         )
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         (cos, sin), (k, v), (row_stride, head_stride) = rope, targets, strides
@@ -167,6 +168,7 @@ class HeadOps:
             key_factor_stride=steps[0],
             value_factor_stride=steps[1],
             eps=eps,
+            value_eps=prepared.value_eps or 0.0,
         )
         self._launch(transform(spec), rows * kv_heads, arguments)
         return q
@@ -192,6 +194,7 @@ def _prepared(given: HeadTransform, keys: Rotation, values: Rotation, back: Rota
         given.key_rotation,
         given.value_rotation,
         given.scale_back,
+        given.value_eps,
         keys,
         values,
         back,

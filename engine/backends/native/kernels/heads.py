@@ -32,11 +32,13 @@ class Heads:
     keys: tuple[bool, int]
     values: tuple[bool, int]
     in_slots: bool
+    has_value_norm: bool = False
 
     @property
     def name(self) -> str:
         sides = "_".join(f"{'scaled' * scaled}{order}" for scaled, order in (self.keys, self.values))
-        return f"heads_{self.dim}{'_norm' * self.has_norms}_{sides}{'_slots' * self.in_slots}"
+        norms = f"{'_norm' * self.has_norms}{'_vnorm' * self.has_value_norm}"
+        return f"heads_{self.dim}{norms}_{sides}{'_slots' * self.in_slots}"
 
 
 class HeadArguments(NamedTuple):
@@ -62,6 +64,7 @@ class HeadArguments(NamedTuple):
     key_factor_stride: Int64
     value_factor_stride: Int64
     eps: Float32
+    value_eps: Float32
 
 
 @cache
@@ -116,11 +119,14 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
             if spec.in_slots:
                 _put(e, own_k, args.k + place, dim)
             source = heads_at + (queries + kv_heads + head) * row_bytes
-            if spec.values[0]:
+            if spec.values[0] or spec.has_value_norm:
                 factor = args.value_factor + head * args.value_factor_stride
+                inverse = inverse_rms(e, source, e.i64(dim), args.value_eps) if spec.has_value_norm else None
                 for channel, lanes in pieces(dim):
                     kind, offset = vector(F32, lanes), 4 * channel
-                    e.store(e.load(source, kind, offset) * e.load(factor, kind, offset), scratch, offset)
+                    value = e.load(source, kind, offset)
+                    value = value if inverse is None else value * inverse
+                    e.store(value * e.load(factor, kind, offset) if spec.values[0] else value, scratch, offset)
                 source = scratch
             rotate(e, source, own_v, args.value_rotation, dim, spec.values[1])
             if spec.in_slots:

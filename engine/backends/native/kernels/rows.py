@@ -157,7 +157,17 @@ class SoftcapArguments(NamedTuple):
     cap: Float32
 
 
-SOFTCAP_PIECE = 4096  # columns of a unit
+class ScaleArguments(NamedTuple):
+    """Arguments of `scale_rows`. factor: one number."""
+
+    x: Pointer
+    columns: Int64
+    stride: Int64
+    pieces: Int64
+    factor: Pointer
+
+
+ROW_PIECE = 4096  # columns of a unit
 
 
 @cache
@@ -168,14 +178,35 @@ def softcap_rows() -> Kernel[SoftcapArguments]:
     """
 
     def emit(e: Emitter, args: SoftcapArguments, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as unit:
-            first = unit % args.pieces * SOFTCAP_PIECE
-            at = args.x + unit // args.pieces * args.stride + first * 4
-
-            def write(offset: Value, kind: Type) -> None:
-                x = e.load(at + offset, kind)
-                e.store(capped(e, x, e.like(args.cap, x)), at + offset)
-
-            over_columns(e, e.imin(args.columns - first, SOFTCAP_PIECE), write)
+        _change_pieces(e, args, begin, end, lambda x: capped(e, x, e.like(args.cap, x)))
 
     return Kernel("softcap_rows", emit, SoftcapArguments)
+
+
+@cache
+def scale_rows() -> Kernel[ScaleArguments]:
+    """x times a number, in place; units and strides as those of `softcap_rows`."""
+
+    def emit(e: Emitter, args: ScaleArguments, begin: Value, end: Value, scratch: Value) -> None:
+        factor = e.load(args.factor, F32)
+        _change_pieces(e, args, begin, end, lambda x: x * e.like(factor, x))
+
+    return Kernel("scale_rows", emit, ScaleArguments)
+
+
+def _change_pieces(
+    e: Emitter,
+    args: SoftcapArguments | ScaleArguments,
+    begin: Value,
+    end: Value,
+    change: Callable[[Value], Value],
+) -> None:
+    """Replace each number of the units' pieces by `change` of it."""
+    with e.loop(begin, end) as unit:
+        first = unit % args.pieces * ROW_PIECE
+        at = args.x + unit // args.pieces * args.stride + first * 4
+
+        def write(offset: Value, kind: Type) -> None:
+            e.store(change(e.load(at + offset, kind)), at + offset)
+
+        over_columns(e, e.imin(args.columns - first, ROW_PIECE), write)

@@ -1,0 +1,161 @@
+"""Gemma 4: Gemma 3's norms and windows, with wider heads in layers without a window, and normed values.
+
+It loads the dense models of 12B and 31B. Of models for images and sound it loads the text part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polarlm.model_loaders.config import Attention, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
+from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.rope import rope_config
+
+MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
+PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+}
+_UNSUPPORTED = {
+    "num_kv_shared_layers": "but layers that share K/V, as in E2B and E4B, are not supported",
+    "hidden_size_per_layer_input": "but embeddings for each layer, as in E2B and E4B, are not supported",
+}
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+_PATTERN = 6  # where `layer_types` is absent, every sixth layer has no window
+_UNROTATED = 1e30  # the divisor of pairs that RoPE leaves as they are, as in llama.cpp's files
+_MAX_HEADS, _MAX_SIZE = 65536, 2**24
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+
+
+def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    """What GGUF files say of layers without a window under the plain keys, and of others as lists or in own keys."""
+    windows, kv_heads = values["layer_types"], values["num_key_value_heads"]
+    thetas = {_FULL: values["rope_theta"] or _THETA, _LOCAL: values["local_theta"] or _LOCAL_THETA}
+    implied: dict[str, object] = {
+        "global_head_dim": values["head_dim"],
+        "head_dim": values["local_head_dim"],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
+        "hidden_size_per_layer_input": values["hidden_size_per_layer_input"] or 0,
+    }
+    if isinstance(windows, list):
+        kinds = [_LOCAL if window else _FULL for window in windows]
+        implied["layer_types"] = kinds
+        if isinstance(kv_heads, list) and len(kv_heads) == len(kinds):
+            of_kind = dict(zip(kinds, kv_heads, strict=True))
+            implied["num_key_value_heads"] = of_kind.get(_LOCAL, of_kind.get(_FULL))
+            implied["num_global_key_value_heads"] = of_kind.get(_FULL)
+    return implied
+
+
+GGUF = GgufLayout(
+    "gemma4",
+    keys={
+        "sliding_window": "attention.sliding_window",
+        "layer_types": "attention.sliding_window_pattern",
+        "local_head_dim": "attention.key_length_swa",
+        "local_theta": "rope.freq_base_swa",
+        "num_kv_shared_layers": "attention.shared_kv_layers",
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    implied=_implied,
+)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
+    if fields.flag("enable_moe_block", False):
+        raise fields.refuse("enable_moe_block", "but experts beside a dense network, as in 26B-A4B, are not supported")
+    for key, problem in _UNSUPPORTED.items():
+        if fields.integer(key, 0, minimum=0):
+            raise fields.refuse(key, problem)
+    if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
+        raise fields.refuse("use_bidirectional_attention", "but tokens of text attend to earlier ones alone")
+    bias, layers = fields.flag("attention_bias", False), layer_count(fields)
+    kinds = fields.texts("layer_types") or [_FULL if (i + 1) % _PATTERN == 0 else _LOCAL for i in range(layers)]
+    windows = typed_windows(fields, [*kinds[:-1], _FULL])
+    plain = decoder(
+        fields,
+        "gemma4",
+        activations=ACTIVATIONS,
+        activation_key="hidden_activation",
+        rope=_rope(fields, _LOCAL, fields.integer("head_dim")),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm="head",
+        norms="both",
+        scale=1.0,
+        embedding_scale=math.sqrt,
+        windows=windows,
+        logit_softcap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else None,
+    )
+    changed: list[Layer] = []
+    for number, layer in enumerate(plain.layers):
+        mixer = layer.mixer
+        assert isinstance(mixer, Attention)
+        own = replace(mixer if mixer.window else _without_window(fields, number, mixer), v_norm=True)
+        changed.append(replace(layer, mixer=own, scaled=True))
+    return replace(plain, layers=tuple(changed))
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    scale = {"layer_scale": (("layer_scalar", "layer_output_scale.weight"),)}
+    return tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS, **scale})
+
+
+def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:
+    """The attention of a layer without a window: of its own `per_layer_config`, or else of the keys for all of them."""
+    by_layer = fields.section("per_layer_config")
+    own = by_layer.section(str(number)) if by_layer is not None else None
+    shared = fields.flag("attention_k_eq_v", False)
+    if own is not None:
+        head_dim = own.integer("head_dim", mixer.head_dim, maximum=_MAX_SIZE)
+        kv_heads = own.integer("num_key_value_heads", mixer.kv_heads, maximum=_MAX_HEADS)
+    else:
+        head_dim = fields.integer("global_head_dim", maximum=_MAX_SIZE)
+        kv_heads = mixer.kv_heads
+        if fields.has("num_global_key_value_heads") and shared:
+            kv_heads = fields.integer("num_global_key_value_heads", maximum=_MAX_HEADS)
+    if head_dim % 2:
+        raise fields.refuse("global_head_dim", f"but RoPE needs an even number of channels per head, not {head_dim}")
+    if mixer.heads % kv_heads:
+        raise fields.refuse("num_attention_heads", f"which is not a multiple of the {kv_heads} key/value heads")
+    rope = _rope(fields, _FULL, head_dim)
+    return replace(mixer, head_dim=head_dim, kv_heads=kv_heads, rope=rope, values_are_keys=shared)
+
+
+def _rope(fields: Fields, kind: str, head_dim: int) -> RopeConfig:
+    """RoPE of the layers of a kind. "proportional" rotates the first pairs of channels, at the frequencies of all."""
+    context, by_kind = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
+    section = by_kind.section(kind) if by_kind is not None else None
+    if section is None:
+        default = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": _THETA}
+        section = Fields(default if kind == _FULL else {"rope_theta": _LOCAL_THETA}, fields.where)
+    if section.text("rope_type", "default") != "proportional":
+        return rope_config(fields, context, section=section)
+    rotated = int(head_dim * section.number("partial_rotary_factor", 1.0, maximum=1.0)) // 2
+    return RopeConfig(
+        theta=section.number("rope_theta", _THETA, minimum=2.0),
+        kind="linear",
+        factor=section.positive("factor", 1.0),
+        divisors=(1.0,) * rotated + (_UNROTATED,) * (head_dim // 2 - rotated),
+    )
