@@ -58,11 +58,10 @@ def test_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
     config, weights, ids = fixture
     statistics = calibrate(NumpyOps(), config, weights, ids, N)
     assert len(statistics) == len(config.layers)
-    heads, dim = config.attention.kv_heads, config.attention.head_dim
     outputs = [NumpyOps().rows(layer.mixer.out) for layer in weights.layers]
-    for one, output, given in zip(statistics.values(), outputs, captured(config, weights, ids), strict=True):
-        q, k, *rule = given
-        assert one.query_second.shape == (heads, dim, dim)
+    for number, (output, given) in enumerate(zip(outputs, captured(config, weights, ids), strict=True)):
+        (q, k, *rule), one, attention = given, statistics[number], config.attentions[number]
+        assert one.query_second.shape == (attention.kv_heads, attention.head_dim, attention.head_dim)
         assert one.token_correlation.shape == (N,)
         # The forward pass of other parts has other last bits, which grow from layer to layer.
         assert_close(one, reference(q, k, output, *rule), rtol=1e-3)

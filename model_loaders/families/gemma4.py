@@ -153,9 +153,10 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> RopeConfig:
     if section.text("rope_type", "default") != "proportional":
         return rope_config(fields, context, section=section)
     rotated = int(head_dim * section.number("partial_rotary_factor", 1.0, maximum=1.0)) // 2
+    factor = section.positive("factor", 1.0)
     return RopeConfig(
         theta=section.number("rope_theta", _THETA, minimum=2.0),
-        kind="linear",
-        factor=section.positive("factor", 1.0),
+        kind="default" if factor == 1.0 else "linear",
+        factor=factor,
         divisors=(1.0,) * rotated + (_UNROTATED,) * (head_dim // 2 - rotated),
     )

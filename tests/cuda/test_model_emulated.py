@@ -92,20 +92,19 @@ def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Transformer:
 def model_from(ops: Ops, config: ModelConfig, source: WeightSource, types: tuple[str, str]) -> Transformer:
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
-    d, kv_heads = config.attention.head_dim, config.attention.kv_heads
     mean_bits = 0 if types[0] == "f16" else 8
     layers = tuple(
         LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, mean_bits, one.mixer.window) for one in config.layers
     )
-    shape = CacheShape(N, layers)
-    smoothing = np.repeat(np.linspace(0.5, 2, kv_heads * d // 2, dtype=np.float32).reshape(kv_heads, -1), 1)
-    halves = smoothing.reshape(kv_heads, d // 2)
-    factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
-    scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
-    stored = Conditioning(k.rotation(d), v.rotation(d), scale)
-    return Transformer(
-        ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4, 16), [stored] * len(config.layers))
-    )
+    conditioning = []
+    for layer in layers:
+        d, kv_heads = layer.head_dim, layer.kv_heads
+        halves = np.linspace(0.5, 2, kv_heads * d // 2, dtype=np.float32).reshape(kv_heads, d // 2)
+        factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
+        scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
+        conditioning.append(Conditioning(k.rotation(d), v.rotation(d), scale))
+    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), 256, 4, 16), conditioning)
+    return Transformer(ops, config, weights, store)
 
 
 class Talk:
@@ -194,6 +193,7 @@ CASES = [
     ("phi3_longrope_partial", ("f16", "f16")),
     ("smollm3_no_rope_tied", ("f16", "f16")),
     ("gemma2_capped_tied", ("f16", "f16")),
+    ("gemma4_values_are_keys", ("f16", "f16")),
     ("muse_glimmer_gated", ("f16", "f16")),
     ("qwen3_moe_normed", ("f16", "f16")),
     ("qwen2_moe_shared", ("f16", "f16")),

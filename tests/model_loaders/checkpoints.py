@@ -48,6 +48,7 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     expert = re.search(r"\.experts\.(\d+)", name)
     whole = name if expert is None else name.replace(expert[0], ".experts")
     spelt = whole.replace("correction_bias", "correction.bias").replace("attn.sinks", "attn.sinks.weight")
+    spelt = re.sub("layer_scalar$", "layer_scalar.weight", spelt)
     found = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found if expert is None else f"{found}[{expert[1]}]"
@@ -104,7 +105,7 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
             }
     for key, value in numbers.items():
         adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add = adds[type(value)]
+        add = writer.add_array if isinstance(value, list) else adds[type(value)]
         add(key if key.startswith("split.") else f"{arch}.{key}", value)
     return writer
 

@@ -86,6 +86,8 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
         ("olmo2_post_norms", {"norms": "after", "qk_norm": "all", "tied_head": False}),
         ("phi3_longrope_partial", {"rotary_dim": 12}),
         ("phi3_window", {"rotary_dim": None}),
+        ("gemma4_values_are_keys", {"v_norm": True, "qk_norm": "head", "scale": 1.0, "norms": "both", "scaled": True}),
+        ("gemma4_values_are_keys", {"logit_softcap": 8.0, "embedding_scale": 8.0, "tied_head": True}),
         ("gpt_oss_mxfp4", {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}),
         (
             "muse_glimmer_gated",
@@ -101,7 +103,7 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
 )
 def test_stored_models(name: str, expected: dict[str, object]) -> None:
     config = stored(name)
-    found = {**vars(config), **vars(config.attention), **vars(config.ffn), "norms": config.layers[0].norms}
+    found = {**vars(config), **vars(config.attention), **vars(config.ffn), **vars(config.layers[0])}
     assert {key: found[key] for key in expected} == expected
 
 
@@ -117,6 +119,7 @@ def test_stored_models(name: str, expected: dict[str, object]) -> None:
         ("gemma3_tied", (12, None, 12)),
         ("phi3_longrope_partial", (None, None)),
         ("phi3_window", (16, 16)),
+        ("gemma4_values_are_keys", (12, None, None)),
         ("muse_glimmer_gated", (12, 12, None)),
         ("gpt_oss_transposed", (16, None)),
         ("gpt_oss_mxfp4", (12, None)),
@@ -182,6 +185,15 @@ def test_muse_glimmer_without_lists_has_no_rope_and_no_window_in_every_fourth_la
     text["layer_rope_theta"] = [500.0] * 5 + [400.0]
     with pytest.raises(LoadError, match=r"layer_rope_theta .* but must say 0 or 500 for 6 layers"):
         configure(Fields(written, "config.json"))
+
+
+def test_layers_of_gemma4_without_a_window_have_wider_heads_whose_values_are_keys() -> None:
+    """RoPE rotates a quarter of their channels, at the frequencies of all."""
+    local, whole, _ = stored("gemma4_values_are_keys").attentions.values()
+    assert (local.head_dim, local.kv_heads, local.values_are_keys, local.rope) == (16, 2, False, RopeConfig(100.0))
+    assert (whole.head_dim, whole.kv_heads, whole.values_are_keys) == (32, 1, True)
+    assert whole.rope is not None
+    assert (whole.rope.theta, [divisor < 2 for divisor in whole.rope.divisors]) == (500.0, [True] * 4 + [False] * 12)
 
 
 def test_gemma3_with_the_older_keys() -> None:
@@ -438,6 +450,8 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
         }
         scale = config.attention.head_dim**-0.5
         expected = expected.with_attention(lambda mixer: replace(mixer, scale=scale))  # they know no other
+    elif config.family == "gemma4":
+        changes |= gemma4(config, written)
     elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
@@ -456,6 +470,24 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     assert got == replace(expected, norm_eps=got.norm_eps)
     for key, tensor in read_all(copy).items():
         np.testing.assert_array_equal(tensor, written[key], err_msg=key)
+
+
+def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
+    """Further metadata; RoPE of layers without a window becomes a tensor of divisors."""
+    local, whole = config.attentions[0], config.attentions[len(config.layers) - 1]
+    assert local.rope is not None
+    assert whole.rope is not None
+    tensors["rope_freqs.weight"] = np.array(whole.rope.divisors, np.float32)
+    return {
+        "attention__sliding_window": local.window,
+        "attention__sliding_window_pattern": [mixer.window is not None for mixer in config.attentions.values()],
+        "attention__head_count_kv": [mixer.kv_heads for mixer in config.attentions.values()],
+        **dict.fromkeys(("attention__key_length", "attention__value_length", "rope__dimension_count"), whole.head_dim),
+        "attention__key_length_swa": local.head_dim,
+        "rope__freq_base": whole.rope.theta,
+        "rope__freq_base_swa": local.rope.theta,
+        "final_logit_softcapping": config.logit_softcap,
+    }
 
 
 @pytest.mark.parametrize("name", ["gemma3_tied", "smollm3_no_rope_tied"])
