@@ -41,7 +41,7 @@ _UNSUPPORTED = {
 }
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN = 6  # where `layer_types` is absent, every sixth layer has no window
-_UNROTATED = 1e30  # the divisor of pairs that RoPE leaves as they are, as in llama.cpp's files
+_UNROTATED = 2.0**100  # the divisor of pairs that RoPE leaves as they are; files of llama.cpp have about as much
 _MAX_HEADS, _MAX_SIZE = 65536, 2**24
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 
