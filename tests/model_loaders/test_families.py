@@ -465,7 +465,7 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     found, wanted = rope_of(got), rope_of(expected)
     assert found.divisors == pytest.approx(wanted.divisors)
     assert found.short_divisors == pytest.approx(wanted.short_divisors)
-    if found.divisors:
+    if found.divisors and config.family != "gemma4":  # whose layers with a window have another RoPE
         expected = with_rope(expected, replace(wanted, divisors=found.divisors, short_divisors=found.short_divisors))
     assert got == replace(expected, norm_eps=got.norm_eps)
     for key, tensor in read_all(copy).items():
