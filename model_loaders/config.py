@@ -111,6 +111,8 @@ class Experts:
     choice_bias: bool = False  # a number for each expert is added to the scores that it is chosen by, not to its weight
     shared: GatedMLP | None = None  # computed for every token, and added
     shared_gate: bool = False  # the shared network's result is multiplied by σ of a product with the input
+    factors: bool = False  # the weight of each expert is multiplied by a number of its own
+    own_norms: bool = False  # router, experts and shared network have norms of their own, and so have their results
 
 
 Ffn = GatedMLP | Experts

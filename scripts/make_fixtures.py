@@ -163,6 +163,24 @@ MODELS = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    # As in 26B-A4B: experts beside the network of each layer.
+    "gemma4_experts_beside": (
+        "gemma4_text",
+        "float16",
+        "new",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
     "muse_glimmer_gated": (
         "muse_glimmer",
         "float16",
@@ -353,13 +371,15 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
     norm: the mean of the weights of norms.
     """
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
             norm = 1 if name == "model.language_model.norm.weight" else norm  # the last one of Muse Glimmer
             parameter.data = norm + 0.2 * torch.randn_like(parameter)
+            if name.endswith("router.scale"):
+                parameter.data *= 4  # selective as well
         elif name.endswith("bias"):
             parameter.data = 0.5 * torch.randn_like(parameter)
         else:
-            selective = ("q_proj", "k_proj", "qkv_proj", "mlp.gate.weight", "mlp.router.weight")
+            selective = ("q_proj", "k_proj", "qkv_proj", "mlp.gate.weight", "mlp.router.weight", "router.proj")
             scale = 1.6 if any(part in name for part in selective) else 2.0 if parameter.shape[0] == 96 else 1.0
             scale = 3.0 if name.endswith("experts.gate_up_proj") and model.config.model_type == "gpt_oss" else scale
             inputs = parameter.shape[1 if ".experts." in name and model.config.model_type == "gpt_oss" else -1]

@@ -1,7 +1,8 @@
 // The op `route`: the experts of each row, best first, and their weights.
 //
 // ids, weights (T, TOP_K): experts with the largest scores, plus bias where there is one, and their scores without
-// bias, divided by their sum with RENORMALIZE, times scale. logits (T, COUNT). bias (COUNT) or null. Of equal scores,
+// bias, divided by their sum with RENORMALIZE, times scale, times the expert's factor. logits (T, COUNT). bias, factors
+// (COUNT) or null. Of equal scores,
 // that of the lowest number is chosen. A row whose logits are not finite has experts 0, 1, … and NaN for weights.
 //
 // A warp has a row; lane l has experts l, l + 32, ….
@@ -18,7 +19,8 @@ __device__ __forceinline__ void take_better(float &score, int &expert, float oth
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-route_kernel(int *ids, float *weights, const float *logits, const float *bias, int rows, float scale) {
+route_kernel(int *ids, float *weights, const float *logits, const float *bias, const float *factors, int rows,
+             float scale) {
     let_next_begin();
     wait_for_previous();
     const int lane = threadIdx.x % 32, row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
@@ -76,7 +78,7 @@ route_kernel(int *ids, float *weights, const float *logits, const float *bias, i
             if (chosen == 32 * i + lane) score = scores[i], taken[i / 32] |= 1u << i % 32;
         score = __shfl_sync(ALL_LANES, score, chosen % 32);
         sum += score;
-        if (lane == 0) ids[j] = chosen, weights[j] = score;
+        if (lane == 0) ids[j] = chosen, weights[j] = factors ? score * factors[chosen] : score;
     }
     __syncwarp();
     for (int j = lane; j < TOP_K; j += 32) weights[j] = (RENORMALIZE ? weights[j] / sum : weights[j]) * scale;

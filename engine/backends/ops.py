@@ -199,11 +199,11 @@ class Ops(KVOps, Protocol):
         packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.
         """
 
-    def route(self, logits: Array, rule: Experts, bias: Array | None = None) -> Routing:
+    def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
         """The experts of each row of logits (T, count), of the router, and their weights, as `rule` says.
 
-        bias (count,): see `Experts.choice_bias`. Of equal scores, that of the lowest number is chosen. A row whose
-        logits are not finite has NaN for weights.
+        bias (count,): see `Experts.choice_bias`. factors (count,): multiply the weights of each expert. Of equal
+        scores, that of the lowest number is chosen. A row whose logits are not finite has NaN for weights.
         """
 
     def experts(
@@ -221,8 +221,8 @@ class Ops(KVOps, Protocol):
         """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, E) → (T, E).
 
         gate_up: [gate | up] (2F, E) of each expert; down (E, F). norm, residual, activation, recorded: as in `linear`.
-        CUDA: gemv or gemv_packed for each pair of a row and an expert up to 64 rows, and of a recorded call; else
-        `linear` of each expert's rows. add_experts adds the results.
+        CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
+        gemm_small for each group of pairs with an expert. add_experts adds the results.
         """
 
     def gate(self, x: Array, logits: Array) -> None:

@@ -1,6 +1,7 @@
 """Gemma 4: Gemma 3's norms and windows, with wider heads in layers without a window, and normed values.
 
-It loads the dense models of 12B and 31B. Of models for images and sound it loads the text part.
+It loads the models of 12B, 31B and 26B-A4B, which has experts beside the network of each layer. Of models for images
+and sound it loads the text part.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from polarlm.model_loaders.config import Attention, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
 from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.joined_experts import split
+from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
@@ -42,8 +45,20 @@ _UNSUPPORTED = {
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN = 6  # where `layer_types` is absent, every sixth layer has no window
 _UNROTATED = 2.0**100  # the divisor of pairs that RoPE leaves as they are; files of llama.cpp have about as much
-_MAX_HEADS, _MAX_SIZE = 65536, 2**24
+_MAX_HEADS, _MAX_SIZE, _MAX_EXPERTS = 65536, 2**24, 4096
 _FULL, _LOCAL = "full_attention", "sliding_attention"
+_EXPERTS: Names = {
+    "router": (("router.proj", "ffn_gate_inp"),),
+    "router_norm": (("router.scale", "ffn_gate_inp.scale"),),
+    "expert_factors": (("router.per_expert_scale", "ffn_down_exps.scale"),),
+    "experts_norm": (("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),),
+    "experts_gate_up": (("experts.{}.gate_up_proj", "ffn_gate_up_exps"),),
+    "experts_down": (("experts.{}.down_proj", "ffn_down_exps"),),
+    "experts_post_norm": (("post_feedforward_layernorm_2", "post_ffw_norm_2"),),
+    "shared_gate_up": PROJECTIONS["gate_up"],
+    "shared_down": PROJECTIONS["down"],
+    "shared_post_norm": (("post_feedforward_layernorm_1", "post_ffw_norm_1"),),
+}
 
 
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
@@ -55,6 +70,7 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
         "head_dim": values["local_head_dim"],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
         "hidden_size_per_layer_input": values["hidden_size_per_layer_input"] or 0,
+        "enable_moe_block": bool(values["num_experts"]),
     }
     if isinstance(windows, list):
         kinds = [_LOCAL if window else _FULL for window in windows]
@@ -76,6 +92,9 @@ GGUF = GgufLayout(
         "num_kv_shared_layers": "attention.shared_kv_layers",
         "hidden_size_per_layer_input": "embedding_length_per_layer_input",
         "final_logit_softcapping": "final_logit_softcapping",
+        "num_experts": "expert_count",
+        "top_k_experts": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
     },
     implied=_implied,
 )
@@ -83,8 +102,6 @@ GGUF = GgufLayout(
 
 def configure(fields: Fields) -> ModelConfig:
     fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
-    if fields.flag("enable_moe_block", False):
-        raise fields.refuse("enable_moe_block", "but experts beside a dense network, as in 26B-A4B, are not supported")
     for key, problem in _UNSUPPORTED.items():
         if fields.integer(key, 0, minimum=0):
             raise fields.refuse(key, problem)
@@ -113,13 +130,46 @@ def configure(fields: Fields) -> ModelConfig:
         mixer = layer.mixer
         assert isinstance(mixer, Attention)
         own = replace(mixer if mixer.window else _without_window(fields, number, mixer), v_norm=True)
-        changed.append(replace(layer, mixer=own, scaled=True))
+        ffn = _experts(fields, layer.ffn) if fields.flag("enable_moe_block", False) else layer.ffn
+        changed.append(replace(layer, mixer=own, ffn=ffn, scaled=True))
     return replace(plain, layers=tuple(changed))
 
 
 def tensors(config: ModelConfig) -> TensorTable:
     scale = {"layer_scale": (("layer_scalar", "layer_output_scale.weight"),)}
-    return tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS, **scale})
+    return tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS, **_EXPERTS, **scale})
+
+
+def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    ffn, size = config.ffn, config.hidden_size
+    if not isinstance(ffn, Experts):
+        return stored
+    found = dict(stored)
+    for layer in range(len(config.layers)):
+        for slot, shape in (("gate_up_proj", (2 * ffn.size, size)), ("down_proj", (size, ffn.size))):
+            prefix = f"model.layers.{layer}.experts."
+            if whole := found.pop(prefix + slot, None):
+                found |= split(whole, f"{prefix}{{}}.{slot}", (ffn.count, *shape))
+    return found
+
+
+def _experts(fields: Fields, dense: Ffn) -> Experts:
+    """The experts of a layer, beside its dense network."""
+    assert isinstance(dense, GatedMLP)
+    count = fields.integer("num_experts", maximum=_MAX_EXPERTS)
+    top_k = fields.integer("top_k_experts")
+    if top_k > count:
+        raise fields.refuse("top_k_experts", f"but each layer has only {count} experts")
+    return Experts(
+        count,
+        top_k,
+        fields.integer("moe_intermediate_size", maximum=_MAX_SIZE),
+        dense.activation,
+        renormalize=True,
+        shared=dense,
+        factors=True,
+        own_norms=True,
+    )
 
 
 def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:

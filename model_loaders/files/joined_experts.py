@@ -1,12 +1,13 @@
-"""Tensors of all experts of a layer, as gpt-oss's safetensors have them, taken apart into one matrix for each expert.
+"""Tensors of all experts of a layer, as some safetensors have them, taken apart into one matrix for each expert.
 
-A matrix is transposed, or in MXFP4 with its scales in a tensor of their own. Rows of gate and up projection alternate.
+In those of gpt-oss a matrix is transposed, or in MXFP4 with its scales in a tensor of their own. Rows of gate and up
+projection alternate. In others the matrices of the experts follow each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -118,6 +119,20 @@ def taken_apart(
                 step=step,
             )
     return found
+
+
+def split(whole: StoredTensor, name: str, shape: tuple[int, int, int]) -> dict[str, StoredTensor]:
+    """The matrices of experts, which follow each other in `whole`, by the names that `name` makes of their number.
+
+    name: with {} for the number. shape: experts, rows, columns. Raises LoadError for a tensor of another shape or type.
+    """
+    _check(whole, shape, PLAIN)
+    count, *one = shape
+    size = size_of(whole.dtype, int(np.prod(one)))
+    return {
+        f"{name.format(expert)}.weight": replace(whole, shape=tuple(one), offset=whole.offset + expert * size)
+        for expert in range(count)
+    }
 
 
 def _columns(whole: StoredTensor, names: tuple[str, ...], kind: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:

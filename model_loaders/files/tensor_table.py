@@ -15,7 +15,8 @@ from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Mode
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's, with {} for the number of an expert, and
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
-_WHOLE_NAMES = ("sinks", "choice_bias", "layer_scale")
+_OF_EXPERTS = ("experts_gate_up", "experts_down")
+_WHOLE_NAMES = ("sinks", "choice_bias", "expert_factors", "router_norm", "layer_scale")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class TensorSpec:
 
     rotated_heads: the number of heads, from the first row on, that the RoPE of `attention` rotates; a file may order
     their rows differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
+    factor: a number that all files leave to be multiplied with the values. copy_of: the name of the tensor that stands
+    for this one, which files lack; empty if they have it.
     """
 
     name: str  # Hugging Face's
@@ -32,6 +35,8 @@ class TensorSpec:
     rotated_heads: int = 0
     attention: Attention | None = None
     offset: float = 0.0
+    factor: float = 1.0
+    copy_of: str = ""
 
 
 Slots = Mapping[str, tuple[TensorSpec, ...]]
@@ -44,9 +49,9 @@ class TensorTable:
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sinks, output_gate, out,
     attention_post_norm, ffn_norm, gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and
     down, router, choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then those of the
-    next), shared_gate, shared_gate_up, shared_down. A scaled layer has layer_scale. If values are keys, the keys'
-    tensor is in qkv twice. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a model
-    lacks is absent.
+    next), expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm,
+    experts_norm, experts_post_norm, shared_post_norm. A scaled layer has layer_scale. Biases are in slots with names
+    that end with "_bias", such as qkv_bias. A slot that a model lacks is absent.
     """
 
     top: Slots
@@ -85,11 +90,10 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     for slot, tensors in names.items():
         if slot not in shapes_of:
             continue
-        if slot == "qkv" and mixer.values_are_keys:
-            tensors = (*tensors[:2], tensors[1])
         shapes, has_bias = shapes_of[slot]
-        of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot.startswith("experts_") else (None,)
+        of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if has_bias else (".weight",)
+        is_copy = slot == "qkv" and mixer.values_are_keys  # of keys, by the values
         for kind in kinds:
             slots[f"{slot}_bias" if kind == ".bias" else slot] = tuple(
                 TensorSpec(
@@ -99,6 +103,8 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
                     heads,
                     mixer if heads else None,
                     norm_offset if slot.endswith("norm") else 0.0,
+                    config.hidden_size**-0.5 if slot == "router_norm" else 1.0,
+                    f"model.layers.{layer}.{tensors[1][0]}{kind}" if is_copy and theirs == tensors[-1][0] else "",
                 )
                 for expert in of_experts
                 for (theirs, ggml), (shape, heads) in zip(tensors, shapes[len(tensors)], strict=True)
@@ -142,6 +148,11 @@ def _ffn_shapes(e: int, ffn: Ffn) -> dict[str, tuple[_Shapes, bool]]:
     }
     if ffn.choice_bias:
         shapes["choice_bias"] = _one(ffn.count), False
+    if ffn.factors:
+        shapes["expert_factors"] = _one(ffn.count), False
+    if ffn.own_norms:
+        norms = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
+        shapes |= dict.fromkeys(norms, (_one(e), False))
     if ffn.shared is not None:
         shapes["shared_gate_up"], shapes["shared_down"] = _ffn_shapes(e, ffn.shared).values()
     if ffn.shared_gate:

@@ -127,13 +127,14 @@ class StoredWeights:
         """The weights with the tensors that `change` makes of these."""
         return StoredWeights(self.where, change(self._tensors), self._files)
 
-    def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float]]) -> StoredWeights:
-        """Only these tensors, each with the given order of rows and with the given number added to its values."""
+    def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float, float]]) -> StoredWeights:
+        """Only these tensors, each with the given order of rows, its values times a number plus another."""
         tensors = {}
-        for name, (order, added) in changes.items():
+        for name, (order, factor, added) in changes.items():
             tensor = self._tensors[name]
-            unchanged = order is None and not added  # as those of thousands of experts are
-            tensors[name] = tensor if unchanged else replace(tensor, row_order=order, added=added)
+            unchanged = order is None and factor == 1 and not added  # as those of thousands of experts are
+            factor *= tensor.factor
+            tensors[name] = tensor if unchanged else replace(tensor, row_order=order, factor=factor, added=added)
         return StoredWeights(self.where, tensors, self._files)
 
     def close(self) -> None:

@@ -69,6 +69,9 @@ def fit(
     if HEAD not in names:
         config = replace(config, tied_head=True)
     expected = {spec.name: spec for spec in families.tensors(config).specs()}
+    copies = {name: spec.copy_of for name, spec in expected.items() if spec.copy_of in names}
+    weights = weights.changed(lambda stored: {**stored, **{name: stored[copied] for name, copied in copies.items()}})
+    names = weights.names()
     if missing := [name for name in expected if name not in names]:
         listed = ", ".join(expected[name].gguf if is_gguf else name for name in missing[:_LISTED])
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
@@ -86,8 +89,12 @@ def fit(
             )
     if config.embedding_scale != 1:
         config = replace(config, embedding_scale=as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
-    changes = {name: (row_order(spec, interleaved), 0.0 if is_gguf else spec.offset) for name, spec in expected.items()}
-    return config, weights.arranged(changes)
+    return config, weights.arranged(
+        {
+            name: (row_order(spec, interleaved), spec.factor, 0.0 if is_gguf else spec.offset)
+            for name, spec in expected.items()
+        }
+    )
 
 
 def as_stored(number: float, dtype: str) -> float:

@@ -55,6 +55,14 @@ def routed(
     return ops._device.to_host(routing.ids), ops._device.to_host(routing.weights)
 
 
+def test_factors_multiply_the_weights_of_experts(ops: CudaOps, rng: np.random.Generator) -> None:
+    logits, factors = normal(rng, 3, 8), normal(rng, 8)
+    rule = Experts(8, 3, 16, renormalize=True, scale=2.0)
+    routing = ops.route(ops.to_device(logits), rule, factors=ops.to_device(factors))
+    wanted = HOST.route(logits, rule)
+    np.testing.assert_allclose(ops.to_host(routing.weights), wanted.weights * factors[wanted.ids], rtol=64 * EPS32)
+
+
 # Product: a bias changes which scores are chosen by each rule, and not their weights.
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("biased", [False, True])

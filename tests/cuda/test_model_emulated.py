@@ -194,6 +194,7 @@ CASES = [
     ("smollm3_no_rope_tied", ("f16", "f16")),
     ("gemma2_capped_tied", ("f16", "f16")),
     ("gemma4_values_are_keys", ("f16", "f16")),
+    ("gemma4_experts_beside", ("f16", "f16")),
     ("muse_glimmer_gated", ("f16", "f16")),
     ("qwen3_moe_normed", ("f16", "f16")),
     ("qwen2_moe_shared", ("f16", "f16")),

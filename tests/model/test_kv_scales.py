@@ -117,9 +117,10 @@ def test_estimates_for_uncorrelated_inputs_are_exact(name: str, rng: np.random.G
         keys = slice(heads * dim, (heads + kv_heads) * dim)
         OPS.rms_norm(qkv[:, keys], (layer.k_norm, config.norm_eps))
         norms = None
+    eps = config.norm_eps if attention.v_norm else None
     angles = np.outer(np.arange(count), pair_frequencies(attention)[0])
     rope = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    _, k, v = OPS.transform_heads(qkv.reshape(count, -1, dim), rope, HeadTransform(kv_heads), norms)
+    _, k, v = OPS.transform_heads(qkv.reshape(count, -1, dim), rope, HeadTransform(kv_heads, value_eps=eps), norms)
     for block_size in (None, 64):
         keys = k
         if block_size is not None:

@@ -49,6 +49,10 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     whole = name if expert is None else name.replace(expert[0], ".experts")
     spelt = whole.replace("correction_bias", "correction.bias").replace("attn.sinks", "attn.sinks.weight")
     spelt = re.sub("layer_scalar$", "layer_scalar.weight", spelt)
+    if spelt.endswith(("router.scale", "per_expert_scale")):
+        of = "router.proj" if spelt.endswith("router.scale") else "experts.down_proj"
+        found = official.get_name(re.sub(r"router\.\w+$", of, spelt))
+        return f"{found}.scale"
     found = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found if expert is None else f"{found}[{expert[1]}]"

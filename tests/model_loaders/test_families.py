@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from polarlm.model_loaders import LoadError, ModelConfig, RopeConfig, load_weights, rope_frequencies
 from polarlm.model_loaders import families as families_package
-from polarlm.model_loaders.config import Attention, GatedMLP, Layer
+from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer
 from polarlm.model_loaders.families import configure, families, gguf_layouts, tensors
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
@@ -87,6 +87,8 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
         ("phi3_longrope_partial", {"rotary_dim": 12}),
         ("phi3_window", {"rotary_dim": None}),
         ("gemma4_values_are_keys", {"v_norm": True, "qk_norm": "head", "scale": 1.0, "norms": "both", "scaled": True}),
+        ("gemma4_experts_beside", {"count": 4, "top_k": 2, "size": 16, "renormalize": True, "activation": "gelu_tanh"}),
+        ("gemma4_experts_beside", {"factors": True, "own_norms": True, "shared": GatedMLP(32, "gelu_tanh")}),
         ("gemma4_values_are_keys", {"logit_softcap": 8.0, "embedding_scale": 8.0, "tied_head": True}),
         ("gpt_oss_mxfp4", {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}),
         (
@@ -120,6 +122,7 @@ def test_stored_models(name: str, expected: dict[str, object]) -> None:
         ("phi3_longrope_partial", (None, None)),
         ("phi3_window", (16, 16)),
         ("gemma4_values_are_keys", (12, None, None)),
+        ("gemma4_experts_beside", (12, None)),
         ("muse_glimmer_gated", (12, 12, None)),
         ("gpt_oss_transposed", (16, None)),
         ("gpt_oss_mxfp4", (12, None)),
@@ -459,7 +462,13 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     if config.family == "glm4_moe":
         changes["leading_dense_block_count"] = sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers)
     arch = architecture(config)
-    got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, written, **changes))
+    of_file = dict(written)
+    for spec in tensors(config).specs():
+        if spec.copy_of:
+            del of_file[spec.name]
+        elif spec.factor != 1:
+            of_file[spec.name] = of_file[spec.name] / np.float32(spec.factor)
+    got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, of_file, **changes))
     assert dtype == "F32"
     assert got.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # GGUF keeps it in float32
     found, wanted = rope_of(got), rope_of(expected)
@@ -474,7 +483,8 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
 
 def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
     """Further metadata; RoPE of layers without a window becomes a tensor of divisors."""
-    local, whole = config.attentions[0], config.attentions[len(config.layers) - 1]
+    local, whole, ffn = config.attentions[0], config.attentions[len(config.layers) - 1], config.ffn
+    dense = ffn.shared if isinstance(ffn, Experts) else ffn
     assert local.rope is not None
     assert whole.rope is not None
     tensors["rope_freqs.weight"] = np.array(whole.rope.divisors, np.float32)
@@ -487,6 +497,7 @@ def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, obj
         "rope__freq_base": whole.rope.theta,
         "rope__freq_base_swa": local.rope.theta,
         "final_logit_softcapping": config.logit_softcap,
+        "feed_forward_length": dense.size,
     }
 
 

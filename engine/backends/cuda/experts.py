@@ -72,14 +72,14 @@ class ExpertOps:
             raise _refused(f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},")
         return self._matrices.stacked(format, [matrix for expert in experts for matrix in expert])
 
-    def route(self, logits: Array, rule: Experts, bias: Array | None = None) -> Routing:
+    def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
         rows, count = logits.shape
         ids = self._device.empty((rows, rule.top_k), np.int32)
         weights = self._device.empty((rows, rule.top_k), np.float32)
         defines = {"COUNT": count, "TOP_K": rule.top_k, "SIGMOID": int(rule.scoring == "sigmoid")}
         config = LaunchConfig({**defines, "RENORMALIZE": int(rule.renormalize)}, _ROUTE_THREADS)
         grid = (-(-rows * WARP // _ROUTE_THREADS),)
-        self._launch("route", grid, config, ids, weights, logits, bias, rows, float(rule.scale))
+        self._launch("route", grid, config, ids, weights, logits, bias, factors, rows, float(rule.scale))
         return Routing(ids, weights)
 
     def experts(

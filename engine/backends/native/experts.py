@@ -59,7 +59,9 @@ class ExpertOps:
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
 
-    def route(self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None) -> Routing:
+    def route(
+        self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None, factors: np.ndarray | None = None
+    ) -> Routing:
         assert rule.count <= MOST_EXPERTS
         shape = len(logits), rule.top_k
         routing = Routing(self._launch.empty(shape, np.int32), self._launch.empty(shape))
@@ -72,8 +74,10 @@ class ExpertOps:
             count=rule.count,
             top_k=rule.top_k,
             scale=rule.scale,
+            factors=factors,
         )
-        self._launch(route(Choice(rule.scoring, bias is not None, rule.renormalize)), len(logits), arguments)
+        choice = Choice(rule.scoring, bias is not None, rule.renormalize, factors is not None)
+        self._launch(route(choice), len(logits), arguments)
         return routing
 
     def gate(self, x: np.ndarray, logits: np.ndarray) -> None:

@@ -24,8 +24,10 @@ class ExpertOps:
     """The ops of a mixture of experts."""
 
     @quiet
-    def route(self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None) -> Routing:
-        return route(logits, rule, bias)
+    def route(
+        self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None, factors: np.ndarray | None = None
+    ) -> Routing:
+        return route(logits, rule, bias, factors)
 
     @quiet
     def experts(
@@ -52,7 +54,7 @@ class ExpertOps:
         x /= 1 + np.exp(-logits)
 
 
-def route(logits: np.ndarray, rule: Experts, bias: np.ndarray | None) -> Routing:
+def route(logits: np.ndarray, rule: Experts, bias: np.ndarray | None, factors: np.ndarray | None) -> Routing:
     """See `Ops.route`."""
     if rule.scoring == "softmax":
         scores = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -65,6 +67,8 @@ def route(logits: np.ndarray, rule: Experts, bias: np.ndarray | None) -> Routing
     if rule.renormalize:
         weights /= weights.sum(axis=1, keepdims=True)
     weights *= np.float32(rule.scale)
+    if factors is not None:
+        weights *= factors[ids]
     weights[~np.isfinite(logits).all(axis=1)] = np.nan
     return Routing(ids, weights)
 

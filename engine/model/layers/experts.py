@@ -23,6 +23,13 @@ class ExpertsWeights:
     shared_gate_up: Linear | None  # (2S, E), S the size of the shared network
     shared_down: Linear | None  # (E, S)
     post_norm: Array | None  # (E,): norms the result before it is added to the residual
+    factors: Array | None = None  # (count,)
+    # Norms (E,) of the inputs of router and experts, and of the results of experts and shared network before they are
+    # added; without them, `norm` is also that of router and experts.
+    router_norm: Array | None = None
+    experts_norm: Array | None = None
+    experts_post_norm: Array | None = None
+    shared_post_norm: Array | None = None
 
     @classmethod
     def read(cls, read: ReadSlot) -> ExpertsWeights:
@@ -37,6 +44,11 @@ class ExpertsWeights:
             shared_gate_up=read.optional_linear("shared_gate_up"),
             shared_down=read.optional_linear("shared_down"),
             post_norm=read.vector("ffn_post_norm"),
+            factors=read.vector("expert_factors"),
+            router_norm=read.vector("router_norm"),
+            experts_norm=read.vector("experts_norm"),
+            experts_post_norm=read.vector("experts_post_norm"),
+            shared_post_norm=read.vector("shared_post_norm"),
         )
 
 
@@ -48,19 +60,26 @@ class Experts:
     def __init__(self, ops: Ops, shape: config.Experts, eps: Eps, weights: ExpertsWeights):
         self._ops, self._shape, self._weights = ops, shape, weights
         self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
+        self._router_norm = norm_of(weights.router_norm, eps.before) or self._norm
+        self._experts_norm = norm_of(weights.experts_norm, eps.before) or self._norm
+        self._experts_post_norm = norm_of(weights.experts_post_norm, eps.after)
+        self._shared_post_norm = norm_of(weights.shared_post_norm, eps.after)
 
     def add(self, x: Array, *, recorded: bool) -> None:
         """Add the result to x (T, E), in place. recorded: whether this is a step, which may be recorded."""
         ops, w, shape = self._ops, self._weights, self._shape
-        routing = ops.route(ops.linear(x, w.router, norm=self._norm, recorded=recorded), shape, w.choice_bias)
+        logits = ops.linear(x, w.router, norm=self._router_norm, recorded=recorded)
+        routing = ops.route(logits, shape, w.choice_bias, w.factors)
         shared = self._shared(x, recorded=recorded)  # before x changes
         into = x if self._post_norm is None else None
         y = ops.experts(
-            x, routing, w.gate_up, w.down, shape.activation, norm=self._norm, residual=into, recorded=recorded
+            x, routing, w.gate_up, w.down, shape.activation, norm=self._experts_norm, residual=into, recorded=recorded
         )
+        if self._experts_post_norm is not None:
+            ops.rms_norm(y, self._experts_post_norm)
         if shared is not None:
             assert w.shared_down is not None
-            add_projected(ops, y, shared, w.shared_down, None, recorded=recorded)
+            add_projected(ops, y, shared, w.shared_down, self._shared_post_norm, recorded=recorded)
         if self._post_norm is not None:
             ops.rms_norm(y, self._post_norm, residual=x)
 

@@ -29,8 +29,8 @@ PLAIN = NumpyOps(1)
 def test_the_experts_of_a_row_are_those_of_numpy(level: Level) -> None:
     rng = np.random.default_rng(0)
     ops = ExpertOps(launcher(level))
-    for count, top_k, scoring, renormalize, has_bias in pairs(
-        [3, 16, 37, 128], [1, 3], ["softmax", "sigmoid"], [False, True], [False, True]
+    for count, top_k, scoring, renormalize, has_bias, has_factors in pairs(
+        [3, 16, 37, 128], [1, 3], ["softmax", "sigmoid"], [False, True], [False, True], [False, True]
     ):
         rule = Experts(count, top_k, 1, scoring=scoring, renormalize=renormalize, scale=1.5)
         logits = (3 * rng.standard_normal((9, count))).astype(np.float32)
@@ -38,7 +38,8 @@ def test_the_experts_of_a_row_are_those_of_numpy(level: Level) -> None:
         logits[2, -1] = 80
         logits[3] *= 20
         bias = rng.standard_normal(count).astype(np.float32) if has_bias else None
-        wanted, found = PLAIN.route(logits, rule, bias), ops.route(logits, rule, bias)
+        factors = rng.standard_normal(count).astype(np.float32) if has_factors else None
+        wanted, found = PLAIN.route(logits, rule, bias, factors), ops.route(logits, rule, bias, factors)
         np.testing.assert_array_equal(found.ids, wanted.ids)
         np.testing.assert_allclose(found.weights, wanted.weights, rtol=2e-6, atol=1e-30)
 

@@ -27,10 +27,12 @@ class Choice:
     scoring: str
     has_bias: bool
     renormalizes: bool
+    has_factors: bool = False
 
     @property
     def name(self) -> str:
-        return f"route_{self.scoring}{'_biased' * self.has_bias}{'_normed' * self.renormalizes}"
+        rest = f"{'_normed' * self.renormalizes}{'_factors' * self.has_factors}"
+        return f"route_{self.scoring}{'_biased' * self.has_bias}{rest}"
 
 
 class RouteArguments(NamedTuple):
@@ -44,14 +46,16 @@ class RouteArguments(NamedTuple):
     count: Int64
     top_k: Int64
     scale: Float32
+    factors: Pointer
 
 
 @cache
 def route(spec: Choice) -> Kernel[RouteArguments]:
     """The experts with the largest scores, best first, and their weights; one unit per row.
 
-    logits (rows, count) float32; stride: bytes from row to row. bias (count,): added to the scores to choose by. ids
-    (rows, top_k) int32, weights (rows, top_k) float32. If a logit is not finite, the weights of its row are NaN.
+    logits (rows, count) float32; stride: bytes from row to row. bias (count,): added to the scores to choose by.
+    factors (count,): multiply the weights of each expert. ids (rows, top_k) int32, weights (rows, top_k) float32. If a
+    logit is not finite, the weights of its row are NaN.
     """
 
     def emit(e: Emitter, args: RouteArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -71,7 +75,9 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
                 score = e.load(scores + at, F32)
                 total.add(score)
                 e.store(expert, ids + number * 4)
-                e.store(score, weights + number * 4)
+                # The sum that weights are divided by is that of the scores.
+                weight = score * e.load(args.factors + at, F32) if spec.has_factors else score
+                e.store(weight, weights + number * 4)
             factor = args.scale / total.get() if spec.renormalizes else args.scale
             factor = e.select(is_finite, factor, e.constant(F32, float("nan")))
             with e.loop(0, args.top_k) as number:
