@@ -59,7 +59,7 @@ class Attention(Mixer):
     window: int | None = None  # attend to this many last tokens (itself included); None: all
     scale: float | None = None  # of q·k; None: D^-½
     softcap: float | None = None  # c: scores s become c · tanh(s / c)
-    sinks: bool = False  # each query head has one more score, a weight, whose value is 0
+    sink_scores: bool = False  # each query head has one more score, a weight, whose value is 0
     qk_norm: QKNorm = None
     v_norm: bool = False  # RMSNorm of each value, without weights
     values_are_keys: bool = False  # values are keys before RoPE and norm: there is no projection of values

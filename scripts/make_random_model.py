@@ -45,7 +45,7 @@ class Shape:
     experts: int = 0  # in each layer; 0: the layers are dense, with networks of size ffn
     experts_used: int = 0
     expert_ffn: int = 0
-    window: int = 0  # of every second layer, in a model with sinks and biases as gpt-oss has them; 0: none
+    window: int = 0  # of every second layer, in a model with sink scores and biases as gpt-oss has them; 0: none
 
     @property
     def head_dim(self) -> int:

@@ -40,14 +40,14 @@ def fixture(request: pytest.FixtureRequest):
 
 
 def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list[tuple]:
-    """q (T, H, D), k (K, T, D), scale, window, soft cap and sinks of every layer, from one call of attention each."""
+    """q (T, H, D), k (K, T, D), scale, window, soft cap and sink scores of each layer, from one call of attention."""
     model = bare_model(config, weights, block_size=len(ids) + 3)
     attention, calls = model.ops.attention, []
 
-    def attend_and_capture(q, cache, spans, scale, window, *back, softcap, sinks):
+    def attend_and_capture(q, cache, spans, scale, window, *back, softcap, sink_scores):
         keys = cache.full(spans[0].current)[0][:, : len(ids)].copy()
-        calls.append((q.copy(), keys, scale, window, softcap, sinks))
-        return attention(q, cache, spans, scale, window, *back, softcap=softcap, sinks=sinks)
+        calls.append((q.copy(), keys, scale, window, softcap, sink_scores))
+        return attention(q, cache, spans, scale, window, *back, softcap=softcap, sink_scores=sink_scores)
 
     model.ops.attention, model.ops.split_rows = attend_and_capture, lambda rows: [rows]
     feed(model, model.store.new_sequence(), ids)

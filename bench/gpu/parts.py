@@ -166,7 +166,10 @@ class _Pass:
         out = self._one("out", e, heads * dim)
         for mixer, count in Counter(config.attentions.values()).items():
             given = mixer.score_scale, mixer.window, self._transform, out
-            more = {"softcap": mixer.softcap, "sinks": self.array((heads,), np.float32) if mixer.sinks else None}
+            more = {
+                "softcap": mixer.softcap,
+                "sink_scores": self.array((heads,), np.float32) if mixer.sink_scores else None,
+            }
             attend = partial(_each, partial(ops.attention, q, self.cache), seen[mixer.window].spans, *given, **more)
             name = "attention" if mixer.window is None else f"attention, window of {mixer.window}"
             mixed = note(name, count, attend, **seen[mixer.window].read)

@@ -32,7 +32,7 @@ QWEN3_30B_A3B = ModelConfig(
 )
 
 _YARN = RopeConfig(theta=150_000.0, kind="yarn", factor=32.0, original_context=4096, truncate=False)
-_GPT_OSS_ATTENTION = Attention(64, 8, 64, _YARN, sinks=True, qkv_bias=True, out_bias=True)
+_GPT_OSS_ATTENTION = Attention(64, 8, 64, _YARN, sink_scores=True, qkv_bias=True, out_bias=True)
 _GPT_OSS_EXPERTS = Experts(32, 4, 2880, "swiglu_clamped", bias=True, renormalize=True, router_bias=True)
 GPT_OSS_20B = ModelConfig(
     "gpt_oss",

@@ -14,9 +14,9 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float LOWEST = -1e30f;        // the maximum before the first score: finite, for −inf − (−inf) is NaN
 constexpr float LOG2_E = 1.44269504f;  // scores include it, so that a weight is 2^score
 
-// Whether every query head has a sink: a score that takes part in the softmax of its rows, and whose value is 0.
-#ifndef SINKS
-#define SINKS 0
+// Whether every query head has a sink score, which takes part in the softmax of its rows, and whose value is 0.
+#ifndef SINK_SCORES
+#define SINK_SCORES 0
 #endif
 
 // With SOFTCAP, a float c: a score s, without LOG2_E, becomes c · tanh(s / c) = c − 2c / (1 + e^(2s / c)).
@@ -31,10 +31,10 @@ __device__ __forceinline__ float capped(float score) {
     return most - __fdividef(2.0f * most, 1.0f + exp2_fast(score * (2.0f / SOFTCAP)));
 }
 
-// What a sum of weighted values is multiplied by, in a softmax in which a sink takes part: sum, the sum of weights
+// What a sum of weighted values is multiplied by, in a softmax in which a sink score takes part: sum, the sum of weights
 // without it, is of maximum `top`.
-__device__ __forceinline__ float share_beside(float sink, float top, float sum) {
-    const float score = sink * LOG2_E, highest = fmaxf(top, score), rescale = exp2_fast(top - highest);
+__device__ __forceinline__ float share_beside(float sink_score, float top, float sum) {
+    const float score = sink_score * LOG2_E, highest = fmaxf(top, score), rescale = exp2_fast(top - highest);
     return rescale / (sum * rescale + exp2_fast(score - highest));
 }
 

@@ -9,10 +9,10 @@
 // q (T, H, D): transformed as the keys are. keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records.
 // spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
 // sees no token. window: tokens that a query sees, itself included; 0 for all. Behind the newest token a
-// full-precision record may hold anything, also NaN. sinks (H): read with SINKS, see attention.cuh.
+// full-precision record may hold anything, also NaN. sink_scores (H): read with SINK_SCORES, see attention.cuh.
 // DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, SHARED (bytes of tables and
 // means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays), SOFTCAP
-// (or not defined) and SINKS (0 or 1, default 0) as in attention.cuh.
+// (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
 // PRECOND: records aligned to 128 bytes, acc and tables to 16, ml and q to 8; STEP_ROWS <= N where it is above 1; ORDER
 // divides D, and is at most 32 or D % 32 == 0.
 //
@@ -133,7 +133,7 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
                         const float *factors, const float *before, const float *behind, int sequences, int span_stride,
-                        int kv_heads, int chunks, int window, float scale, const float *sinks) {
+                        int kv_heads, int chunks, int window, float scale, const float *sink_scores) {
     let_next_begin();
     // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units.
     const typename Tables::Loaded<WARPS * 32> tables(key_tables, value_tables);
@@ -200,5 +200,5 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         if (ends_share) break;
         begin_turn();
     }
-    finish(shared, is_last, plan, sums, Result(out, factors, sinks, before, behind), counts, chunks);
+    finish(shared, is_last, plan, sums, Result(out, factors, sink_scores, before, behind), counts, chunks);
 }

@@ -5,7 +5,8 @@
 // (H), equal for the query heads of one KV head, or null for ones. q float: H vectors of D at q + r · q_stride for row
 // r, transformed as the keys are. keys, values (blocks, K, bytes): quantized records; full_k, full_v (slots, K, bytes):
 // the sink's records; current_k, current_v (records, K, bytes): the records of the new rows. spans: one Span. A row at
-// position p sees tokens p − window + 1 … p, or 0 … p if window is 0. sinks (H): read with SINKS, see attention.cuh.
+// position p sees tokens p − window + 1 … p, or 0 … p if window is 0. sink_scores (H): read with SINK_SCORES, see
+// attention.cuh.
 //
 // A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It loops
 // over the parts of blocks (PART tokens) that are visible to any of its rows. Keys and values of a part are laid out in
@@ -18,7 +19,7 @@
 //
 // Grid (ceil(T · GROUP / (WARPS · WARP_ROWS)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or
 // 32), SHARED (bytes of dynamic shared memory): tables of both codecs, keys and values of a part, and the queries if
-// WARP_ROWS is 32 and DP > 64; SOFTCAP (or not defined) and SINKS (0 or 1, default 0) as in attention.cuh.
+// WARP_ROWS is 32 and DP > 64; SOFTCAP (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
 // WARP_ROWS 32 reads shared memory half as often. Registers and 99 KB suffice for it up to DP 64, and up to DP 128 if
 // both sides are f16 without means. A sequence without quantized blocks takes that variant, whatever its cache type.
 // PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
@@ -48,7 +49,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
                          const unsigned char *full_k, const unsigned char *full_v, const unsigned char *current_k,
                          const unsigned char *current_v, const int *spans, const unsigned char *key_tables,
                          const unsigned char *value_tables, const float *factors, int span_stride, int kv_heads,
-                         int heads, long long q_stride, int window, float scale, const float *sinks) {
+                         int heads, long long q_stride, int window, float scale, const float *sink_scores) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
     const Span &span = span_at(spans, span_stride, 0);
@@ -99,5 +100,5 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     if (!rows.any()) return;
     const float factor = factors ? factors[head * GROUP] : 1.0f;
     state.write(out + ((long long)span.first_row * heads + head * GROUP) * D, heads, rows, factor,
-                SINKS ? sinks + head * GROUP : nullptr, lane);
+                SINK_SCORES ? sink_scores + head * GROUP : nullptr, lane);
 }

@@ -193,10 +193,10 @@ struct RowState {
         }
     }
 
-    // Writes the rows. out: the KV head's first vector of token 0. scale: a factor of all results. sinks: of the KV
-    // head's query heads.
-    __device__ __forceinline__ void write(float *out, int heads, const Rows &rows, float scale, const float *sinks,
-                                          int lane) const {
+    // Writes the rows. out: the KV head's first vector of token 0. scale: a factor of all results. sink_scores: of the
+    // KV head's query heads.
+    __device__ __forceinline__ void write(float *out, int heads, const Rows &rows, float scale,
+                                          const float *sink_scores, int lane) const {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -207,7 +207,7 @@ struct RowState {
                 const int row = rows.first + 16 * m + 8 * h + lane / 4;
                 float *const to = out + ((long long)(row / GROUP) * heads + row % GROUP) * D + lane % 4 * 4;
                 float factor = scale / row_sum;
-                if constexpr (SINKS) factor = scale * share_beside(sinks[row % GROUP], top[m][h], row_sum);
+                if constexpr (SINK_SCORES) factor = scale * share_beside(sink_scores[row % GROUP], top[m][h], row_sum);
 #pragma unroll
                 for (int j = 0; j < STEPS; ++j)
                     if (row <= rows.last && 16 * j + lane % 4 * 4 < D)

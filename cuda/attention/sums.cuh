@@ -90,20 +90,20 @@ struct HeadSum {
     }
 };
 
-// What the result of a query head is multiplied by, and its sink.
+// What the result of a query head is multiplied by, and its sink score.
 struct HeadScale {
-    float factor, sink;
+    float factor, sink_score;
 };
 
 // The end of the op: the mean of values, times the head's factor, rotated back.
 struct Result {
     TO *out;
-    const float *factors, *sinks;
+    const float *factors, *sink_scores;
     float before[HeadSum::OWN], behind[HeadSum::OWN];  // the lane's signs, loaded long before they are used
 
-    __device__ __forceinline__ Result(TO *out, const float *factors, const float *sinks, const float *before_all,
+    __device__ __forceinline__ Result(TO *out, const float *factors, const float *sink_scores, const float *before_all,
                                       const float *behind_all)
-        : out(out), factors(factors), sinks(sinks) {
+        : out(out), factors(factors), sink_scores(sink_scores) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i)
@@ -112,13 +112,13 @@ struct Result {
     }
 
     __device__ __forceinline__ HeadScale scale(int head) const {
-        return {factors ? factors[head] : 1.0f, SINKS ? sinks[head] : 0.0f};
+        return {factors ? factors[head] : 1.0f, SINK_SCORES ? sink_scores[head] : 0.0f};
     }
 
     __device__ __forceinline__ void write(HeadSum &head, long long vector, const HeadScale &scale) const {
         const int lane = threadIdx.x % 32;
         float share = head.sum > 0.0f ? scale.factor / head.sum : 0.0f;
-        if constexpr (SINKS) share = scale.factor * share_beside(scale.sink, head.top, head.sum);
+        if constexpr (SINK_SCORES) share = scale.factor * share_beside(scale.sink_score, head.top, head.sum);
         float(&v)[HeadSum::OWN] = head.acc;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i) {

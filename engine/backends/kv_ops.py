@@ -82,7 +82,7 @@ class KVOps(Protocol):
         then: Linear | None = None,
         *,
         softcap: float | None = None,
-        sinks: Array | None = None,
+        sink_scores: Array | None = None,
     ) -> Array:
         """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
         → (T, H, D).
@@ -90,8 +90,8 @@ class KVOps(Protocol):
         scale: multiplies the scores. Query head h reads KV head h // (H // K). With a window, position p sees only
         positions > p − window. transform: its scale_back and inverse value rotation are applied to the result; None
         leaves the result in the space of the stored values. then: as in `linear`. softcap: c, by which scores s
-        become c · tanh(s / c) before they are masked. sinks (H,): a score of each query head that takes part in the
-        softmax of every row, and whose value is 0.
+        become c · tanh(s / c) before they are masked. sink_scores (H,): a score of each query head that takes part in
+        the softmax of every row, and whose value is 0.
         CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """

@@ -117,7 +117,7 @@ def calibrate(
                 raise EngineError(NOT_FINITE, "model_damaged")
             mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
             output = _output(ops, weights, layer)
-            sinks = weights.layers[layer].mixer.sinks
+            sink_scores = weights.layers[layer].mixer.sink_scores
             found = measure(
                 queries,
                 keys,
@@ -127,7 +127,7 @@ def calibrate(
                 block_size,
                 ops.parallel_map,
                 softcap=mixer.softcap,
-                sinks=None if sinks is None else ops.to_host(sinks),
+                sink_scores=None if sink_scores is None else ops.to_host(sink_scores),
             )
             if not all(np.isfinite(getattr(found, field.name)).all() for field in fields(found)):  # squares overflow
                 raise EngineError(NOT_FINITE, "model_damaged")

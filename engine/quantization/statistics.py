@@ -69,12 +69,12 @@ def measure(
     parallel_map: Callable[[Callable[[int], Head], int], list[Head]],
     *,
     softcap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sink_scores: np.ndarray | None = None,
 ) -> LayerStatistics:
     """Return statistics of q (T, H, D) and k (K, T, D) float32 under causal attention, in a sliding window if given.
 
-    output (E, H·D) float32: the output projection. softcap, sinks (H,) float32: as in attention. The slope of a cap
-    does not count in the sensitivity: it is near 1 but for scores about as large as the cap.
+    output (E, H·D) float32: the output projection. softcap, sink_scores (H,) float32: as in attention. The slope of a
+    cap does not count in the sensitivity: it is near 1 but for scores about as large as the cap.
 
     parallel_map(work, count): returns [work(0), …, work(count − 1)], as `Ops.parallel_map` does. Statistics of blocks
     skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head at a time; sums over tokens
@@ -85,7 +85,7 @@ def measure(
     if count < 2 * block_size:
         raise ValueError(f"{count} tokens are fewer than two blocks of {block_size}.")
     hidden, group = _hidden(count, window), heads // kv_heads
-    own = [None] * heads if sinks is None else list(sinks)
+    own = [None] * heads if sink_scores is None else list(sink_scores)
     measured = parallel_map(
         lambda h: _measure_head(q[:, h], k[h // group], scale, softcap, own[h], hidden, block_size), heads
     )

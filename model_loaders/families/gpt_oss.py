@@ -1,4 +1,4 @@
-"""gpt-oss 20b and 120b: experts with biases, attention with sinks, and a window in every second layer.
+"""gpt-oss 20b and 120b: experts with biases, attention with sink scores, and a window in every second layer.
 
 The safetensors have the matrices of a layer's experts in one tensor, of MXFP4 in two.
 """
@@ -35,7 +35,7 @@ _NAMES = {
     **PRE_NORMS,
     "ffn_norm": (("post_attention_layernorm", "post_attention_norm"),),
     **PROJECTIONS,
-    "sinks": (("self_attn.sinks", "attn_sinks.weight"),),
+    "sink_scores": (("self_attn.sinks", "attn_sinks.weight"),),
     **EXPERTS,
     "router": (("mlp.router", "ffn_gate_inp"),),
 }
@@ -61,7 +61,7 @@ def configure(fields: Fields) -> ModelConfig:
         windows=typed_windows(fields, fields.texts("layer_types") or kinds),
         ffns=[of_experts] * count,
     )
-    return config.with_attention(lambda mixer: replace(mixer, sinks=True))
+    return config.with_attention(lambda mixer: replace(mixer, sink_scores=True))
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -16,7 +16,7 @@ from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Mode
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
 _OF_EXPERTS = ("experts_gate_up", "experts_down")
-_WHOLE_NAMES = ("sinks", "choice_bias", "expert_factors", "router_norm", "layer_scale")
+_WHOLE_NAMES = ("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head.
 
-    A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sinks, output_gate, out,
+    A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm, ffn_norm, gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and
     down, router, choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then those of the
     next), expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm,
@@ -132,8 +132,8 @@ def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool
         numbers = (1, 1) if per_head else (h, k)
         for slot, number in zip(("q_norm", "k_norm"), numbers, strict=True):
             shapes[slot] = {1: [((number * d,), number)]}, False
-    if mixer.sinks:
-        shapes["sinks"] = _one(h), False
+    if mixer.sink_scores:
+        shapes["sink_scores"] = _one(h), False
     return shapes
 
 

@@ -262,7 +262,7 @@ def test_layers_with_a_window_read_its_blocks() -> None:
     window, whole = parts["attention, window of 128"], parts["attention"]
     assert window.repeats == whole.repeats == 12
     assert window.units < whole.units / 50
-    assert "#define SINKS 1" in window.launches[0].text
+    assert "#define SINK_SCORES 1" in window.launches[0].text
     assert parts["experts"].bytes == 4 * 3 * 2880 * 2880 * 18 // 32  # the scale of 32 codes is a half
     assert [launch.kernel for launch in parts["qkv"].launches] == ["gemv_packed"]
 

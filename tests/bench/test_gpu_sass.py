@@ -171,7 +171,7 @@ BUDGETS = [
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q6_k"), 103, 3.000),
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q8_0"), 70, 3.953),
     Budget("prefill_attention", PREFILL, 253, 0.747),
-    Budget("decode_attention", with_defines(CODES, SOFTCAP=50.0, SINKS=1), 168, 2.398),
+    Budget("decode_attention", with_defines(CODES, SOFTCAP=50.0, SINK_SCORES=1), 168, 2.398),
     Budget("gemv", with_defines(product("gemv", 1, 2048), EXPERTS=1), 122, 4.417),
     Budget("gemv_packed", with_defines(product("gemv_packed", 1, 2048, "q4_k"), EXPERTS=1), 68, 2.438),
     Budget("gemm_small", grouped(1024, "q4_k"), 71, 7.906),

@@ -26,11 +26,11 @@ from tests.cuda.formats import EPS32
 
 
 class ScoreRule(NamedTuple):
-    """How scores become weights: see `KVOps.attention`. window: 0 hides nothing. sinks: (H,)."""
+    """How scores become weights: see `KVOps.attention`. window: 0 hides nothing. sink_scores: (H,)."""
 
     window: int
     softcap: float | None
-    sinks: np.ndarray | None
+    sink_scores: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class PagedCache:
 
         as_kernel: q, k, v and the weights of tokens rounded to half precision, everything else float32.
         """
-        scale, sinks = 1 / np.sqrt(q.shape[-1]), None
-        if rule.sinks is not None:
-            sinks = rule.sinks.reshape(self.kv_heads, -1, 1)
+        scale, sink_scores = 1 / np.sqrt(q.shape[-1]), None
+        if rule.sink_scores is not None:
+            sink_scores = rule.sink_scores.reshape(self.kv_heads, -1, 1)
         out = np.empty(q.shape, np.float64)
         for span, k, v in zip(self.headers, self.k, self.v, strict=True):
             first, count, position = span.first_row, span.rows, span.position
             for t in range(count):
                 seen = slice(max(0, position + t - rule.window + 1) if rule.window else 0, position + t + 1)
                 queries = (q[first + t] * scale).reshape(self.kv_heads, -1, q.shape[-1])
-                result = _weighted(queries, k[:, seen], v[:, seen], rule.softcap, sinks, as_kernel)
+                result = _weighted(queries, k[:, seen], v[:, seen], rule.softcap, sink_scores, as_kernel)
                 out[first + t] = result.reshape(q.shape[1:])
         return out
 
@@ -95,7 +95,7 @@ class PagedCache:
         q: np.ndarray,
         window: int = 0,
         softcap: float | None = None,
-        sinks: np.ndarray | None = None,
+        sink_scores: np.ndarray | None = None,
     ) -> None:
         """Assert that `out` (rows, H, D) is attention of q, within the tolerance of the kernels' precision.
 
@@ -103,7 +103,7 @@ class PagedCache:
         precision, for products are added in another order and points, norms and means round apart from each other.
         Where few values leave that error to luck, half a step of half precision of the largest value stands in.
         """
-        rule = ScoreRule(window, softcap, sinks)
+        rule = ScoreRule(window, softcap, sink_scores)
         exact = self.attention(q, rule)
         rounding = np.abs(self.attention(q, rule, as_kernel=True) - exact).max()
         allowed = 4 * max(rounding, np.finfo(np.float16).eps / 2 * np.abs(exact).max(), EPS32)
@@ -111,9 +111,9 @@ class PagedCache:
         assert worst <= allowed, f"off by up to {worst}, allowed are {allowed}"
 
 
-def score_defines(softcap: float | None, sinks: np.ndarray | None) -> dict[str, int | float]:
-    """The DEFINES of kernels of attention with a soft cap or sinks."""
-    return ({} if softcap is None else {"SOFTCAP": softcap}) | ({} if sinks is None else {"SINKS": 1})
+def score_defines(softcap: float | None, sink_scores: np.ndarray | None) -> dict[str, int | float]:
+    """The DEFINES of kernels of attention with a soft cap or sink scores."""
+    return ({} if softcap is None else {"SOFTCAP": softcap}) | ({} if sink_scores is None else {"SINK_SCORES": 1})
 
 
 def headers(spans: np.ndarray) -> list[SpanHeader]:
@@ -122,9 +122,9 @@ def headers(spans: np.ndarray) -> list[SpanHeader]:
 
 
 def _weighted(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None, sinks: np.ndarray | None, as_kernel: bool
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, softcap: float | None, sink_scores: np.ndarray | None, as_kernel: bool
 ) -> np.ndarray:
-    """q (K, G, D), scaled, k, v (K, S, D), sinks (K, G, 1) → (K, G, D)."""
+    """q (K, G, D), scaled, k, v (K, S, D), sink_scores (K, G, 1) → (K, G, D)."""
     log2_e = np.log2(np.e)  # kernels compute powers of two
     if as_kernel:
         q, k, v = ((x * factor).astype(np.float16).astype(np.float32) for x, factor in ((q, log2_e), (k, 1), (v, 1)))
@@ -132,11 +132,13 @@ def _weighted(
     scores = q @ k.swapaxes(1, 2)
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
-    most = scores.max(-1, keepdims=True) if sinks is None else np.maximum(scores.max(-1, keepdims=True), sinks)
+    most = (
+        scores.max(-1, keepdims=True) if sink_scores is None else np.maximum(scores.max(-1, keepdims=True), sink_scores)
+    )
     weights = np.exp2((scores - most) * log2_e)
     total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp2((sinks - most) * log2_e)
+    if sink_scores is not None:
+        total = total + np.exp2((sink_scores - most) * log2_e)
     if as_kernel:
         weights = weights.astype(np.float16).astype(np.float32)
     return weights @ v / total

@@ -48,10 +48,10 @@ def attend(
     factors: np.ndarray | None = None,
     kind: str = "float",
     softcap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
-    """q (T, H, D) → (T, H, D). rotation: order of Hadamard's matrix, signs (D) around it. factors, sinks: (H,). kind:
-    CUDA type of the result."""
+    """q (T, H, D) → (T, H, D). rotation: order of Hadamard's matrix, signs (D) around it. factors, sink_scores: (H,).
+    kind: CUDA type of the result."""
     _, heads, dim = q.shape
     group, most = heads // cache.kv_heads, max(1, *(span.rows for span in cache.headers))
     chunks, columns = launch_configs.decode_cells(group, most)
@@ -60,7 +60,9 @@ def attend(
     config = launch_configs.decode_blocks(warps, *layouts, group, most, len(cache.spans), order)
     cells = len(cache.spans) * cache.kv_heads * chunks
     out = poisoned(q.shape, kind)
-    text = source("decode_attention", *layouts, **config.defines, **result_type(out), **score_defines(softcap, sinks))
+    text = source(
+        "decode_attention", *layouts, **config.defines, **result_type(out), **score_defines(softcap, sink_scores)
+    )
     acc = np.full((2 * cells + ctas, columns, -(-dim // 16) * 16), np.nan, np.float32)
     ml = np.full((2 * cells + ctas, columns, 2), np.nan, np.float32)
     counts = np.zeros(cells, np.int32)
@@ -70,7 +72,9 @@ def attend(
     args = out, acc, ml, counts, q, *pools, cache.spans, *tables, factors, before, behind, *sizes
     scale = np.float32(1 / np.sqrt(dim))
     block, shared = (config.threads,), config.shared - launch_configs.SYSTEM_BYTES  # of which the emulator has none
-    compiled(text).launch("decode_attention_kernel", (ctas,), block, *args, scale, sinks, shared=shared, seed=seed)
+    compiled(text).launch(
+        "decode_attention_kernel", (ctas,), block, *args, scale, sink_scores, shared=shared, seed=seed
+    )
     assert not counts.any()
     return out
 
@@ -220,15 +224,15 @@ def test_a_sequence_without_rows_gives_zeros(rng: np.random.Generator) -> None:
     assert (out[1] == 0).all()
 
 
-# Product: caps come before masks, sinks behind them; codes and halves have loops of their own.
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
+# Product: caps come before masks, sink scores behind them; codes and halves have loops of their own.
+@pytest.mark.parametrize(("softcap", "has_sink_scores"), [(2.0, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize(
     ("keys", "step_rows", "window"), [("ring4", None, 0), ("ring4", None, 50), ("f16", [3, 1, 2], 0)]
 )
-def test_scores_are_capped_and_sinks_take_part(
+def test_scores_are_capped_and_sink_scores_take_part(
     rng: np.random.Generator,
     softcap: float | None,
-    has_sinks: bool,
+    has_sink_scores: bool,
     keys: str,
     step_rows: list[int] | None,
     window: int,
@@ -238,10 +242,10 @@ def test_scores_are_capped_and_sinks_take_part(
     shape = {"step_rows": step_rows} if step_rows else {}
     cache = random_cache(rng, keys, keys, [16 * 20 - 5, 40, 3], **SMALL, **shape, kv_heads=2)
     q = 2 * queries(rng, cache, 3)
-    sinks = np.array([30, -30, 0, 2, -2, 5], np.float32) if has_sinks else None
+    sink_scores = np.array([30, -30, 0, 2, -2, 5], np.float32) if has_sink_scores else None
     for ctas in (1, 13):
-        out = attend(cache, q, ctas=ctas, warps=2, window=window, softcap=softcap, sinks=sinks)
-        cache.assert_attention(out, q, window, softcap, sinks)
+        out = attend(cache, q, ctas=ctas, warps=2, window=window, softcap=softcap, sink_scores=sink_scores)
+        cache.assert_attention(out, q, window, softcap, sink_scores)
     with pytest.raises(AssertionError, match="off by up to"):
         cache.assert_attention(out, q, window)
 
@@ -251,7 +255,7 @@ def test_a_sink_that_is_not_finite(rng: np.random.Generator, sink: float) -> Non
     """NaN makes the result NaN; minus infinity has no weight."""
     cache = random_cache(rng, "ring4", "ring4", [70], **SMALL)
     q = queries(rng, cache, 1)
-    out = attend(cache, q, ctas=3, warps=2, sinks=np.array([sink], np.float32))
+    out = attend(cache, q, ctas=3, warps=2, sink_scores=np.array([sink], np.float32))
     if np.isnan(sink):
         assert np.isnan(out).all()
     else:

@@ -112,7 +112,7 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
                 qkv=linear(queries + 2 * keys, e),
                 q_norm=None,
                 k_norm=None,
-                sinks=None,
+                sink_scores=None,
                 out=linear(e, queries),
                 post_norm=vector(e) if after else None,
                 output_gate=linear(queries, e) if layer.mixer.output_gate else None,

@@ -182,7 +182,7 @@ def close(logits: list[np.ndarray], exact: list[np.ndarray], rounded: list[np.nd
 
 # Half and bfloat16 weights, biases, norms of heads, a group of layers with a window and one without; and what each
 # family alone has: norms behind projections, GELU, RoPE on a part of the channels, in some layers, and of two kinds;
-# soft caps, experts, sinks.
+# soft caps, experts, sink scores.
 CASES = [
     ("llama_wide_heads_biases", ("f16", "f16")),
     ("llama_gqa_llama3_tied", ("f16", "f16")),

@@ -614,9 +614,9 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
         assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
 
-def test_attention_with_a_soft_cap_and_sinks_is_that_of_numpy(rng: np.random.Generator) -> None:
+def test_attention_with_a_soft_cap_and_sink_scores_is_that_of_numpy(rng: np.random.Generator) -> None:
     """Of a prompt and of steps of one row and of several."""
-    sinks, outputs = 2 * normal(rng, HEADS), []
+    sink_scores, outputs = 2 * normal(rng, HEADS), []
     for ops in (CudaOps(open_device()), HOST):
         store, made, seen = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1), []
         kv = store.new_sequence()
@@ -626,7 +626,7 @@ def test_attention_with_a_soft_cap_and_sinks_is_that_of_numpy(rng: np.random.Gen
             described, cache = ops.spans([store.view(0, span, slice(0, count), span.start)], N), store.cache(0)
             q, k, v = (ops.to_device(2 * halves(made, count, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
             ops.append_kv(cache, described, k, v)
-            out = ops.attention(q, cache, described, D**-0.5, None, softcap=3.0, sinks=ops.to_device(sinks))
+            out = ops.attention(q, cache, described, D**-0.5, None, softcap=3.0, sink_scores=ops.to_device(sink_scores))
             seen.append(np.array(ops.to_host(out)))
             store.seal(0, span)
             store.commit(span)

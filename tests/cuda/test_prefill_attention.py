@@ -33,12 +33,12 @@ def attend(
     layouts: tuple[Layout, Layout] | None = None,
     factors: np.ndarray | None = None,
     softcap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
     """q (T, H + 1, D), whose last head is not part of the call → (T, H, D).
 
     warps: their number and rows, of smaller blocks than the engine's for the emulator's sake; None for the engine's.
-    layouts: None for the cache's own. factors (H,): multiply the heads of the output. sinks: (H,).
+    layouts: None for the cache's own. factors (H,): multiply the heads of the output. sink_scores: (H,).
     """
     keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
@@ -49,11 +49,11 @@ def attend(
     pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
     tables = (layout.tables if layout.tables.size else None for layout in (keys, values))
     counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
-    _program(source("prefill_attention", keys, values, **config.defines, **score_defines(softcap, sinks))).launch(
+    _program(source("prefill_attention", keys, values, **config.defines, **score_defines(softcap, sink_scores))).launch(
         "prefill_attention_kernel",
         (-(-rows * group // block_rows), paged.kv_heads),
         (config.threads,),
-        *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5), sinks),
+        *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5), sink_scores),
         shared=config.shared,
         seed=seed,
     )
@@ -175,20 +175,25 @@ def test_without_quantized_blocks_layouts_of_f16_give_attention(rng: np.random.G
     paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
 
 
-# Product: caps come before masks, sinks behind them; codes and halves have loops of their own.
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
+# Product: caps come before masks, sink scores behind them; codes and halves have loops of their own.
+@pytest.mark.parametrize(("softcap", "has_sink_scores"), [(2.0, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize(
     ("codec", "window", "warps"), [("f16", 0, (1, 32)), ("ring4", 0, (2, 16)), ("ring4", 40, (2, 16))]
 )
-def test_scores_are_capped_and_sinks_take_part(
-    rng: np.random.Generator, softcap: float | None, has_sinks: bool, codec: str, window: int, warps: tuple[int, int]
+def test_scores_are_capped_and_sink_scores_take_part(
+    rng: np.random.Generator,
+    softcap: float | None,
+    has_sink_scores: bool,
+    codec: str,
+    window: int,
+    warps: tuple[int, int],
 ) -> None:
     """Scores are beyond the cap; a sink is above all of them, another below."""
     paged = random_cache(rng, codec, codec, [100], rows=45, block_size=16, head_dim=16, mean_bits=8, kv_heads=2)
     q = 4 * rng.standard_normal((45, 7, 16), np.float32)
-    sinks = np.array([30, -30, 0, 2, -2, 5], np.float32) if has_sinks else None
-    out = attend(paged, q, window, warps=warps, softcap=softcap, sinks=sinks)
-    paged.assert_attention(out, q[:, :-1], window, softcap, sinks)
+    sink_scores = np.array([30, -30, 0, 2, -2, 5], np.float32) if has_sink_scores else None
+    out = attend(paged, q, window, warps=warps, softcap=softcap, sink_scores=sink_scores)
+    paged.assert_attention(out, q[:, :-1], window, softcap, sink_scores)
     with pytest.raises(AssertionError, match="off by up to"):
         paged.assert_attention(out, q[:, :-1], window)
 

@@ -106,15 +106,15 @@ def _others(caches: list[Cache]) -> list[Cache]:
     return [Cache(name, name if "v" in codecs.get(name).serves else codecs.FULL, 128) for name in missing]
 
 
-# Caches of models whose attention has soft caps or sinks. With wide heads the fewest registers are left.
+# Caches of models whose attention has soft caps or sink scores. With wide heads the fewest registers are left.
 _OTHER_SCORES = {"f16/f16 D64 N64 mean0", "ring4/ring3.5 D64 N64 mean8", "ring4/ring3.5 D256 N64 mean8"}
 _OTHER_SCORES |= {"f16/f16 D256 N64 mean0", "ring4/ring4 D128 N64 mean8", "polarquant/polarquant D128 N64 mean8"}
 
 
 def _of_other_scores(variants: list[Variant]) -> list[Variant]:
-    """Variants of attention with a soft cap, with sinks, and with both."""
+    """Variants of attention with a soft cap, with sink scores, and with both."""
     some = [variant for variant in variants if str(variant.cache) in _OTHER_SCORES]
-    rules: tuple[dict[str, Define], ...] = ({"SOFTCAP": 50.0}, {"SINKS": 1}, {"SOFTCAP": 50.0, "SINKS": 1})
+    rules: tuple[dict[str, Define], ...] = ({"SOFTCAP": 50.0}, {"SINK_SCORES": 1}, {"SOFTCAP": 50.0, "SINK_SCORES": 1})
     return [replace(variant, defines={**variant.defines, **rule}) for rule in rules for variant in some]
 
 
@@ -299,8 +299,8 @@ VARIANTS: dict[str, list[Variant]] = {
 
 def traits(variant: Variant) -> set[tuple[str, str]]:
     """What of a variant has to be compiled somewhere: its kernel with each of its codecs, with its head dim, for one
-    row of a sequence or for several, with a soft cap or sinks; and with the matrices of experts."""
-    cache, constants = variant.cache, ("STEP_ROWS", "SOFTCAP", "SINKS", "EXPERTS")
+    row of a sequence or for several, with a soft cap or sink scores; and with the matrices of experts."""
+    cache, constants = variant.cache, ("STEP_ROWS", "SOFTCAP", "SINK_SCORES", "EXPERTS")
     of = {f"{name}={variant.defines[name]}" for name in constants if name in variant.defines}
     if cache is not None:
         of |= {cache.keys, cache.values, str(cache.head_dim)}

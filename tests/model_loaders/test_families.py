@@ -100,7 +100,10 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
             {"post_norm_eps": 1e-8, "embedding_norm": True, "logit_scale": 0.5, "logit_softcap": 8.0},
         ),
         ("muse_glimmer_gated", {"scale": 3.87 / 4, "vocab_size": 96, "hidden_size": 32}),
-        ("gpt_oss_mxfp4", {"sinks": True, "qkv_bias": True, "out_bias": True, "count": 4, "top_k": 2, "size": 32}),
+        (
+            "gpt_oss_mxfp4",
+            {"sink_scores": True, "qkv_bias": True, "out_bias": True, "count": 4, "top_k": 2, "size": 32},
+        ),
     ],
 )
 def test_stored_models(name: str, expected: dict[str, object]) -> None:

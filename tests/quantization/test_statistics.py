@@ -62,7 +62,7 @@ def reference(
     scale: float,
     window: int | None,
     softcap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sink_scores: np.ndarray | None = None,
 ) -> LayerStatistics:
     """The definitions in float64, one token after another."""
     q, k = q.astype(np.float64), k.astype(np.float64)
@@ -73,7 +73,9 @@ def reference(
     products = np.zeros(N)
     for head in range(q.shape[1]):
         kv, x = head // group, q[:, head]
-        p = probabilities(x, k[kv], scale, window, softcap, -np.inf if sinks is None else float(sinks[head]))
+        p = probabilities(
+            x, k[kv], scale, window, softcap, -np.inf if sink_scores is None else float(sink_scores[head])
+        )
         w = [sum(p[i, t] * (1 - p[i, t]) for t in range(tokens)) for i in range(tokens)]
         second[kv] += sum(w[i] * np.outer(x[i], x[i]) for i in range(tokens)) / sum(w) / group
         mean[kv] += sum(w[i] * x[i] for i in range(tokens)) / sum(w) / group
@@ -107,11 +109,13 @@ def test_statistics_match_their_definitions(shape: Shape, window: int | None, rn
 
 
 @pytest.mark.parametrize(
-    ("softcap", "sinks"), [(2.0, None), (None, [3.0, -1.0, 30.0, 1.0]), (2.0, [1.0, 2.0, 0.0, -9.0])]
+    ("softcap", "sink_scores"), [(2.0, None), (None, [3.0, -1.0, 30.0, 1.0]), (2.0, [1.0, 2.0, 0.0, -9.0])]
 )
-def test_caps_and_sinks_take_part(softcap: float | None, sinks: list[float] | None, rng: np.random.Generator) -> None:
+def test_caps_and_sink_scores_take_part(
+    softcap: float | None, sink_scores: list[float] | None, rng: np.random.Generator
+) -> None:
     q, k = drawn(rng, (40, 4, 2, 8))
-    own = {"softcap": softcap, "sinks": None if sinks is None else np.array(sinks, np.float32)}
+    own = {"softcap": softcap, "sink_scores": None if sink_scores is None else np.array(sink_scores, np.float32)}
     found = measure(q, k, projection(q), 0.4, 21, N, serial, **own)
     assert_close(found, reference(q, k, projection(q), 0.4, 21, **own))
 

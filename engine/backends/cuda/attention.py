@@ -24,12 +24,14 @@ class _Parameters(NamedTuple):
     window: int  # 0 for none
     scale_back: Array | None  # (H,), multiplies the result
     softcap: float | None
-    sinks: Array | None  # (H,)
+    sink_scores: Array | None  # (H,)
 
     def added_to(self, config: LaunchConfig) -> LaunchConfig:
-        """`config` with the DEFINES of soft cap and sinks: none without them."""
+        """`config` with the DEFINES of soft cap and sink scores: none without them."""
         cap = {} if self.softcap is None else {"SOFTCAP": float(self.softcap)}
-        return config._replace(defines={**config.defines, **cap, **({} if self.sinks is None else {"SINKS": 1})})
+        return config._replace(
+            defines={**config.defines, **cap, **({} if self.sink_scores is None else {"SINK_SCORES": 1})}
+        )
 
 
 class AttentionOps:
@@ -50,10 +52,10 @@ class AttentionOps:
         then: Linear | None = None,
         *,
         softcap: float | None = None,
-        sinks: Array | None = None,
+        sink_scores: Array | None = None,
     ) -> Array:
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
-        parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sinks)
+        parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sink_scores)
         if spans.buffer is not None:
             out = self._prefill(q, cache, spans, spans.buffer, parameters)
             return self._heads.rotate(out, back)
@@ -78,7 +80,7 @@ class AttentionOps:
             parameters.added_to(config),
             *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current, spans.on(self._device)),
             *(cache.keys.tables, cache.values.tables, parameters.scale_back, spans.table.shape[1], kv_heads, heads),
-            *(row_stride(q), parameters.window, parameters.scale, parameters.sinks),
+            *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
             layouts=layouts,
         )
         return out
@@ -112,7 +114,7 @@ class AttentionOps:
             *(self._zeros(cells), q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),
             *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
-            *(parameters.window, parameters.scale, parameters.sinks),
+            *(parameters.window, parameters.scale, parameters.sink_scores),
             layouts=cache.layouts,
         )
         return out

@@ -111,11 +111,11 @@ def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 class ScoreRule(NamedTuple):
-    """How scores become weights: see `Ops.attention`. sinks (K, G), G = H / K; None: there are none."""
+    """How scores become weights: see `Ops.attention`. sink_scores (K, G), G = H / K; None: there are none."""
 
     window: int | None = None
     softcap: float | None = None
-    sinks: np.ndarray | None = None
+    sink_scores: np.ndarray | None = None
 
 
 def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
@@ -133,10 +133,12 @@ def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule
     """Attention of scaled q (K, G, T, D), whose first row has `position`, by online softmax over tiles → same shape."""
     tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, rule.window)
     whole = functools.reduce(_merge, (_partial(q, position, tile, rule) for tile in tiles))
-    if rule.sinks is not None:
+    if rule.sink_scores is not None:
         kv_heads, group, count, _ = q.shape
-        sinks = np.broadcast_to(rule.sinks[:, :, None], (kv_heads, group, count)).reshape(whole.row_max.shape)
-        whole = _merge(whole, _Partial(sinks, np.ones_like(whole.row_sum), np.zeros_like(whole.weighted)))
+        sink_scores = np.broadcast_to(rule.sink_scores[:, :, None], (kv_heads, group, count)).reshape(
+            whole.row_max.shape
+        )
+        whole = _merge(whole, _Partial(sink_scores, np.ones_like(whole.row_sum), np.zeros_like(whole.weighted)))
     return (whole.weighted / whole.row_sum).reshape(q.shape)
 
 

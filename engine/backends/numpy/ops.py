@@ -261,13 +261,15 @@ class NumpyOps(ExpertOps):
         then: Linear | None = None,
         *,
         softcap: float | None = None,
-        sinks: np.ndarray | None = None,
+        sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads
         heads, dim = q.shape[1:]
         q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(scale)
-        rule = ScoreRule(window, softcap, None if sinks is None else sinks.reshape(kv_heads, heads // kv_heads))
+        rule = ScoreRule(
+            window, softcap, None if sink_scores is None else sink_scores.reshape(kv_heads, heads // kv_heads)
+        )
         for span in spans:
             attend_alone(q[span.rows], out[span.rows], cache, span, rule)
         if transform is None:

@@ -21,7 +21,7 @@ class AttentionWeights:
     qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
     q_norm: Array | None  # (D,), or (H·D,) of all heads together
     k_norm: Array | None  # (D,), or (K·D,)
-    sinks: Array | None  # (H,)
+    sink_scores: Array | None  # (H,)
     out: Linear  # (E, H·D)
     post_norm: Array | None  # (E,): norms the result before it is added to the residual
     output_gate: Linear | None = None  # (H·D, E)
@@ -34,7 +34,7 @@ class AttentionWeights:
             qkv=read.linear("qkv"),
             q_norm=read.vector("q_norm"),
             k_norm=read.vector("k_norm"),
-            sinks=read.vector("sinks"),
+            sink_scores=read.vector("sink_scores"),
             out=read.linear("out"),
             post_norm=read.vector("attention_post_norm"),
             output_gate=read.optional_linear("output_gate"),
@@ -102,7 +102,7 @@ class Attention:
             self._transform,
             w.out if w.output_gate is None else None,
             softcap=shape.softcap,
-            sinks=w.sinks,
+            sink_scores=w.sink_scores,
         )
         mixed = mixed.reshape(len(x), shape.heads * shape.head_dim)
         if w.output_gate is not None:

@@ -123,7 +123,7 @@ def exact(
     transform: PreparedTransform | None = None,
     *,
     softcap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention in float64: (T, H, D)."""
     out = np.empty(case.q.shape)
@@ -136,8 +136,8 @@ def exact(
             scores = np.einsum("hd,htd->ht", case.q[row] * SCALE, k_heads)
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
-            if sinks is not None:
-                scores = np.column_stack([sinks, scores])
+            if sink_scores is not None:
+                scores = np.column_stack([sink_scores, scores])
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             out[row] = np.einsum("ht,htd->hd", weights[:, -v_heads.shape[1] :], v_heads)
@@ -155,9 +155,9 @@ def attended(
     threads: int = 1,
     *,
     softcap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention by the kernels of a level."""
     ops = AttentionOps(launcher(level, threads), NumpyOps())
     table = ops.spans(case.views, case.cache.format.block_size)
-    return ops.attention(case.q, case.cache, table, SCALE, window, transform, softcap=softcap, sinks=sinks)
+    return ops.attention(case.q, case.cache, table, SCALE, window, transform, softcap=softcap, sink_scores=sink_scores)

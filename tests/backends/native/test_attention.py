@@ -74,7 +74,7 @@ def test_attention_at_every_level(level: Level, window: int | None, sequences: l
     check(attended(case, level, window), exact(case, window))
 
 
-def sinks(heads: int) -> np.ndarray:
+def sink_scores(heads: int) -> np.ndarray:
     """Scores below, among and above those of tokens, one for each head."""
     return np.linspace(-20, 12, heads).astype(np.float32)
 
@@ -82,10 +82,10 @@ def sinks(heads: int) -> np.ndarray:
 # Product: a level has its own vectors, and a cap or a sink its own kernel.
 @with_plain_tiles
 @every_level
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (50.0, True)])
-def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sinks: bool) -> None:
+@pytest.mark.parametrize(("softcap", "has_sink_scores"), [(1.5, False), (None, True), (50.0, True)])
+def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sink_scores: bool) -> None:
     case = step(Shape(), [Sequence_(2000), Sequence_(78, 16), Sequence_(3)], 600)
-    rule = {"softcap": softcap, "sinks": sinks(6) if has_sinks else None}
+    rule = {"softcap": softcap, "sink_scores": sink_scores(6) if has_sink_scores else None}
     wanted = exact(case, 600, **rule)
     assert np.abs(wanted - exact(case, 600)).max() > 0.01 * np.abs(wanted).max()
     check(attended(case, level, 600, **rule), wanted)

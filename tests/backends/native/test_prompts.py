@@ -67,10 +67,10 @@ def exact(
     transform: HeadTransform,
     *,
     softcap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
     rows, _, dim = q.shape
-    rule = ScoreRule(window, softcap, None if sinks is None else sinks.reshape(cache.format.kv_heads, -1))
+    rule = ScoreRule(window, softcap, None if sink_scores is None else sink_scores.reshape(cache.format.kv_heads, -1))
     grouped = (q.astype(np.float64) * scale).reshape(rows, cache.format.kv_heads, -1, dim).transpose(1, 2, 0, 3)
     out = attend(grouped, span.position, cache, span, rule).transpose(2, 0, 1, 3).reshape(q.shape)
     assert out.dtype == np.float64
@@ -112,18 +112,20 @@ def test_prompts_attend(
 
 # Product: a level has its own vectors, and a cap or a sink its own kernel.
 @every_level
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (50.0, True)])
-def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sinks: bool) -> None:
+@pytest.mark.parametrize(("softcap", "has_sink_scores"), [(1.5, False), (None, True), (50.0, True)])
+def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sink_scores: bool) -> None:
     """The sink counts once, also where blocks are decoded in several parts."""
     rng = np.random.default_rng(0)
     cache, span = sequence(rng, 64, 2, "f16", 9, 50, 70)
     q = rng.standard_normal((50, 6, 64)).astype(np.float32)
-    sinks = np.linspace(-20, 12, 6).astype(np.float32) if has_sinks else None
+    sink_scores = np.linspace(-20, 12, 6).astype(np.float32) if has_sink_scores else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "_DECODED", 4 * N)
-        found = PromptOps(launcher(level)).attention(q, cache, [span], 0.3, 200, softcap=softcap, sinks=sinks)
+        found = PromptOps(launcher(level)).attention(
+            q, cache, [span], 0.3, 200, softcap=softcap, sink_scores=sink_scores
+        )
     plain = transform(rng, 6, 2, None, is_scaled=False)
-    check(found, exact(q, cache, span, 0.3, 200, plain, softcap=softcap, sinks=sinks))
+    check(found, exact(q, cache, span, 0.3, 200, plain, softcap=softcap, sink_scores=sink_scores))
 
 
 @pytest.mark.slow

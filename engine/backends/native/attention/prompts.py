@@ -45,12 +45,12 @@ class PromptOps:
         transform: PreparedTransform | None = None,
         *,
         softcap: float | None = None,
-        sinks: np.ndarray | None = None,
+        sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
         """See `Ops.attention`. Raises KernelError if a group of query heads is larger than a unit has room for."""
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
-        out, rule = np.empty(q.shape, np.float32), ScoreRule(window, softcap, sinks)
+        out, rule = np.empty(q.shape, np.float32), ScoreRule(window, softcap, sink_scores)
         for span in spans:
             self._attend(q[span.rows], out[span.rows], cache, span, scale, rule, transform)
         return out
@@ -72,7 +72,7 @@ class PromptOps:
         back = NO_ROTATION if transform is None else transform.back
         scale_back = None if transform is None else transform.scale_back
         kernel = attend(
-            Prompt(dim, scale_back is not None, back.order, rule.softcap is not None, rule.sinks is not None)
+            Prompt(dim, scale_back is not None, back.order, rule.softcap is not None, rule.sink_scores is not None)
         )
         row_max, row_sum = np.empty((2, rows, heads), np.float32)
 
@@ -83,7 +83,7 @@ class PromptOps:
                 segments=np.array([words(segment) for segment in segments]),
                 row_max=row_max,
                 row_sum=row_sum,
-                sinks=rule.sinks,
+                sink_scores=rule.sink_scores,
                 scale_back=scale_back,
                 before=back.before,
                 rotation=back.memory,

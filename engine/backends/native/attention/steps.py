@@ -41,15 +41,17 @@ class AttentionOps:
         then: Linear | None = None,
         *,
         softcap: float | None = None,
-        sinks: np.ndarray | None = None,
+        sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
         if not isinstance(cache, TileCache):
             if isinstance(spans, StepTable):
                 spans = self._plain.spans(spans.views, cache.format.block_size)
-            return self._in_numpy(q, cache, spans, scale, window, transform, softcap=softcap, sinks=sinks)
+            return self._in_numpy(q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores)
         if isinstance(spans, StepTable):
-            return self._step(q, cache, spans, scale, ScoreRule(window, softcap, sinks), transform)
-        return self._prompts.attention(q, cache, spans, scale, window, transform, softcap=softcap, sinks=sinks)
+            return self._step(q, cache, spans, scale, ScoreRule(window, softcap, sink_scores), transform)
+        return self._prompts.attention(
+            q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores
+        )
 
     def _step(
         self,
@@ -102,13 +104,13 @@ class AttentionOps:
             headers=arrays.headers,
             row_sequences=arrays.row_sequences,
             scale_back=scale_back,
-            sinks=rule.sinks,
+            sink_scores=rule.sink_scores,
             before=back.before,
             memory=back.memory,
             out=out,
             heads=heads,
             most_chunks=arrays.most_chunks,
         )
-        merged = merge(dim, back.order, is_scaled=scale_back is not None, has_sinks=rule.sinks is not None)
+        merged = merge(dim, back.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None)
         self._launch(merged, rows * heads, merging)
         return out

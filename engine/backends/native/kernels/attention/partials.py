@@ -42,7 +42,7 @@ class MergeArguments(NamedTuple):
     headers: Pointer
     row_sequences: Pointer
     scale_back: Pointer
-    sinks: Pointer
+    sink_scores: Pointer
     before: Pointer
     memory: Pointer
     out: Pointer
@@ -51,11 +51,11 @@ class MergeArguments(NamedTuple):
 
 
 @cache
-def merge(head_dim: int, order: int, *, is_scaled: bool, has_sinks: bool) -> Kernel[MergeArguments]:
+def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) -> Kernel[MergeArguments]:
     """Partial results → out (T, H, D) float32, one unit per row and head.
 
-    With has_sinks, sinks (H,) are scores whose values are 0. A result is multiplied by scale_back (H,) if is_scaled,
-    and then rotated; order, memory, before: see `Rotation`.
+    With has_sink_scores, sink_scores (H,) are scores whose values are 0. A result is multiplied by scale_back (H,) if
+    is_scaled, and then rotated; order, memory, before: see `Rotation`.
     """
 
     def emit(e: Emitter, args: MergeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -64,11 +64,12 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sinks: bool) -> Ker
             sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
             chunks = read(e, SpanHeader, args.headers, sequence).chunks
             own = args.parts + unit * args.most_chunks * size
-            sink = e.load(args.sinks + (unit % args.heads) * 4, F32) if has_sinks else e.constant(F32, LOWEST)
-            row_max = e.variable(sink)
+            at = args.sink_scores + (unit % args.heads) * 4
+            score = e.load(at, F32) if has_sink_scores else e.constant(F32, LOWEST)
+            row_max = e.variable(score)
             with e.loop(0, chunks) as chunk:
                 row_max.set(e.fmax(row_max.get(), e.load(own + chunk * size, F32)))
-            row_sum = e.variable(e.exp(sink - row_max.get()) if has_sinks else e.zero(F32))
+            row_sum = e.variable(e.exp(score - row_max.get()) if has_sink_scores else e.zero(F32))
             sums = [e.variable(e.zero(_F16)) for _ in offsets]
             with e.loop(0, chunks) as chunk:
                 part = own + chunk * size
@@ -87,5 +88,5 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sinks: bool) -> Ker
                     e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
             rotate(e, scratch, args.out + unit * (4 * head_dim), args.memory, head_dim, order)
 
-    name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}{'_sinks' * has_sinks}"
+    name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}{'_sink_scores' * has_sink_scores}"
     return Kernel(name, emit, MergeArguments)

@@ -28,18 +28,18 @@ class Prompt:
     """The properties that a kernel is specialized for.
 
     dim: D. is_scaled: whether results are multiplied by a scale for each head. order: of the `Rotation` of results.
-    is_capped: whether scores have a soft cap. has_sinks: whether each query head has a score without a value.
+    is_capped: whether scores have a soft cap. has_sink_scores: whether each query head has a score without a value.
     """
 
     dim: int
     is_scaled: bool = False
     order: int = 1
     is_capped: bool = False
-    has_sinks: bool = False
+    has_sink_scores: bool = False
 
     @property
     def name(self) -> str:
-        rule = "_capped" * self.is_capped + "_sinks" * self.has_sinks
+        rule = "_capped" * self.is_capped + "_sink_scores" * self.has_sink_scores
         return f"prompt_attention_{self.dim}_{'scaled' * self.is_scaled}{self.order}{rule}"
 
 
@@ -94,7 +94,7 @@ class PromptArguments(NamedTuple):
     segments: Pointer
     row_max: Pointer
     row_sum: Pointer
-    sinks: Pointer
+    sink_scores: Pointer
     scale_back: Pointer
     before: Pointer
     rotation: Pointer
@@ -117,10 +117,10 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
 
     Row t has position p = `position` + t and sees positions p − window + 1, …, p. group: H / K. tile · group is at most
     MOST_QUERIES. scale: multiplies the scores. softcap: c, by which scores s become c · tanh(s / c), if the kernel is
-    specialized for one. sinks (H,): scores whose values are 0, if it is for these. segments (count,): a `Segment` each.
-    The segments of a sequence may be split among several launches: is_first, is_last. Between them row_max and row_sum
-    (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies results by
-    scale_back (H,) and rotates them: before (D,) and rotation are those of a `Rotation`.
+    specialized for one. sink_scores (H,): scores whose values are 0, if it is for these. segments (count,): a `Segment`
+    each. The segments of a sequence may be split among several launches: is_first, is_last. Between them row_max and
+    row_sum (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies
+    results by scale_back (H,) and rotates them: before (D,) and rotation are those of a `Rotation`.
     """
     layout, row_bytes = _Scratch(spec.dim), 4 * spec.dim
 
@@ -135,7 +135,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
             last_position = first_position + own_rows - 1
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
-                sink = args.sinks + (head * group + member) * 4 if spec.has_sinks else None
+                sink = args.sink_scores + (head * group + member) * 4 if spec.has_sink_scores else None
                 own_q = args.q + number * row_bytes
                 unit_state.open(row * group + member, first_position + row, own_q, args.scale, sink)
                 with e.when(args.is_first < 1):
