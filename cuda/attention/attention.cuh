@@ -31,8 +31,8 @@ __device__ __forceinline__ float capped(float score) {
     return most - __fdividef(2.0f * most, 1.0f + exp2_fast(score * (2.0f / SOFTCAP)));
 }
 
-// What a sum of weighted values is multiplied by, in a softmax in which a sink score takes part: sum, the sum of weights
-// without it, is of maximum `top`.
+// What a sum of weighted values is multiplied by, in a softmax in which a sink score takes part: sum, the sum of
+// weights without it, is of maximum `top`.
 __device__ __forceinline__ float share_beside(float sink_score, float top, float sum) {
     const float score = sink_score * LOG2_E, highest = fmaxf(top, score), rescale = exp2_fast(top - highest);
     return rescale / (sum * rescale + exp2_fast(score - highest));

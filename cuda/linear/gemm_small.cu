@@ -14,8 +14,8 @@
 // added in shared memory.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
 // blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights), TO float;
-// gemm_small_sum_kernel adds the parts. With EXPERTS (0 or 1, default 0) the grid has groups of rows in z, and there are
-// more arguments: expert_group.cuh.
+// gemm_small_sum_kernel adds the parts. With EXPERTS (0 or 1, default 0) the grid has groups of rows in z, and there
+// are more arguments: expert_group.cuh.
 // DEFINES: ACT (the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), SHARED
 // (bytes of dynamic shared memory, at most 96 KB), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not
 // defined), TO (of y, see output_tile.cuh).

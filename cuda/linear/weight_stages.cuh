@@ -87,7 +87,8 @@ struct Weights<W, true> {
                                        int first_input, int in_, uint4 *shared)
         : stages(shared + threadIdx.x / 32 * 2 * PIECES), input(first_input), in(in_), lane(threadIdx.x % 32) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) tiles[m] = W::block_at(weight, (first_row + tile.row_of(column + 16 * m)) / 16, in, 0);
+        for (int m = 0; m < 2; ++m)
+            tiles[m] = W::block_at(weight, (first_row + tile.row_of(column + 16 * m)) / 16, in, 0);
     }
     __device__ __forceinline__ uint4 *pieces(int stage) const { return stages + stage % STAGES * WARPS * 2 * PIECES; }
     // Commits one group of copies; from stage `last` on it is empty.

@@ -289,6 +289,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
     "softcap": _all("softcap", ACT=("float",)),
+    "scale": _all("scale", ACT=("float",)),
     "route": [
         *_all("route", COUNT=(8, 64, 128, 256, 512), TOP_K=(8,), SIGMOID=(0, 1), RENORMALIZE=(0, 1)),
         *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,)),
