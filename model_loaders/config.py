@@ -63,6 +63,9 @@ class Attention(Mixer):
     qk_norm: QKNorm = None
     v_norm: bool = False  # RMSNorm of each value, without weights
     values_are_keys: bool = False  # values are keys before RoPE and norm: there is no projection of values
+    shares_kv: bool = (
+        False  # K/V are those of the last layer before it that has its own, of this window and these heads
+    )
     output_gate: bool = False  # the result is multiplied by σ of a projection of the input
     qkv_bias: bool = False
     out_bias: bool = False
@@ -147,12 +150,18 @@ class ModelConfig:
     embedding_scale: float = 1.0  # of embeddings, not of the head
     embedding_norm: bool = False  # RMSNorm of embeddings, without weights
     logit_scale: float = 1.0  # of logits, before their soft cap
+    layer_embedding: int = 0  # P: numbers of the input that each layer has of each token; 0: none
     logit_softcap: float | None = None  # c: logits l become c · tanh(l / c)
 
     @property
     def attentions(self) -> dict[int, Attention]:
         """Layer number → attention, for each layer that has attention."""
         return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+
+    @property
+    def kv_attentions(self) -> dict[int, Attention]:
+        """Layer number → attention, for each layer that has K/V of its own."""
+        return {number: mixer for number, mixer in self.attentions.items() if not mixer.shares_kv}
 
     @property
     def attention(self) -> Attention:

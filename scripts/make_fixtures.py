@@ -163,6 +163,25 @@ MODELS = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    # As in E2B: embeddings of layers; the last layers share K/V and have wider networks.
+    "gemma4_shared_kv": (
+        "gemma4_text",
+        "bfloat16",
+        "new",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+        },
+    ),
     # As in 26B-A4B: experts beside the network of each layer.
     "gemma4_experts_beside": (
         "gemma4_text",

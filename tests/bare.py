@@ -14,7 +14,7 @@ from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape, LayerShape, SharedShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.config import ModelConfig
@@ -42,7 +42,10 @@ def bare_model(
     k, v = (codecs.get(name) for name in types)
     mean_bits = 16 if centred and types[0] != "f16" else 0
     layers = tuple(
-        LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, mean_bits, one.mixer.window) for one in config.layers
+        SharedShape(one.kv_heads, one.head_dim, one.window)
+        if one.shares_kv
+        else LayerShape(k, v, one.kv_heads, one.head_dim, mean_bits, one.window)
+        for one in config.attentions.values()
     )
     plan = plan_for_tokens(CacheShape(block_size, layers), tokens, 4, step_rows)
     plan = replace(

@@ -19,6 +19,7 @@ NEW = [
         "gemma2_capped_tied",
         "gemma3_tied",
         "gemma4_experts_beside",
+        "gemma4_shared_kv",
         "gemma4_values_are_keys",
         "muse_glimmer_gated",
         "olmo2_post_norms",

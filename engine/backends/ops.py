@@ -174,6 +174,9 @@ class Ops(KVOps, Protocol):
     def softcap(self, x: Array, cap: float) -> None:
         """cap · tanh(x / cap) of x (T, n), in place."""
 
+    def activate(self, x: Array, up: Array, activation: str) -> None:
+        """activation(x) * up of x and up (T, n), in place in x. Rows of up may be parts of longer ones."""
+
     def scale(self, x: Array, factor: Array) -> None:
         """x (T, n) times the number in factor (1,), in place."""
 

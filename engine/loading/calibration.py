@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second, smoothing
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape, LayerShape, SharedShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -65,11 +66,13 @@ def load_or_calibrate(
                 neutral(one.kv_heads, one.head_dim, block_size),
                 output_second=output_second(_output(ops, weights, layer), one.kv_heads, one.head_dim),
             )
-            for layer, one in config.attentions.items()
+            for layer, one in config.kv_attentions.items()
         }
     key = kept_arrays.key_of(_FORMAT, block_size, list(ids), fingerprint(ops, config, weights))
     if (arrays := kept_arrays.read(_KIND, key)) is not None:
-        return {layer: LayerStatistics(*(arrays[f"{layer} {name}"] for name in _NAMES)) for layer in config.attentions}
+        return {
+            layer: LayerStatistics(*(arrays[f"{layer} {name}"] for name in _NAMES)) for layer in config.kv_attentions
+        }
     say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
     statistics = calibrate(ops, config, weights, ids, block_size, progress)
     arrays = {f"{layer} {name}": getattr(own, name) for layer, own in statistics.items() for name in _NAMES}
@@ -111,7 +114,7 @@ def calibrate(
         rows += unit
         progress(rows, len(config.layers) * len(ids))
         layer, rest = rows // len(ids) - 1, rows % len(ids)
-        if rest == 0 and layer in config.attentions:  # the layer is complete
+        if rest == 0 and layer in config.kv_attentions:  # the layer is complete
             queries, keys = seen.of(layer)
             if not (np.isfinite(queries).all() and np.isfinite(keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
@@ -161,7 +164,7 @@ class _QueriesAndKeys:
 
     def __init__(self, model: Transformer, tokens: int):
         self._to_host, self._conditioning = model.ops.to_host, model.store.conditioning
-        self._mixers = model.config.attentions
+        self._mixers = model.config.kv_attentions
         mixers = self._mixers.values()
         shapes = {(heads, mixer.head_dim) for mixer in mixers for heads in (mixer.heads, mixer.kv_heads)}
         self._kept = {
@@ -176,7 +179,7 @@ class _QueriesAndKeys:
         return queries, keys
 
     def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
-        if name not in self._kept:
+        if name not in self._kept or layer not in self._mixers:
             return
         heads = self._mixers[layer].heads
         scales = self._conditioning[layer].scales(heads)
@@ -192,7 +195,9 @@ def _full_precision_model(
     """Return a model with a store for one prompt of `tokens` in full precision, without rotations."""
     full = codecs.get(codecs.FULL)
     layers = (
-        LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim)
+        (SharedShape if one.mixer.shares_kv else partial(LayerShape, full, full))(
+            one.mixer.kv_heads, one.mixer.head_dim
+        )
         if isinstance(one.mixer, Attention)
         else MIXERS[type(one.mixer)].state_shape(one.mixer, block_size)
         for one in config.layers

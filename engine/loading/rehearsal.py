@@ -39,7 +39,7 @@ def warm_up_first(
     model = replace(source.config, layers=tuple(source.config.layers[number] for number in numbers))
     shape = CacheShape(shape.block_size, tuple(shape.layers[number] for number in numbers))
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
-    for number in model.attentions:
+    for number in model.kv_attentions:
         layer = shape.kv_layers[number]
         if layer not in made:
             heads, dim = layer.kv_heads, layer.head_dim

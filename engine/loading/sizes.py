@@ -16,7 +16,7 @@ from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size, plan_for_memory, plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape
+from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape, SharedShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig
@@ -72,13 +72,16 @@ def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) 
 
 def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
     """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model."""
-    mean_bits, attentions = 8 if encoding.small_means else 16, model.attentions
+    mean_bits, attentions = 8 if encoding.small_means else 16, model.kv_attentions
     head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
-    layers: list[LayerShape | OwnShape] = []
+    layers: list[LayerShape | SharedShape | OwnShape] = []
     for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):
             layers.append(MIXERS[type(mixer)].state_shape(mixer, config.block_size))
+            continue
+        if mixer.shares_kv:
+            layers.append(SharedShape(mixer.kv_heads, mixer.head_dim, mixer.window))
             continue
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0

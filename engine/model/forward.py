@@ -5,6 +5,7 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,12 +18,14 @@ from polarlm.engine.backends.ops import Array, Ops, SamplerInputs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
+from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.prefill import Prefill, Taps
 from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.store import KVStore, Span, positions
 from polarlm.engine.weight_formats import Linear, Matrix
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Attention, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class ModelWeights:
     norm: Array  # (E,)
     head: Linear  # (V, E); the embedding itself if they are tied
     bytes: int
+    layer_inputs: TokenInputs | None = None
 
 
 class Transformer:
@@ -48,8 +52,8 @@ class Transformer:
         self._ropes = RopeTables(config)
         transforms = [
             HeadTransform(
-                attention.kv_heads,
-                (stored := store.conditioning[layer]).scales(attention.heads),
+                0 if attention.shares_kv else attention.kv_heads,
+                _scales(stored := store.conditioning[layer], attention),
                 stored.key_rotation,
                 stored.value_rotation,
                 stored.scales_back(attention.heads),
@@ -75,7 +79,7 @@ class Transformer:
         layers, after = zip(config.layers, weights.layers, strict=True), config.post_norm_eps
         eps = Eps(config.norm_eps, config.norm_eps if after is None else after)
         self._layers = [
-            decoder_layer(self.ops, layer, eps, w, self.store.cache(number), self._transforms.get(number))
+            decoder_layer(self.ops, layer, eps, w, self.store.cache(number), self._transforms.get(number), number)
             for number, (layer, w) in enumerate(layers)
         ]
 
@@ -93,10 +97,10 @@ class Transformer:
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and one layer's K/V.
         """
-        x = self._embed(self.ops.to_device(np.asarray(ids, np.int32)))
+        x, inputs = self._embed(self.ops.to_device(np.asarray(ids, np.int32)))
         first_output = 0 if outputs is None else len(ids) - outputs
         prefill = Prefill(self.ops, self.store, self._layers, self._ropes, self.taps)
-        yield from prefill.units(x, spans, first_output, by_layer=by_layer)
+        yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer)
         return x[first_output:]
 
     def forward(self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None) -> Array:
@@ -186,20 +190,23 @@ class Transformer:
 
         tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers.
         """
-        x, first_spans = self._embed(ids), 2 * len(self._ropes)
+        (x, inputs), first_spans = self._embed(ids, recorded=True), 2 * len(self._ropes)
         ropes = [tables[first : first + 2] for first in range(0, first_spans, 2)]
         for number, layer in enumerate(self._layers):
             rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
             layer.mixer.mix(x, layer.mixer.project(x, rope, spans, recorded=True), spans, recorded=True)
-            layer.finish(x, recorded=True)
+            layer.finish(x, inputs, recorded=True)
         return self._head(x, recorded=True)
 
-    def _embed(self, ids: Array) -> Array:
-        """ids (T,) int32 → (T, E)."""
+    def _embed(self, ids: Array, *, recorded: bool = False) -> tuple[Array, Array | None]:
+        """ids (T,) int32 → embeddings (T, E), and the inputs of all layers (T, L·P) if they have any."""
         x = self.ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
         if self._embedding_norm is not None:
             self.ops.rms_norm(x, self._embedding_norm)
-        return x
+        if self.weights.layer_inputs is None:
+            return x, None
+        scale, eps = math.sqrt(self.config.layer_embedding / 2), self.config.norm_eps * self.config.hidden_size
+        return x, self.weights.layer_inputs.of(self.ops, ids, x, scale, eps, recorded=recorded)
 
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""
@@ -208,3 +215,9 @@ class Transformer:
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)
         return logits
+
+
+def _scales(stored: Conditioning, attention: Attention) -> np.ndarray | None:
+    """The factors (H + 2K, D) of a layer's queries, keys and values, or (H, D) of one that has queries alone."""
+    scales = stored.scales(attention.heads)
+    return scales[: attention.heads] if scales is not None and attention.shares_kv else scales

@@ -46,9 +46,10 @@ def variances(
     """
     inputs = _normed_inputs(ops, weights) if config.layers[0].norms != "after" else _plain_inputs(ops, config, weights)
     sizes = block_sizes or [None] * len(config.layers)
+    layers = [config.kv_attentions.get(number) for number in range(len(config.layers))]
     return [
-        _variances(ops, layer.mixer, w.mixer, squares, size) if isinstance(layer.mixer, Attention) else None
-        for layer, w, squares, size in zip(config.layers, weights.layers, inputs, sizes, strict=True)
+        None if own is None else _variances(ops, own, w.mixer, squares, size)
+        for own, w, squares, size in zip(layers, weights.layers, inputs, sizes, strict=True)
     ]
 
 

@@ -47,9 +47,11 @@ class Prefill:
     taps: Taps | None
 
     def units(
-        self, x: Array, spans: Sequence[Span], first_output: int, *, by_layer: bool
+        self, x: Array, inputs: Array | None, spans: Sequence[Span], first_output: int, *, by_layer: bool
     ) -> Generator[int, None, None]:
         """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them.
+
+        inputs: those of all layers (T, L·P), if any.
 
         Yields the number of rows after each unit; see `Transformer.forward_units`. The last layer leaves rows before
         `first_output` as they are.
@@ -66,7 +68,7 @@ class Prefill:
                 self.store.begin_layer(layer, span)
             rope = self.ropes.of_layer(layer, ropes)
             for unit, unit_parts in zip(units, parts, strict=True):
-                self._layer(layer, x, rope, unit_parts, spans if unit is units[-1] else ())
+                self._layer(layer, x, inputs, rope, unit_parts, spans if unit is units[-1] else ())
                 rows = unit.stop - unit.start
                 done += rows
                 if by_layer or done + rows > step or (layer, unit) == last:
@@ -83,7 +85,15 @@ class Prefill:
         kept = self.store.spans(spans, slice(rows.start + skipped, rows.stop))
         return _Part(rows, position, seen, skipped, kept[last])
 
-    def _layer(self, layer: int, x: Array, rope: Any, parts: Sequence[_Part], complete: Sequence[Span]) -> None:
+    def _layer(
+        self,
+        layer: int,
+        x: Array,
+        inputs: Array | None,
+        rope: Any,
+        parts: Sequence[_Part],
+        complete: Sequence[Span],
+    ) -> None:
         """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`."""
         mixer = self.layers[layer].mixer
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
@@ -104,7 +114,8 @@ class Prefill:
             if skipped < len(queries[i]):
                 spans, rows = part.last if is_last else part.spans[group], x[part.rows][skipped:]
                 mixer.mix(rows, queries[i][skipped:], spans, recorded=False, tap=tap(part.position + skipped))
-                self.layers[layer].finish(rows, recorded=False)
+                own = None if inputs is None else inputs[part.rows][skipped:]
+                self.layers[layer].finish(rows, own, recorded=False)
 
         # A row attends to all K/V before it, so every part is projected before the first one attends.
         queries = [*map(project, range(len(parts)))] if mixer.in_order else self.ops.map_parts(project, len(parts))

@@ -15,6 +15,7 @@ from polarlm.engine.backends.ops import Array, KeptTiles, Ops
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
+from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -104,10 +105,20 @@ def load_weights(
         layer = config.layers[number]
         own = _LayerReader(read, table.layers[number], layer.ffn.count if isinstance(layer.ffn, Experts) else 0)
         mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
-        layers.append(LayerWeights(mixer.Weights.read(own), ffn.Weights.read(own), own.vector("layer_scale")))
+        whole = (
+            mixer.Weights.read(own),
+            ffn.Weights.read(own),
+            own.vector("layer_scale"),
+            LayerEmbeddingWeights.read(own),
+        )
+        layers.append(LayerWeights(*whole))
     norm = read.vector(top["norm"], config.logit_scale)
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
-    return ModelWeights(embedding, layers, norm, head, read.bytes)
+    inputs = None
+    if "layer_embedding" in top:
+        (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
+        inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
+    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs)
 
 
 def layer_formats(
@@ -241,11 +252,13 @@ def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, 
 
 def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
     yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
+    if (inputs := weights.layer_inputs) is not None:
+        yield from (("inputs.table", inputs.table), ("inputs.projection", inputs.projection))
     for number, layer in enumerate(weights.layers):
         if layer.scale is not None:
             yield f"{number}.scale", layer.scale
-        for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn)):
-            for field in fields(of_part):
+        for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn), ("embedding", layer.embedding)):
+            for field in () if of_part is None else fields(of_part):
                 if (tensor := getattr(of_part, field.name)) is not None:
                     yield f"{number}.{part}.{field.name}", tensor
                     if isinstance(tensor, Linear | ExpertLinear) and tensor.bias is not None:

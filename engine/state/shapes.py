@@ -113,11 +113,40 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class SharedShape:
+    """A layer that stores nothing: its K/V are those of the last layer before it with a LayerShape of its group."""
+
+    kv_heads: int  # K
+    head_dim: int  # D
+    window: int | None = None
+
+    @property
+    def group(self) -> Hashable:
+        return self.window, self.kv_heads, self.head_dim
+
+    @property
+    def values(self) -> int:
+        return 0
+
+    def quantized_bytes(self, block_size: int) -> int:
+        return 0
+
+    def full_bytes(self, block_size: int) -> int:
+        return 0
+
+    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
+        return []
+
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        return []
+
+
+@dataclass(frozen=True)
 class CacheShape:
     """How all layers store a block of K/V, or of another state."""
 
     block_size: int  # N
-    layers: tuple[LayerShape | OwnShape, ...]
+    layers: tuple[LayerShape | SharedShape | OwnShape, ...]
     # Layer with K/V → the bytes of a quantized block and of a full-precision slot on the backend, all KV heads. Layers
     # that are absent have no padding.
     stored: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
@@ -135,6 +164,13 @@ class CacheShape:
     def kv_layers(self) -> dict[int, LayerShape]:
         """The number of each layer with K/V → its shape."""
         return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, LayerShape)}
+
+    def source(self, layer: int) -> int:
+        """Return the layer whose state a layer reads: itself, unless it is shared."""
+        shape = self.layers[layer]
+        if not isinstance(shape, SharedShape):
+            return layer
+        return max(n for n, own in self.kv_layers.items() if n < layer and own.group == shape.group)
 
     @cached_property
     def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:

@@ -36,7 +36,7 @@ from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_state import Buffers, LayerState
 from polarlm.engine.state.plan import StorePlan
-from polarlm.engine.state.shapes import LayerShape
+from polarlm.engine.state.shapes import LayerShape, SharedShape
 from polarlm.engine.state.tables import BlockTable, Growth
 
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
@@ -100,14 +100,17 @@ class KVStore:
         self.ops = ops
         self.plan = plan
         self.shape = plan.shape
-        self.conditioning = conditioning
+        self._source = [plan.shape.source(layer) for layer in range(len(plan.shape.layers))]
+        self.conditioning = [conditioning[source] for source in self._source]
         self.groups: list[LayerState] = []
         self._group_of: dict[int, int] = {}
         caches: list[Cache] = []
         for (_, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
             self._group_of |= dict.fromkeys(layers, len(self.groups))
+            layers = tuple(layer for layer in layers if self._source[layer] == layer)
             shape, blocks = plan.shape.layers[layers[0]], (quantized, plan.full_slots)
             if not isinstance(shape, LayerShape):
+                assert not isinstance(shape, SharedShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
                 continue
             for layer in layers:
@@ -118,7 +121,7 @@ class KVStore:
 
     def cache(self, layer: int) -> Cache:
         """Return the cache of one layer, for the ops."""
-        return self.groups[self._group_of[layer]].cache(layer)
+        return self.groups[self._group_of[layer]].cache(self._source[layer])
 
     def in_numpy(self) -> list[str]:
         """Return what NumPy computes where kernels are missing: a clause for each reason, with its layers."""
@@ -216,7 +219,8 @@ class KVStore:
     def begin_layer(self, layer: int, span: Span) -> None:
         """Prepare the span of a prompt for a layer's rows."""
         group, table, growth = self._of(layer, span)
-        group.begin_layer(layer, table, growth, span.start)
+        if self._source[layer] == layer:
+            group.begin_layer(layer, table, growth, span.start)
 
     def seal(self, layer: int, span: Span) -> None:
         """Keep the K/V of a prompt's layer, whose rows have all been appended: complete blocks are encoded.
@@ -224,7 +228,8 @@ class KVStore:
         Raises EngineError ("model_damaged") if a complete block holds NaN or infinity and the device detects it.
         """
         group, _, growth = self._of(layer, span)
-        group.seal(layer, growth, span.start, span.count)
+        if self._source[layer] == layer:
+            group.seal(layer, growth, span.start, span.count)
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Encode and decode, in place, the K/V that a sealed span attends to.
@@ -232,7 +237,8 @@ class KVStore:
         Raises EngineError as `seal` does.
         """
         group, _, growth = self._of(layer, span)
-        group.round_trip(layer, growth, span.start, span.count)
+        if self._source[layer] == layer:
+            group.round_trip(layer, growth, span.start, span.count)
 
     def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
         """Return the group of a layer, and the block table and growth of a span there."""

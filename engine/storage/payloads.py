@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.state.shapes import ArraySpec, CacheShape, LayerShape, OwnShape
+from polarlm.engine.state.shapes import ArraySpec, CacheShape, StateShape
 from polarlm.engine.storage.objects import MOST_HEADER, DamagedObject, Object
 
 _ALIGNED = 8  # bytes; every array starts at a multiple of it
@@ -76,7 +76,7 @@ class Payloads:
         return self.of_blocks(block.header["stored_as"], block.groups)[0]
 
     def _placed(
-        self, groups: int, specs: Callable[[LayerShape | OwnShape], list[ArraySpec]], kind: object
+        self, groups: int, specs: Callable[[StateShape], list[ArraySpec]], kind: object
     ) -> tuple[list[Part], int]:
         """Return the parts of a payload with the arrays `specs` of each layer, and its size; cached by `kind`."""
         if (kind, groups) not in self._made:

@@ -1,13 +1,13 @@
 """Gemma 4: Gemma 3's norms and windows, with wider heads in layers without a window, and normed values.
 
-It loads the models of 12B, 31B and 26B-A4B, which has experts beside the network of each layer. Of models for images
-and sound it loads the text part.
+Those of E2B and E4B have an embedding for each layer, and their last layers share the K/V of earlier ones; those of
+26B-A4B have experts beside the network of each layer. Of models for images and sound it loads the text part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
@@ -16,7 +16,7 @@ from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import split
-from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import Names, TensorSpec, TensorTable, tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
 
@@ -38,14 +38,15 @@ _DEFAULTS = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
 }
-_UNSUPPORTED = {
-    "num_kv_shared_layers": "but layers that share K/V, as in E2B and E4B, are not supported",
-    "hidden_size_per_layer_input": "but embeddings for each layer, as in E2B and E4B, are not supported",
-}
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN = 6  # where `layer_types` is absent, every sixth layer has no window
 _UNROTATED = 2.0**100  # the divisor of pairs that RoPE leaves as they are; files of llama.cpp have about as much
 _MAX_HEADS, _MAX_SIZE, _MAX_EXPERTS = 65536, 2**24, 4096
+_EMBEDDING: Names = {
+    "layer_gate": (("per_layer_input_gate", "inp_gate"),),
+    "layer_out": (("per_layer_projection", "proj"),),
+    "layer_post_norm": (("post_per_layer_input_norm", "post_norm"),),
+}
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _EXPERTS: Names = {
     "router": (("router.proj", "ffn_gate_inp"),),
@@ -71,6 +72,7 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
         "hidden_size_per_layer_input": values["hidden_size_per_layer_input"] or 0,
         "enable_moe_block": bool(values["num_experts"]),
+        **_widths(values["intermediate_size"]),
     }
     if isinstance(windows, list):
         kinds = [_LOCAL if window else _FULL for window in windows]
@@ -80,6 +82,13 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
             implied["num_key_value_heads"] = of_kind.get(_LOCAL, of_kind.get(_FULL))
             implied["num_global_key_value_heads"] = of_kind.get(_FULL)
     return implied
+
+
+def _widths(sizes: object) -> Mapping[str, object]:
+    """Of a list, the size of networks, and whether those of some layers are twice as wide."""
+    if not isinstance(sizes, list) or not sizes:
+        return {}
+    return {"intermediate_size": min(sizes), "use_double_wide_mlp": max(sizes) == 2 * min(sizes)}
 
 
 GGUF = GgufLayout(
@@ -102,14 +111,16 @@ GGUF = GgufLayout(
 
 def configure(fields: Fields) -> ModelConfig:
     fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
-    for key, problem in _UNSUPPORTED.items():
-        if fields.integer(key, 0, minimum=0):
-            raise fields.refuse(key, problem)
     if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
         raise fields.refuse("use_bidirectional_attention", "but tokens of text attend to earlier ones alone")
     bias, layers = fields.flag("attention_bias", False), layer_count(fields)
     kinds = fields.texts("layer_types") or [_FULL if (i + 1) % _PATTERN == 0 else _LOCAL for i in range(layers)]
     windows = typed_windows(fields, [*kinds[:-1], _FULL])
+    own, inputs = layers - _shared_layers(fields, windows), fields.integer("hidden_size_per_layer_input", minimum=0)
+    if inputs and fields.integer("vocab_size_per_layer_input", fields.integer("vocab_size")) != fields.integer(
+        "vocab_size"
+    ):
+        raise fields.refuse("vocab_size_per_layer_input", "but must be the vocab_size")
     plain = decoder(
         fields,
         "gemma4",
@@ -129,15 +140,38 @@ def configure(fields: Fields) -> ModelConfig:
     for number, layer in enumerate(plain.layers):
         mixer = layer.mixer
         assert isinstance(mixer, Attention)
-        own = replace(mixer if mixer.window else _without_window(fields, number, mixer), v_norm=True)
+        mixer = mixer if mixer.window else _without_window(fields, number, mixer)
         ffn = _experts(fields, layer.ffn) if fields.flag("enable_moe_block", False) else layer.ffn
-        changed.append(replace(layer, mixer=own, ffn=ffn, scaled=True))
-    return replace(plain, layers=tuple(changed))
+        if number >= own and fields.flag("use_double_wide_mlp", False) and isinstance(ffn, GatedMLP):
+            ffn = replace(ffn, size=2 * ffn.size)
+        mixer = replace(mixer, v_norm=True, shares_kv=number >= own)
+        changed.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
+    return replace(plain, layers=tuple(changed), layer_embedding=inputs)
 
 
 def tensors(config: ModelConfig) -> TensorTable:
     scale = {"layer_scale": (("layer_scalar", "layer_output_scale.weight"),)}
-    return tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS, **_EXPERTS, **scale})
+    table = tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS, **_EXPERTS, **_EMBEDDING, **scale})
+    size, e = config.layer_embedding, config.hidden_size
+    if not size:
+        return table
+    rows, of_top = len(config.layers) * size, {}
+    for slot, theirs, ggml, shape in (
+        ("layer_embedding", "embed_tokens_per_layer", "per_layer_token_embd", (config.vocab_size, rows)),
+        ("layer_projection", "per_layer_model_projection", "per_layer_model_proj", (rows, e)),
+        ("layer_projection_norm", "per_layer_projection_norm", "per_layer_proj_norm", (size,)),
+    ):
+        factor = 2**-0.5 if slot == "layer_projection_norm" else 1.0  # of the sum of both inputs
+        of_top[slot] = (TensorSpec(f"model.{theirs}.weight", f"{ggml}.weight", shape, factor=factor),)
+    return replace(table, top={**table.top, **of_top})
+
+
+def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
+    """The number of last layers that share K/V of an earlier one."""
+    shared = fields.integer("num_kv_shared_layers", 0, minimum=0)
+    if shared and not set(windows[-shared:]) <= set(windows[:-shared]):
+        raise fields.refuse("num_kv_shared_layers", "but no layer before these has K/V of each kind")
+    return shared
 
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:

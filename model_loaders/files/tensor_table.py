@@ -44,13 +44,15 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 
 @dataclass(frozen=True)
 class TensorTable:
-    """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head.
+    """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head; with embeddings of
+    layers also layer_embedding, layer_projection and layer_projection_norm.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm, ffn_norm, gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and
     down, router, choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then those of the
     next), expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm,
-    experts_norm, experts_post_norm, shared_post_norm. A scaled layer has layer_scale. Biases are in slots with names
+    experts_norm, experts_post_norm, shared_post_norm. A scaled layer has layer_scale, and
+    one with an embedding layer_gate, layer_out, layer_post_norm. Biases are in slots with names
     that end with "_bias", such as qkv_bias. A slot that a model lacks is absent.
     """
 
@@ -71,7 +73,7 @@ def tensor_table(config: ModelConfig, names: Names, norm_offset: float = 0.0) ->
     weights of norms.
     """
     e = config.hidden_size
-    top = {
+    top: dict[str, tuple[TensorSpec, ...]] = {
         "embedding": (TensorSpec("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, e)),),
         "norm": (TensorSpec("model.norm.weight", "output_norm.weight", (e,), offset=norm_offset),),
     }
@@ -80,11 +82,23 @@ def tensor_table(config: ModelConfig, names: Names, norm_offset: float = 0.0) ->
     return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(len(config.layers))))
 
 
+def unused(config: ModelConfig) -> set[str]:
+    """Names of tensors that files may have and a model does not need: of layers that share the K/V of another."""
+    theirs = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm")
+    names = (*theirs, "attn_k", "attn_v", "attn_k_norm")
+    shared = config.attentions.keys() - config.kv_attentions.keys()
+    return {f"model.layers.{layer}.{name}.weight" for layer in shared for name in names}
+
+
 def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) -> Slots:
     slots: dict[str, tuple[TensorSpec, ...]] = {}
     mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
     assert isinstance(mixer, Attention)
-    shapes_of = {**_attention_shapes(config.hidden_size, mixer), **_ffn_shapes(config.hidden_size, ffn)}
+    e, inputs = config.hidden_size, config.layer_embedding
+    shapes_of = {**_attention_shapes(e, mixer), **_ffn_shapes(e, ffn)}
+    if inputs:
+        shapes_of |= {"layer_gate": (_one(inputs, e), False), "layer_out": (_one(e, inputs), False)}
+        shapes_of["layer_post_norm"] = _one(e), False
     if config.layers[layer].scaled:
         shapes_of["layer_scale"] = _one(1), False
     for slot, tensors in names.items():
@@ -93,6 +107,8 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
         shapes, has_bias = shapes_of[slot]
         of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if has_bias else (".weight",)
+        if slot == "qkv" and mixer.shares_kv:
+            tensors = tensors[:1]
         is_copy = slot == "qkv" and mixer.values_are_keys  # of keys, by the values
         for kind in kinds:
             slots[f"{slot}_bias" if kind == ".bias" else slot] = tuple(
@@ -121,8 +137,9 @@ def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool
     d, h, k = mixer.head_dim, mixer.heads, mixer.kv_heads
     per_head = mixer.qk_norm == "head"
     separate: list[_Shape] = [((h * d, e), h), ((k * d, e), k), ((k * d, e), 0)]
+    whole: _Shape = ((h + 2 * k) * d, e), h + k
     shapes: dict[str, tuple[_Shapes, bool]] = {
-        "qkv": ({3: separate, 1: [(((h + 2 * k) * d, e), h + k)]}, mixer.qkv_bias),
+        "qkv": ({1: separate[:1]} if mixer.shares_kv else {3: separate, 1: [whole]}, mixer.qkv_bias),
         "out": (_one(e, h * d), mixer.out_bias),
         **dict.fromkeys(("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"), (_one(e), False)),
     }
@@ -132,6 +149,8 @@ def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool
         numbers = (1, 1) if per_head else (h, k)
         for slot, number in zip(("q_norm", "k_norm"), numbers, strict=True):
             shapes[slot] = {1: [((number * d,), number)]}, False
+        if mixer.shares_kv:
+            del shapes["k_norm"]
     if mixer.sink_scores:
         shapes["sink_scores"] = _one(h), False
     return shapes

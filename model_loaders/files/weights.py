@@ -15,7 +15,7 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.tensor_table import row_order
+from polarlm.model_loaders.files.tensor_table import row_order, unused
 from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -81,7 +81,7 @@ def fit(
         )
     for name, spec in expected.items():
         _check(weights, name, spec.shape)
-    for name in sorted(names - expected.keys()):
+    for name in sorted(names - expected.keys() - unused(config)):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < len(config.layers):
             raise LoadError(
                 f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "

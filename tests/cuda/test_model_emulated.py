@@ -21,7 +21,7 @@ from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape, LayerShape, SharedShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource
@@ -94,7 +94,10 @@ def model_from(ops: Ops, config: ModelConfig, source: WeightSource, types: tuple
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
     layers = tuple(
-        LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, mean_bits, one.mixer.window) for one in config.layers
+        SharedShape(one.kv_heads, one.head_dim, one.window)
+        if one.shares_kv
+        else LayerShape(k, v, one.kv_heads, one.head_dim, mean_bits, one.window)
+        for one in config.attentions.values()
     )
     conditioning = []
     for layer in layers:
@@ -195,6 +198,7 @@ CASES = [
     ("gemma2_capped_tied", ("f16", "f16")),
     ("gemma4_values_are_keys", ("f16", "f16")),
     ("gemma4_experts_beside", ("f16", "f16")),
+    ("gemma4_shared_kv", ("f16", "f16")),
     ("muse_glimmer_gated", ("f16", "f16")),
     ("qwen3_moe_normed", ("f16", "f16")),
     ("qwen2_moe_shared", ("f16", "f16")),

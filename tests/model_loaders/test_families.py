@@ -89,6 +89,7 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
         ("gemma4_values_are_keys", {"v_norm": True, "qk_norm": "head", "scale": 1.0, "norms": "both", "scaled": True}),
         ("gemma4_experts_beside", {"count": 4, "top_k": 2, "size": 16, "renormalize": True, "activation": "gelu_tanh"}),
         ("gemma4_experts_beside", {"factors": True, "own_norms": True, "shared": GatedMLP(32, "gelu_tanh")}),
+        ("gemma4_shared_kv", {"layer_embedding": 8, "v_norm": True, "values_are_keys": False}),
         ("gemma4_values_are_keys", {"logit_softcap": 8.0, "embedding_scale": 8.0, "tied_head": True}),
         ("gpt_oss_mxfp4", {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}),
         (
@@ -126,6 +127,7 @@ def test_stored_models(name: str, expected: dict[str, object]) -> None:
         ("phi3_window", (16, 16)),
         ("gemma4_values_are_keys", (12, None, None)),
         ("gemma4_experts_beside", (12, None)),
+        ("gemma4_shared_kv", (12, None, 12, None)),
         ("muse_glimmer_gated", (12, 12, None)),
         ("gpt_oss_transposed", (16, None)),
         ("gpt_oss_mxfp4", (12, None)),
@@ -200,6 +202,16 @@ def test_layers_of_gemma4_without_a_window_have_wider_heads_whose_values_are_key
     assert (whole.head_dim, whole.kv_heads, whole.values_are_keys) == (32, 1, True)
     assert whole.rope is not None
     assert (whole.rope.theta, [divisor < 2 for divisor in whole.rope.divisors]) == (500.0, [True] * 4 + [False] * 12)
+
+
+def test_the_last_layers_of_gemma4_e2b_share_kv_and_have_wider_networks() -> None:
+    config = stored("gemma4_shared_kv")
+    assert [mixer.shares_kv for mixer in config.attentions.values()] == [False, False, True, True]
+    assert [layer.ffn.size for layer in config.layers] == [24, 24, 48, 48]
+    written = json.loads((MODELS / "gemma4_shared_kv" / "config.json").read_text())
+    written["num_kv_shared_layers"] = 3
+    with pytest.raises(LoadError, match="num_kv_shared_layers is 3, but no layer before these has K/V of each kind"):
+        configure(Fields(written, "config.json"))
 
 
 def test_gemma3_with_the_older_keys() -> None:

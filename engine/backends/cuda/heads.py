@@ -40,6 +40,7 @@ class HeadOps:
         changes_values = (
             transform.values is not NO_ROTATION or transform.scale is not None or transform.value_eps is not None
         )
+        changes_values &= values > 0
         v = self._device.empty((values, dim), np.float32) if changes_values else None
         outputs = qk[:queries], qk[queries:], v
         vectors = len(qk) if v is None else len(qk) + values

@@ -64,6 +64,7 @@ class CudaOps:
 
         rows = RowOps(launch)
         self.softcap = rows.softcap
+        self.activate = rows.activate
         self.scale = rows.scale
         self.gate = rows.gate
 

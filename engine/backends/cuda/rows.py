@@ -7,7 +7,7 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_
 
 
 class RowOps:
-    """The ops `softcap`, `scale` and `gate`."""
+    """The ops `softcap`, `activate`, `scale` and `gate`."""
 
     def __init__(self, launch: Launcher):
         self._launch = launch
@@ -16,6 +16,12 @@ class RowOps:
         rows, n = x.shape
         config = LaunchConfig({"ACT": "float"}, threads_for(n))
         self._launch("softcap", (-(-n // config.threads), rows), config, x, n, row_stride(x), float(cap))
+
+    def activate(self, x: Array, up: Array, activation: str) -> None:
+        rows, n = x.shape
+        config = LaunchConfig({"ACT": "float", "ACTIVATION": activation}, threads_for(n))
+        grid = -(-n // config.threads), rows
+        self._launch("activate", grid, config, x, up, n, row_stride(x), row_stride(up))
 
     def scale(self, x: Array, factor: Array) -> None:
         rows, n = x.shape

@@ -27,7 +27,7 @@ from polarlm.engine.backends.native.kernels.linear.product import (
     units,
 )
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
-from polarlm.engine.backends.native.kernels.rows import GateArguments, RowGateArguments, gate, gate_rows
+from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate, gate_arguments, gate_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import has_codes, panel_kernel
 from polarlm.engine.weight_formats import ExpertLinear, Matrix
@@ -103,7 +103,8 @@ class ExpertOps:
         y = self._multiply(x, gate_up, order, order.sources, norm, activation if is_gated else None)
         if not is_gated:
             both, y = y, self._launch.empty((len(y), y.shape[1] // 2))
-            self._launch(gate(activation), len(y), GateArguments(both=both, out=y, columns=y.shape[1]))
+            half = both.shape[1] // 2
+            self._launch(gate(activation), len(y), gate_arguments(both[:, :half], both[:, half:], y))
         results = self._multiply(y, down, order, order.own, None, None)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
         arguments = CombineArguments(

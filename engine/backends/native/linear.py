@@ -24,11 +24,11 @@ from polarlm.engine.backends.native.kernels.linear.product import (
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import (
     ROW_PIECE,
-    GateArguments,
     NormArguments,
     ScaleArguments,
     SoftcapArguments,
     gate,
+    gate_arguments,
     norm_rows,
     scale_rows,
     softcap_rows,
@@ -89,6 +89,9 @@ class LinearOps(LoadOps):
         pieces = -(-columns // ROW_PIECE)
         arguments = SoftcapArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, cap=cap)
         self._launch(softcap_rows(), rows * pieces, arguments)
+
+    def activate(self, x: np.ndarray, up: np.ndarray, activation: str) -> None:
+        self._launch(gate(activation), len(x), gate_arguments(x, up, x))
 
     def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
         rows, columns = x.shape
@@ -166,7 +169,8 @@ class LinearOps(LoadOps):
         if activation is None or gates:
             return y
         out = self._launch.empty((len(x), width // 2))
-        self._launch(gate(activation), len(x), GateArguments(both=y, out=out, columns=out.shape[1]))
+        half = out.shape[1]
+        self._launch(gate(activation), len(x), gate_arguments(y[:, :half], y[:, half:], out))
         return out
 
     def _panels(

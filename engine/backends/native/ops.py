@@ -66,6 +66,7 @@ class NativeOps:
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
         self.softcap = matrices.softcap
+        self.activate = matrices.activate
         self.scale = matrices.scale
 
         experts = ExpertOps(launch)

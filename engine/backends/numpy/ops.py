@@ -136,6 +136,10 @@ class NumpyOps(ExpertOps):
         softcap(x, cap)
 
     @quiet
+    def activate(self, x: np.ndarray, up: np.ndarray, activation: str) -> None:
+        x[:] = ACTIVATIONS[activation](np.concatenate([x, up], axis=1))
+
+    @quiet
     def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
         x *= factor
 

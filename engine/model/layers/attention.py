@@ -60,7 +60,8 @@ class Attention:
         self._ops, self._weights, self._cache, self._transform = ops, weights, cache, transform
         self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
         self._eps = eps.before
-        self._qk_norms = None if weights.q_norm is None else (weights.q_norm, weights.k_norm, eps.before)
+        q_norm, k_norm = weights.q_norm, weights.q_norm if shape.shares_kv else weights.k_norm
+        self._qk_norms = None if q_norm is None else (q_norm, k_norm, eps.before)
         if shape.qk_norm == "unweighted":
             ones = ops.to_device(np.ones(shape.head_dim, np.float32))
             self._qk_norms = ones, ones, eps.before
@@ -76,6 +77,9 @@ class Attention:
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         qkv = ops.linear(x, w.qkv, norm=self._norm, recorded=recorded)
         norms = self._qk_norms
+        if shape.shares_kv:  # there are queries alone
+            q, _, _ = ops.transform_heads(qkv.reshape(len(x), heads, dim), rope, self._transform, norms)
+            return q
         if shape.qk_norm == "all":
             keys, values = heads * dim, (heads + kv_heads) * dim
             ops.rms_norm(qkv[:, :keys], (w.q_norm, self._eps))

@@ -10,6 +10,7 @@ from polarlm.engine.model.layers import Eps, Tap
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
+from polarlm.engine.model.layers.layer_embedding import LayerEmbedding, LayerEmbeddingWeights
 from polarlm.engine.state.shapes import OwnShape
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
@@ -55,6 +56,7 @@ class LayerWeights:
     mixer: Any  # an instance of the mixer's `Weights`
     ffn: GatedMLPWeights | ExpertsWeights
     scale: Array | None = None  # (1,)
+    embedding: LayerEmbeddingWeights | None = None
 
     @property
     def matrices(self) -> dict[str, Linear]:
@@ -69,22 +71,27 @@ class DecoderLayer(NamedTuple):
     mixer: Mixer
     ffn: GatedMLP | Experts
     scale: Array | None = None  # (1,)
+    embedding: LayerEmbedding | None = None
 
-    def finish(self, x: Array, *, recorded: bool) -> None:
-        """Compute all that follows the mixer, for rows x (T, E), in place."""
+    def finish(self, x: Array, inputs: Array | None, *, recorded: bool) -> None:
+        """Compute all that follows the mixer, for rows x (T, E), in place. inputs: of all layers (T, L·P), if any."""
         self.ffn.add(x, recorded=recorded)
+        if self.embedding is not None:
+            self.embedding.add(x, inputs, recorded=recorded)
         if self.scale is not None:
             self.ops.scale(x, self.scale)
 
 
 def decoder_layer(
-    ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any
+    ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any, number: int
 ) -> DecoderLayer:
-    """Return the objects that compute `layer`. cache, transform: as a `Mixer` takes them."""
+    """Return the objects that compute `layer`, of this number. cache, transform: as a `Mixer` takes them."""
     mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
+    own = weights.embedding
     return DecoderLayer(
         ops,
         mixer(ops, layer.mixer, eps, weights.mixer, cache, transform),
         ffn(ops, layer.ffn, eps, weights.ffn),
         weights.scale,
+        None if own is None else LayerEmbedding(ops, layer.ffn.activation, number, eps, own),
     )

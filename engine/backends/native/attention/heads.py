@@ -134,6 +134,7 @@ class HeadOps:
         rows, heads, dim = qkv.shape
         kv_heads = prepared.kv_heads
         queries = heads - 2 * kv_heads
+        alone = kv_heads == 0
         q = self._launch.empty((rows, queries, dim))
         factors = prepared.key_factor, prepared.value_factor
         spec = Heads(
@@ -143,6 +144,7 @@ class HeadOps:
             (factors[1] is not None, prepared.values.order),
             places is not None,
             prepared.value_eps is not None,
+            alone,
         )
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         (cos, sin), (k, v), (row_stride, head_stride) = rope, targets, strides
@@ -161,8 +163,8 @@ class HeadOps:
             k=k,
             v=v,
             places=places,
-            group=queries // kv_heads,
-            kv_heads=kv_heads,
+            group=queries if alone else queries // kv_heads,
+            kv_heads=1 if alone else kv_heads,
             row_stride=row_stride,
             head_stride=head_stride,
             key_factor_stride=steps[0],
@@ -170,7 +172,7 @@ class HeadOps:
             eps=eps,
             value_eps=prepared.value_eps or 0.0,
         )
-        self._launch(transform(spec), rows * kv_heads, arguments)
+        self._launch(transform(spec), rows if alone else rows * kv_heads, arguments)
         return q
 
 

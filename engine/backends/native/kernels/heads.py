@@ -24,7 +24,8 @@ class Heads:
     """The properties that a kernel is specialized for.
 
     keys, values: whether they are multiplied by a factor, and the order of their rotation (see `Rotation`); queries are
-    treated as keys. in_slots: keys and values go to full-precision slots, which `places` names.
+    treated as keys. in_slots: keys and values go to full-precision slots, which `places` names. queries_alone: there
+    are no keys and values, and one unit has all heads of a row.
     """
 
     dim: int
@@ -33,12 +34,13 @@ class Heads:
     values: tuple[bool, int]
     in_slots: bool
     has_value_norm: bool = False
+    queries_alone: bool = False
 
     @property
     def name(self) -> str:
         sides = "_".join(f"{'scaled' * scaled}{order}" for scaled, order in (self.keys, self.values))
         norms = f"{'_norm' * self.has_norms}{'_vnorm' * self.has_value_norm}"
-        return f"heads_{self.dim}{norms}_{sides}{'_slots' * self.in_slots}"
+        return f"heads_{self.dim}{norms}_{sides}{'_slots' * self.in_slots}{'_alone' * self.queries_alone}"
 
 
 class HeadArguments(NamedTuple):
@@ -83,7 +85,9 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
         queries = group * kv_heads
         with e.loop(begin, end) as unit:
             row, head = unit // kv_heads, unit % kv_heads
-            heads_at, half_at = args.qkv + row * (queries + kv_heads * 2) * row_bytes, row * (row_bytes // 2)
+            heads = queries if spec.queries_alone else queries + kv_heads * 2
+            last = group - 1 if spec.queries_alone else group
+            heads_at, half_at = args.qkv + row * heads * row_bytes, row * (row_bytes // 2)
             if spec.in_slots:
                 at = read(e, RowPlace, args.places, row)
                 place = at.slot * args.row_stride + head * args.head_stride + at.offset * (2 * dim)
@@ -99,7 +103,7 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                 return e.select(i >= group, own_k, query)
 
             # For a dense rotation all are collected in scratch first, so that several share each pass over the matrix.
-            with e.loop(0, group + 1) as i:
+            with e.loop(0, last + 1) as i:
                 is_key = i >= group
                 number = e.select(is_key, queries + head, head * group + i)
                 weight = e.select(is_key, args.k_norm, args.q_norm)
@@ -110,27 +114,28 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                 if order != 0:
                     rotate(e, scratch, target_of(i), args.key_rotation, dim, order)
             if order == 0:
-                with e.loop(0, group + 1, _TOGETHER) as first:
+                with e.loop(0, last + 1, _TOGETHER) as first:
                     own = scratch + first * row_bytes
                     for offset, vectors in rotate_dense(e, own, args.key_rotation, dim, _TOGETHER):
                         for member, value in enumerate(vectors):
-                            with e.when(first + member <= group):
+                            with e.when(first + member <= last):
                                 e.store(value, target_of(first + member), offset)
-            if spec.in_slots:
-                _put(e, own_k, args.k + place, dim)
-            source = heads_at + (queries + kv_heads + head) * row_bytes
-            if spec.values[0] or spec.has_value_norm:
-                factor = args.value_factor + head * args.value_factor_stride
-                inverse = inverse_rms(e, source, e.i64(dim), args.value_eps) if spec.has_value_norm else None
-                for channel, lanes in pieces(dim):
-                    kind, offset = vector(F32, lanes), 4 * channel
-                    value = e.load(source, kind, offset)
-                    value = value if inverse is None else value * inverse
-                    e.store(value * e.load(factor, kind, offset) if spec.values[0] else value, scratch, offset)
-                source = scratch
-            rotate(e, source, own_v, args.value_rotation, dim, spec.values[1])
-            if spec.in_slots:
-                _put(e, own_v, args.v + place, dim)
+            if not spec.queries_alone:
+                if spec.in_slots:
+                    _put(e, own_k, args.k + place, dim)
+                source = heads_at + (queries + kv_heads + head) * row_bytes
+                if spec.values[0] or spec.has_value_norm:
+                    factor = args.value_factor + head * args.value_factor_stride
+                    inverse = inverse_rms(e, source, e.i64(dim), args.value_eps) if spec.has_value_norm else None
+                    for channel, lanes in pieces(dim):
+                        kind, offset = vector(F32, lanes), 4 * channel
+                        value = e.load(source, kind, offset)
+                        value = value if inverse is None else value * inverse
+                        e.store(value * e.load(factor, kind, offset) if spec.values[0] else value, scratch, offset)
+                    source = scratch
+                rotate(e, source, own_v, args.value_rotation, dim, spec.values[1])
+                if spec.in_slots:
+                    _put(e, own_v, args.v + place, dim)
 
     return Kernel(spec.name, emit, HeadArguments, scratch=row_bytes)
 

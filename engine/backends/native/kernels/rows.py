@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
@@ -72,19 +74,29 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
 class GateArguments(NamedTuple):
     """Arguments of `gate`."""
 
-    both: Pointer
+    gate: Pointer
+    up: Pointer
     out: Pointer
     columns: Int64
+    gate_stride: Int64
+    up_stride: Int64
+    out_stride: Int64
+
+
+def gate_arguments(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> GateArguments:
+    """The arguments of `gate` for arrays (rows, columns), which may be columns of wider ones."""
+    strides = (array.strides[0] for array in (gate, up, out))
+    return GateArguments(gate, up, out, out.shape[1], *strides)
 
 
 @cache
 def gate(activation: str) -> Kernel[GateArguments]:
-    """[gate | up] (rows, 2·columns) → activation(gate) * up (rows, columns), one unit per row."""
+    """activation(gate) * up of rows of `columns` numbers → out, one unit per row. Strides: bytes from row to row."""
 
     def emit(e: Emitter, args: GateArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            first, target = args.both + row * args.columns * 8, args.out + row * args.columns * 4
-            second = first + args.columns * 4
+            first, second = args.gate + row * args.gate_stride, args.up + row * args.up_stride
+            target = args.out + row * args.out_stride
 
             def write(offset: Value, kind: Type) -> None:
                 x, up = e.load(first + offset, kind), e.load(second + offset, kind)

@@ -1,0 +1,60 @@
+"""The embedding of a layer: a gated network of one layer whose second input is an embedding of the token of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, Norm, ReadSlot, add_projected, norm_of
+from polarlm.engine.weight_formats import Linear, Matrix
+from polarlm.model_loaders.config import Activation
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What makes the inputs of all layers of a token: weights on the device."""
+
+    table: Matrix  # (V, L·P)
+    projection: Linear  # (L·P, E)
+    norm: Array  # (P,)
+
+    def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float, *, recorded: bool) -> Array:
+        """Return the inputs (T, L·P) of tokens ids (T,) with embeddings x (T, E): those in the table, times `scale`,
+        plus the normed projection of x."""
+        size = self.norm.shape[0]
+        inputs = ops.embed(self.table, ids, scale)
+        projected = ops.linear(x, self.projection, recorded=recorded)
+        rows = inputs.shape[0] * inputs.shape[1] // size
+        ops.rms_norm(projected.reshape(rows, size), (self.norm, eps), residual=inputs.reshape(rows, size))
+        return inputs
+
+
+@dataclass(frozen=True)
+class LayerEmbeddingWeights:
+    """Matrices are (out, in)."""
+
+    gate: Linear  # (P, E)
+    out: Linear  # (E, P)
+    post_norm: Array | None  # (E,): norms the result before it is added to the residual
+
+    @classmethod
+    def read(cls, read: ReadSlot) -> LayerEmbeddingWeights | None:
+        """Read the weights in the slots of a layer; None if the model has no embeddings of layers."""
+        gate = read.optional_linear("layer_gate")
+        return None if gate is None else cls(gate, read.linear("layer_out"), read.vector("layer_post_norm"))
+
+
+class LayerEmbedding:
+    """The embedding of one layer."""
+
+    def __init__(self, ops: Ops, activation: Activation, number: int, eps: Eps, weights: LayerEmbeddingWeights):
+        self._ops, self._activation, self._weights = ops, activation, weights
+        size = weights.gate.shape[0]
+        self._columns = slice(number * size, (number + 1) * size)
+        self._post_norm: Norm = norm_of(weights.post_norm, eps.after)
+
+    def add(self, x: Array, inputs: Array, *, recorded: bool) -> None:
+        """Add the projection of activation(gate(x)) · inputs to x (T, E), in place. inputs: of all layers (T, L·P)."""
+        y = self._ops.linear(x, self._weights.gate, recorded=recorded)
+        self._ops.activate(y, inputs[:, self._columns], self._activation)
+        add_projected(self._ops, x, y, self._weights.out, self._post_norm, recorded=recorded)
