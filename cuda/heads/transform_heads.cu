@@ -20,7 +20,7 @@ transform_heads_kernel(float *q, float *k, float *v, const float *qkv, const flo
     const HeadTransform transform = {cos, sin, scale, key_before, key_behind, value_before, value_behind};
     float own[OWN];
     load_transformed(own, transform, x, q_norm, k_norm, row, head, heads, kv_heads, eps);
+    if (head < heads) return store_vector(q + ((long long)row * heads + head) * D, own);
     const int kv_head = (head - heads) % kv_heads;
-    if (head < heads) store_vector(q + ((long long)row * heads + head) * D, own);
-    else store_vector((head < heads + kv_heads ? k : v) + ((long long)row * kv_heads + kv_head) * D, own);
+    store_vector((head < heads + kv_heads ? k : v) + ((long long)row * kv_heads + kv_head) * D, own);
 }

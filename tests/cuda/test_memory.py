@@ -25,6 +25,7 @@ from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
+from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
@@ -105,6 +106,7 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
         )
         return ExpertsWeights(vector(e), linear(ffn.count, e), None, *experts, *beside, post_norm)
 
+    p = config.layer_embedding
     layers = [
         LayerWeights(
             AttentionWeights(
@@ -118,10 +120,13 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
                 output_gate=linear(queries, e) if layer.mixer.output_gate else None,
             ),
             network(layer.ffn, vector(e) if after else None),
+            embedding=LayerEmbeddingWeights(linear(p, e), linear(e, p), vector(e)) if p else None,
         )
         for layer in config.layers
     ]
-    weights = ModelWeights(matrix(config.vocab_size, e), layers, vector(e), linear(config.vocab_size, e), 0)
+    all_inputs = p * len(config.layers)
+    inputs = TokenInputs(matrix(config.vocab_size, all_inputs), linear(all_inputs, e), vector(p)) if p else None
+    weights = ModelWeights(matrix(config.vocab_size, e), layers, vector(e), linear(config.vocab_size, e), 0, inputs)
     k, v = (codecs.get(name) for name in types)
     shape = CacheShape(64, (LayerShape(k, v, attention.kv_heads, dim, 8),) * len(config.layers))
     stored = Conditioning(k.rotation(dim), v.rotation(dim))
@@ -170,6 +175,7 @@ WIDE = replace(
 CONFIGS = {
     "8B": LLAMA,
     "gated": GATED,
+    "embeddings of layers": replace(GEMMA, layer_embedding=256),
     "odd": ODD,
     "norms behind": GEMMA,
     "experts and a shared network": SHARED,

@@ -172,6 +172,25 @@ def test_softcap_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator) -> Non
     np.testing.assert_allclose(ops.to_host(on_device), x, rtol=4 * EPS32)
 
 
+def test_scale_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator) -> None:
+    """In place in columns of each row."""
+    x, factor = normal(rng, 3, 300), normal(rng, 1)
+    on_device = ops.to_device(x)
+    ops.scale(on_device[:, 2:290], ops.to_device(factor))
+    HOST.scale(x[:, 2:290], factor)
+    np.testing.assert_array_equal(ops.to_host(on_device), x)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
+def test_activate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, activation: str) -> None:
+    """In place, with columns of each row of a wider array."""
+    x, wide = 4 * normal(rng, 3, 40), normal(rng, 3, 120)
+    on_device = ops.to_device(x)
+    ops.activate(on_device, ops.to_device(wide)[:, 40:80], activation)
+    HOST.activate(x, wide[:, 40:80], activation)
+    same(ops.to_host(on_device), x, sums=4)
+
+
 @pytest.mark.parametrize("wide", [True, False])
 def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, wide: bool) -> None:
     """By a logit for each number, or one for a row, in place."""
@@ -376,6 +395,20 @@ def test_transform_heads_is_that_of_numpy(
         )
         for one, expected in zip(given, wanted, strict=True):
             same(ops.to_host(one), expected, sums=dim)
+
+
+@pytest.mark.parametrize("keys", ["none", "signs", "dense"])
+def test_queries_alone_are_those_of_numpy(ops: CudaOps, rng: np.random.Generator, keys: str) -> None:
+    """Of a layer that shares K/V."""
+    qkv, rope = heads_of(rng, 3, 24)
+    scale = rng.uniform(0.5, 2, (qkv.shape[1], 24)).astype(np.float32)
+    transform = HeadTransform(0, scale, ROTATIONS[keys](24), ROTATIONS["signs"](24), value_eps=EPS)
+    gain, host_gain = vector(ops, rng, 24)
+    wanted, _, _ = HOST.transform_heads(qkv.copy(), rope, transform, (host_gain, host_gain, EPS))
+    (prepared,), given = ops.prepare([transform]), (ops.to_device(qkv), tuple(map(ops.to_device, rope)))
+    found, k, v = ops.transform_heads(*given, prepared, (gain, gain, EPS))
+    assert k.shape == v.shape == (3, 0, 24)
+    same(ops.to_host(found), wanted, sums=24)
 
 
 @pytest.mark.skipif(not hasattr(open_device(), "launches"), reason="what a GPU was asked to do is not known")

@@ -290,6 +290,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "rotate": _rotate(),
     "softcap": _all("softcap", ACT=("float",)),
     "scale": _all("scale", ACT=("float",)),
+    "activate": _all("activate", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped")),
     "route": [
         *_all("route", COUNT=(8, 64, 128, 256, 512), TOP_K=(8,), SIGMOID=(0, 1), RENORMALIZE=(0, 1)),
         *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,)),

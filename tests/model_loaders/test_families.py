@@ -513,6 +513,9 @@ def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, obj
         "rope__freq_base_swa": local.rope.theta,
         "final_logit_softcapping": config.logit_softcap,
         "feed_forward_length": dense.size,
+        "attention__shared_kv_layers": len(config.layers) - len(config.kv_attentions),
+        "embedding_length_per_layer_input": config.layer_embedding,
+        **({} if isinstance(ffn, Experts) else {"feed_forward_length": [layer.ffn.size for layer in config.layers]}),
     }
 
 

@@ -14,6 +14,7 @@ from tests.model_loaders.checkpoints import MODELS, NAMES
 
 # The references are float32: a power whose exponent's rounding is multiplied by ln(theta) < 14, then a few products.
 RELATIVE = 20 * np.finfo(np.float32).eps
+UNROTATED = 1e-25  # radians per position: a divisor stands for channels that are not rotated
 CASES = json.loads((MODELS.parent / "rope.json").read_text())
 
 
@@ -31,11 +32,12 @@ def test_frequencies_of_the_stored_models(name: str) -> None:
     rope, rotated = last.rope, last.rotated
     frequencies, factor = rope_frequencies(rope, rotated)
     assert frequencies.dtype == np.float64
-    np.testing.assert_allclose(frequencies, reference["inv_freq"], rtol=RELATIVE)
+    np.testing.assert_allclose(frequencies, reference["inv_freq"], rtol=RELATIVE, atol=UNROTATED)
     assert factor == pytest.approx(float(reference["attention_factor"]), rel=1e-12)
     if "local_inv_freq" in reference:
-        local = next(mixer.rope for mixer in mixers if mixer.window)
-        np.testing.assert_allclose(rope_frequencies(local, rotated)[0], reference["local_inv_freq"], rtol=RELATIVE)
+        local = next(mixer for mixer in mixers if mixer.window)
+        found, _ = rope_frequencies(local.rope, local.rotated)
+        np.testing.assert_allclose(found, reference["local_inv_freq"], rtol=RELATIVE)
     if "short_inv_freq" in reference:
         for tokens in (1, rope.original_context):
             short, same = rope_frequencies(config.for_context(tokens).attention.rope, rotated)

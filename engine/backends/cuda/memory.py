@@ -31,7 +31,8 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     model, tokens, size = load.model, load.tokens, load.format.block_size
     e, f, queries, heads = _widths(model)
     chunk = min(tokens, chunk)
-    whole = _FLOAT * tokens * (e + _ropes(model) + 1)  # hidden states, cosines and sines, ids
+    inputs = len(model.layers) * model.layer_embedding
+    whole = _FLOAT * tokens * (e + _ropes(model) + 1 + inputs)  # hidden states, cosines and sines, ids, layers' inputs
     shapes = {(mixer.kv_heads, mixer.head_dim) for mixer in model.attentions.values()}
     buffer = len(shapes) * full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
@@ -43,7 +44,10 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     attended = _FLOAT * (heads + queries)
     experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # of all rows of a block that is scored
-    return whole + buffer + spans + max(chunk * max(project, attend, forward + attended), experts, logits)
+    projected = tokens * (_FLOAT * inputs + _NARROW * e) if inputs else 0
+    return whole + max(
+        projected, buffer + spans + max(chunk * max(project, attend, forward + attended), experts, logits)
+    )
 
 
 def step_bytes(load: Load, device: Device) -> int:
@@ -67,7 +71,8 @@ def step_bytes(load: Load, device: Device) -> int:
     head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     sampling = 8 * rows * SCRATCH_WORDS
-    return inputs + lists + sampling + rows * _FLOAT * (e + 1) + max(layer, head)
+    of_layers = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
+    return inputs + lists + sampling + rows * _FLOAT * (e + 1 + of_layers) + max(layer, head)
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:

@@ -98,6 +98,20 @@ def test_heads_are_transformed(dim: int, rotations: tuple[str, str], scaled: boo
         check(found, wanted)
 
 
+@every_level
+def test_queries_are_transformed_alone(level: Level) -> None:
+    """Of a layer that shares K/V."""
+    ops = HeadOps(launcher(level))
+    for dim, rotations in ((64, ("hadamard", "none")), (48, ("dense", "hadamard")), (24, ("none", "none"))):
+        x = case(dim, 5, 1, rotations, True, True)
+        assert x.transform.scale is not None
+        scale = x.transform.scale[:5]
+        (prepared,) = ops.prepare([HeadTransform(0, scale, x.transform.key_rotation, x.transform.value_rotation)])
+        q, k, v = ops.transform_heads(np.ascontiguousarray(x.qkv[:, :5]), x.rope, prepared, x.norms)
+        check(q, x.q)
+        assert k.shape == v.shape == (ROWS, 0, dim)
+
+
 cases = st.builds(
     case,
     dim=st.sampled_from([6, 8, 20, 24, 80, 96, 104, 128]),

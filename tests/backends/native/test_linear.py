@@ -12,6 +12,7 @@ pytest.importorskip("llvmlite")
 from polarlm.engine.backends.native.kernels.linear.product import row_tile_of
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.jit.compile import library as library_module
@@ -135,3 +136,18 @@ def test_logits_are_capped_in_place(level: Level) -> None:
     LinearOps(launch).softcap(x, 30.0)
     np.testing.assert_allclose(x, 30 * np.tanh(given[:, :8999] / 30), atol=30 * 2e-7)
     np.testing.assert_array_equal(wide[:, 8999], given[:, 8999])
+
+
+@every_level
+def test_rows_are_scaled_and_activated_in_place(level: Level) -> None:
+    """By a number in memory, and with columns of a wider array."""
+    rng, ops = np.random.default_rng(0), LinearOps(launcher(level, 2))
+    x, wide, factor = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 50), (3, 150), (1,)))
+    scaled = x.copy()
+    ops.scale(scaled, factor)
+    np.testing.assert_array_equal(scaled, x * factor)
+    for activation, function in ACTIVATIONS.items():
+        found = x.copy()
+        ops.activate(found, wide[:, 50:100], activation)
+        wanted = function(np.concatenate([x, wide[:, 50:100]], axis=1))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
