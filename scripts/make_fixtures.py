@@ -163,10 +163,10 @@ MODELS = {
             "hidden_size_per_layer_input": 0,
         },
     ),
-    # As in E2B: embeddings of layers; the last layers share K/V and have wider networks.
+    # As in E2B: embeddings of layers; the last layers share K/V and have wider networks. All heads have one size.
     "gemma4_shared_kv": (
         "gemma4_text",
-        "bfloat16",
+        "float16",
         "new",
         {
             **GEMMA4,
@@ -174,7 +174,7 @@ MODELS = {
             "intermediate_size": 24,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
-            "global_head_dim": 24,
+            "global_head_dim": 16,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,

@@ -61,9 +61,10 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
     assert np.abs(found[32] - found[0]).max() > 0.1
 
 
-def test_a_model_with_soft_caps_finds_prefixes_and_sessions_and_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma2_capped_tied", "gemma4_shared_kv"])
+def test_models_with_other_attention_find_prefixes_and_sessions_and_drafts(name: str, tmp_path: Path) -> None:
     """An answer after a stored prefix is that of another engine after a session, with drafts."""
-    path = make_model(tmp_path, "gemma2_capped_tied")
+    path = make_model(tmp_path, name)
     params = SamplingParams(max_tokens=40, temperature=1, seed=1, ignore_eos=True)
     settings = {"device": "cpu", "block_size": 16, "ctx_size": 256, "cache_type": "balanced"}
     prompt = np.random.default_rng(0).integers(5, VOCABULARY, 103).tolist()

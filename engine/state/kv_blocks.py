@@ -28,12 +28,17 @@ class KVBlocks(TableGroup):
         window: int | None,
         caches: Sequence[Cache],
         blocks: tuple[int, int],
+        *,
+        is_shared: bool = False,
     ):
-        """caches: one per layer. blocks: the numbers of quantized blocks and of full-precision slots."""
+        """caches: one per layer. blocks: the numbers of quantized blocks and of full-precision slots. is_shared:
+        whether layers without K/V read those of the last layer, so that no other group may write to a prompt's buffer.
+        """
         super().__init__(shape.block_size, window, *blocks)
         self.layers = layers
         self._ops, self._shape = ops, shape
         self._caches = dict(zip(layers, caches, strict=True))
+        self._is_shared = is_shared
 
     def cache(self, layer: int) -> Cache:
         """The cache of one layer, for the ops."""
@@ -45,11 +50,11 @@ class KVBlocks(TableGroup):
         growth = self.grow(table, start, count)
         try:
             format = self._shape.format(self.layers[0])
-            heads = format.kv_heads, format.head_dim
-            if heads not in buffers:
+            key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
+            if key not in buffers:
                 rows = start % self.block_size + count
-                buffers[heads] = self._ops.buffer(format, rows, as_slots=as_steps)
-            growth.buffer = buffers[heads]
+                buffers[key] = self._ops.buffer(format, rows, as_slots=as_steps)
+            growth.buffer = buffers[key]
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise

@@ -11,7 +11,8 @@ from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
 from polarlm.engine.state.blocks import BlockAllocator
 from polarlm.engine.state.tables import BlockTable, Growth
 
-Buffers = dict[tuple[int, int], Buffer]  # a span's buffers by (KV heads, head dim); groups of one shape share one
+# A span's buffers by (KV heads, head dim, layers): groups of one shape share one for no layers, unless others read it.
+Buffers = dict[tuple[int, int, tuple[int, ...]], Buffer]
 
 BlockArrays = Mapping[tuple[int, str], np.ndarray]  # by layer and name
 

@@ -107,6 +107,7 @@ class KVStore:
         caches: list[Cache] = []
         for (_, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
             self._group_of |= dict.fromkeys(layers, len(self.groups))
+            is_shared = any(self._source[layer] != layer for layer in layers)
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
             shape, blocks = plan.shape.layers[layers[0]], (quantized, plan.full_slots)
             if not isinstance(shape, LayerShape):
@@ -117,7 +118,7 @@ class KVStore:
                 format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
                 caches.append(ops.cache(format, *blocks, caches[:]))
             own = caches[-len(layers) :]
-            self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks))
+            self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks, is_shared=is_shared))
 
     def cache(self, layer: int) -> Cache:
         """Return the cache of one layer, for the ops."""

@@ -208,10 +208,10 @@ def _experts(fields: Fields, dense: Ffn) -> Experts:
 
 def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:
     """The attention of a layer without a window: of its own `per_layer_config`, or else of the keys for all of them."""
-    by_layer = fields.section("per_layer_config")
-    own = by_layer.section(str(number)) if by_layer is not None else None
     shared = fields.flag("attention_k_eq_v", False)
-    if own is not None:
+    if fields.has("per_layer_config"):  # it has the layers that differ from the others
+        by_layer = fields.section("per_layer_config")
+        own = (by_layer and by_layer.section(str(number))) or Fields({}, fields.where)
         head_dim = own.integer("head_dim", mixer.head_dim, maximum=_MAX_SIZE)
         kv_heads = own.integer("num_key_value_heads", mixer.kv_heads, maximum=_MAX_HEADS)
     else:

@@ -59,7 +59,7 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
         divisors = _checked_divisors(gguf, whole)
 
         def divided(one: Attention) -> Attention:
-            has_others = one.rope is None or one.rotated != whole.rotated
+            has_others = one.rope is None or (one.rope, one.rotated) != (whole.rope, whole.rotated)
             return one if has_others else replace(one, rope=one.rope and replace(one.rope, divisors=divisors))
 
         config = config.with_attention(divided)

@@ -109,7 +109,7 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if has_bias else (".weight",)
         if slot == "qkv" and mixer.shares_kv:
             tensors = tensors[:1]
-        is_copy = slot == "qkv" and mixer.values_are_keys  # of keys, by the values
+        is_copy = slot == "qkv" and mixer.values_are_keys and not mixer.shares_kv  # of keys, by the values
         for kind in kinds:
             slots[f"{slot}_bias" if kind == ".bias" else slot] = tuple(
                 TensorSpec(

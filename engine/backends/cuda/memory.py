@@ -33,7 +33,9 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     chunk = min(tokens, chunk)
     inputs = len(model.layers) * model.layer_embedding
     whole = _FLOAT * tokens * (e + _ropes(model) + 1 + inputs)  # hidden states, cosines and sines, ids, layers' inputs
-    shapes = {(mixer.kv_heads, mixer.head_dim) for mixer in model.attentions.values()}
+    mixers = model.attentions.values()
+    shared = {mixer.window for mixer in mixers if mixer.shares_kv}  # whose buffers are not those of other windows
+    shapes = {(mixer.kv_heads, mixer.head_dim, mixer.window if mixer.window in shared else 0) for mixer in mixers}
     buffer = len(shapes) * full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
