@@ -67,7 +67,6 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     windows, kv_heads = values["layer_types"], values["num_key_value_heads"]
     thetas = {_FULL: values["rope_theta"] or _THETA, _LOCAL: values["local_theta"] or _LOCAL_THETA}
     implied: dict[str, object] = {
-        "global_head_dim": values["head_dim"],
         "head_dim": values["local_head_dim"],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
         "hidden_size_per_layer_input": values["hidden_size_per_layer_input"] or 0,
@@ -77,10 +76,12 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     if isinstance(windows, list):
         kinds = [_LOCAL if window else _FULL for window in windows]
         implied["layer_types"] = kinds
+        of_kind: dict[str, object] = {}
         if isinstance(kv_heads, list) and len(kv_heads) == len(kinds):
             of_kind = dict(zip(kinds, kv_heads, strict=True))
-            implied["num_key_value_heads"] = of_kind.get(_LOCAL, of_kind.get(_FULL))
-            implied["num_global_key_value_heads"] = of_kind.get(_FULL)
+            implied["num_key_value_heads"] = kv_heads = of_kind.get(_LOCAL, of_kind.get(_FULL))
+        of_whole = {"head_dim": values["head_dim"], "num_key_value_heads": of_kind.get(_FULL, kv_heads)}
+        implied["per_layer_config"] = {str(i): of_whole for i, kind in enumerate(kinds) if kind == _FULL}
     return implied
 
 
