@@ -112,6 +112,13 @@ class EngineConfig:
         help="on a CPU, keep packed weights in files of the cache folder, of this total size, such as 20G, and map "
         "them: later starts pack nothing, processes share their memory, and weights may exceed it",
     )
+    expert_cache: str | None = setting(
+        None,
+        "--expert-cache",
+        metavar="SIZE",
+        help="on a CPU, keep this much of a mixture's experts in memory, such as 6G, and read the others from the file "
+        "as they are chosen; without it, all, or if they do not fit, as many as memory leaves room for",
+    )
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
     prefill_share: float = setting(

@@ -41,7 +41,7 @@ class Engine:
     def __init__(self, parts: assembly.Parts):
         self.config, self.model = parts.config, parts.source
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
-        self._parts, self._fit_line = parts, assembly.fit_line(parts)
+        self._parts, self._fit_line, self.expert_plan = parts, assembly.fit_line(parts), parts.experts
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0

@@ -157,6 +157,16 @@ class TierStatus:
 
 
 @dataclass(frozen=True)
+class ExpertStatus:
+    """The experts that are in memory, and how often the weights of chosen ones were: gate_up and down apart."""
+
+    experts: int  # of each layer, that are in memory at a time
+    hits: int
+    misses: int  # weights that were read from the file
+    bytes: int  # of these
+
+
+@dataclass(frozen=True)
 class Status:
     """Counts of requests and of quantized blocks, over all groups of layers. A block is used, kept or free."""
 
@@ -170,6 +180,7 @@ class Status:
     threads: Threads | None  # None on a GPU
     backend: str = ""  # "numpy", "native" or "cuda"
     tiers: tuple[TierStatus, ...] = ()  # the fastest first
+    experts: ExpertStatus | None = None  # None if all experts are in memory, or there are none
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse, that, use_utf8
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.loading.experts import estimated_sizes
 from polarlm.engine.loading.fit import (
     Advice,
     DeviceFit,
@@ -132,7 +133,8 @@ def _fit_hub(
             for number, weight_type in enumerate(types):
                 settings = replace(config, weight_type=weight_type)
                 size = loaded_bytes(settings, ops, model, files[0][1])
-                rows.append(fit_weights(settings, ops, model, size, contexts=() if number else asked))
+                of = estimated_sizes(model, size)
+                rows.append(fit_weights(settings, ops, model, of, contexts=() if number else asked))
             found.append(DeviceFit(device, ops.name, ops.free_memory(), tuple(rows)))
         else:
             sizes = {f"{plain}:{label}": size for label, size in files}
@@ -157,6 +159,8 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
         what = words[0].upper() + words[1:]
     room = f", {format_bytes(chosen.lacking)} too much." if chosen.lacking else ""
     room = room or f"; up to {format_bytes(chosen.room)} is for the KV cache."
+    if chosen.experts is not None:
+        room = f" ({chosen.experts}){room}"
     lines = [
         f"{'CPU' if device.device == 'cpu' else device.name}: {format_bytes(device.free)} of memory free. {what} take "
         f"{format_bytes(chosen.bytes)}{room}",

@@ -23,6 +23,7 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.encoding",
+    "loading.experts",
     "loading.fitting",
     "loading.rehearsal",
     "loading.tile_cache",
@@ -73,7 +74,8 @@ ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.checks"] = {"loading.sizes", "state", "storage.tiers"} | TOLD
-ROOMS["loading.fit"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
+ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
+ROOMS["loading.fit"] = ROOMS["loading.sizes"] | {"backends.select", "loading.experts", "loading.sizes"}
 ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "loading.kept_arrays",
@@ -84,6 +86,7 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
+    "loading.experts",
     "loading.fitting",
     "cli.progress",
     "loading.rehearsal",

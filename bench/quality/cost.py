@@ -26,6 +26,7 @@ from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse, that, use_utf8
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
 from polarlm.engine.loading.sizes import fits_beside
 from polarlm.engine.model.weights import weight_bytes
@@ -262,7 +263,7 @@ def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
 
 def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
     settings = replace(EngineConfig(), key_conditioning=one.key_conditioning)
-    return fit_weights(settings, ops, config, size, [one.pair]).caches[0]
+    return fit_weights(settings, ops, config, Sizes(size, 0), [one.pair]).caches[0]
 
 
 def _model(path: str | None) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from polarlm.engine.backends.kv import CacheFormat, HeadTransform, PreparedTrans
 from polarlm.engine.backends.kv_ops import KVOps
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
-from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import Experts, ModelConfig
 
 STEP_ROWS = 16  # most rows of one sequence in a step
@@ -61,6 +61,20 @@ class KeptTiles(Protocol):
 
         packed: packs them, and returns their parts in order, each uint8 (bytes,) and valid until the next one.
         """
+
+
+@dataclass
+class ExpertCache:
+    """Experts that are read from the file when they are chosen, and stay in memory until others need their room.
+
+    experts: of each layer, that are in memory at a time. The counts are of the weights of chosen experts, gate_up and
+    down apart: those that were in memory, and those that were read. bytes: that these take in memory.
+    """
+
+    experts: int
+    hits: int = 0
+    misses: int = 0
+    bytes: int = 0
 
 
 class Ops(KVOps, Protocol):
@@ -152,6 +166,11 @@ class Ops(KVOps, Protocol):
         CUDA: the same matrix of all experts has one format on the device, and rows of whole tiles of 16 if that is
         packed; EngineError if not.
         """
+
+    @property
+    def cache_experts(self) -> Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None:
+        """cache_experts(matrices, cache) → as `load_experts`, but an expert is read when it is chosen, and whenever it
+        is not in memory any more: `matrices` must stay readable. None if the backend needs all experts in memory."""
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
         """Rows of a matrix, or of the stacked parts of a `Linear`: NumPy float32 (rows, in)."""

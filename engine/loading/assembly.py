@@ -16,12 +16,13 @@ import numpy as np
 
 from polarlm import model_loaders
 from polarlm.engine import codecs
-from polarlm.engine.backends.ops import Load, Ops
+from polarlm.engine.backends.ops import ExpertCache, Load, Ops
 from polarlm.engine.backends.select import select, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.experts import ExpertPlan, expert_plan, no_cache, sizes
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
@@ -40,6 +41,7 @@ from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, l
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.engine.storage.tiers.tier_store import TierStore
@@ -62,6 +64,7 @@ class Parts:
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
     is_mapped: bool = False  # whether the weights are mapped from the tile cache
+    experts: ExpertPlan | None = None  # those that are in memory, if not all are
     rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
 
     @property
@@ -124,16 +127,22 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             load = partial(load_weights, ops, source.config, source.weights, weight_type=weight_type)
             cache = _tile_cache(config, ops, source, say)
             mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
-            # The system can drop mapped weights, and reads them again: they leave half of the memory to other things.
-            room = ops.room_beside(size if mapped is None else min(size, ops.free_memory() // 2))
-            plan = store_plan(config, ops, source.config, shape, room, draft_bytes(config, ops))
+            draft = draft_bytes(config, ops)
+            experts = None if mapped is not None else _expert_plan(config, ops, source, shape, draft, say)
+            if experts is not None:
+                size, room = size - experts.whole + experts.bytes, experts.room
+            else:
+                # The system can drop mapped weights, and reads them again: they leave half of the memory to others.
+                room = ops.room_beside(size if mapped is None else min(size, ops.free_memory() // 2))
+            plan = store_plan(config, ops, source.config, shape, room, draft)
             _warn(config, source.config, plan, say)
             if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
                 say(warning)
             warm = ops.warm_up()
             if warm is not None:
                 later = warm_up_first(config, encoding, warm, source, shape)
-            weights = load(progress=progress) if mapped is None else load(kept=mapped)
+            held = None if experts is None else ExpertCache(experts.experts)
+            weights = load(progress=progress, cache=held) if mapped is None else load(kept=mapped)
             source.read_tokenizer()  # what is wrong with it is an error of loading
             bars.close()
             ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
@@ -155,8 +164,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             raise
     _give_back_freed_memory()
     model = Transformer(ops, source.config, weights, store)
-    rehearsal = None if warm is None else rehearse(later)
-    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None, rehearsal=rehearsal)
+    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None, experts=experts)
+    parts.rehearsal = None if warm is None else rehearse(later)
     if config.model_draft is not None:
         try:
             parts.draft = _assemble(draft_config(config, plan.tokens), ops, verbose, encoding)
@@ -213,6 +222,21 @@ def _tile_cache(config: EngineConfig, ops: Ops, source: model_loaders.Model, say
     return tile_cache(source.weights, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
 
 
+def _expert_plan(
+    config: EngineConfig,
+    ops: Ops,
+    source: model_loaders.Model,
+    shape: CacheShape,
+    draft: Callable[[int], int],
+    say: Say,
+) -> ExpertPlan | None:
+    """Return how many experts to keep in memory, None to load all; say why expert_cache has no effect."""
+    if config.expert_cache is not None and (why := no_cache(ops, source.config)):
+        say(f"expert_cache has no effect {why}.")
+    of = sizes(ops, source.config, source.weights, weight_format(config))
+    return expert_plan(config, ops, source.config, shape, of, draft)
+
+
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them
 def _store(
     config: EngineConfig,
@@ -251,6 +275,8 @@ def fit_line(parts: Parts) -> str:
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
     where = ", mapped from the tile cache" if parts.is_mapped else ""
+    if parts.experts is not None:
+        where += f" ({parts.experts})"
     line = (
         f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
         f"KV store {format_bytes(plan.bytes)}, "

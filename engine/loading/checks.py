@@ -68,9 +68,11 @@ def _check_values(config: EngineConfig) -> None:
         raise _wrong("spec_ngram_size_n", config, "give the number of newest tokens to look for, 1 or more")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
-    for setting in ("kv_memory", "cache_disk", "cache_ram", "tile_cache"):
+    for setting in ("kv_memory", "cache_disk", "cache_ram", "tile_cache", "expert_cache"):
         if (size := getattr(config, setting)) is not None:
             parse_size(size, setting)
+    if config.tile_cache is not None and config.expert_cache is not None:
+        raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
     check_settings(config)
     weight_format(config)
     cache_types.check_names(config)

@@ -6,6 +6,7 @@ plans with.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.experts import LEAST_CONTEXT, ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
 from polarlm.engine.loading.sizes import cache_shape, loaded_bytes, store_plan, weight_format, work_bytes
-from polarlm.engine.model.weights import Kept, kept, weight_bytes
+from polarlm.engine.model.weights import Kept, kept
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import StorePlan, format_bytes, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
@@ -59,6 +61,7 @@ class WeightFit:
     lacking: int  # bytes by which the weights alone are too large; 0 if they fit
     caches: tuple[CacheFit, ...]
     kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty if only the size of a file is known
+    experts: ExpertPlan | None = None  # those in memory at a time, if not all of them fit
 
     def cache(self, cache_type: str) -> CacheFit:
         return next(one for one in self.caches if one.cache_type == cache_type)
@@ -109,7 +112,7 @@ def fit_device(
         settings = replace(config, weight_type=weight_type)
         format = weight_format(settings)
         asked = contexts if weight_type == config.weight_type else ()
-        weights = fit_weights(settings, ops, model, weight_bytes(ops, source, format), cache_types, asked)
+        weights = fit_weights(settings, ops, model, sizes(ops, model, source, format), cache_types, asked)
         found.append(replace(weights, kept=kept(ops, source, format)))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
@@ -127,12 +130,10 @@ def fit_files(
 
     files: name, which replaces the weight type → bytes. contexts: as for `fit_device`, counted with the first file.
     """
-    found = [
-        fit_weights(
-            config, ops, model, loaded_bytes(config, ops, model, size), cache_types, () if number else contexts, name
-        )
-        for number, (name, size) in enumerate(files.items())
-    ]
+    found = []
+    for number, (name, size) in enumerate(files.items()):
+        of = estimated_sizes(model, loaded_bytes(config, ops, model, size))
+        found.append(fit_weights(config, ops, model, of, cache_types, () if number else contexts, name))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
 
@@ -145,19 +146,21 @@ def fit_weights(
     config: EngineConfig,
     ops: Ops,
     model: ModelConfig,
-    size: int,
+    of: Sizes,
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
     name: str | None = None,
 ) -> WeightFit:
-    """Return what fits in the memory that weights of `size` bytes leave. name: replaces their type."""
-    room, lacking = 0, 0
+    """Return what fits in the memory that weights of these sizes leave. name: replaces their type."""
+    room, lacking, experts = 0, 0, None
     try:
-        room = ops.room_beside(size)
+        if of.experts:
+            experts = expert_plan(config, ops, model, cache_shape(config, WHOLE, ops, model), of)
+        room = ops.room_beside(of.weights) if experts is None else experts.room
     except EngineError as error:
-        lacking = error.numbers["lacking"]
+        lacking = error.numbers.get("lacking", 0)
     caches = [_fit_cache(config, ops, model, room, lacking, cache_type, contexts) for cache_type in cache_types]
-    return WeightFit(name or config.weight_type, size, room, lacking, tuple(caches))
+    return WeightFit(name or config.weight_type, of.weights, room, lacking, tuple(caches), experts=experts)
 
 
 def _fit_cache(
@@ -225,27 +228,32 @@ def steps_to(context: int) -> list[int]:
     return [*found, context][-5:]
 
 
-_LEAST_CONTEXT = 4096  # tokens: weights are converted if fewer would fit
 _SMALLEST = "take a smaller model, or a file of fewer bits"
 
 
 def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
     """Return the settings to load the model with, from what fits on each device with `config`.
 
-    Weights are converted only if they leave no room for 4,096 tokens on any device.
+    Weights are converted only if they leave no room for 4,096 tokens on any device, and experts are read from the file
+    only if not even that is enough.
     """
     target = config.ctx_size or model.max_context
-    least = min(target, _LEAST_CONTEXT)
-    for number in range(max(len(device.weights) for device in found)):
+    least = min(target, LEAST_CONTEXT)
+    order = itertools.product((False, True), range(max(len(device.weights) for device in found)))
+    for caches_experts, number in order:
         for device in found:
             weights = device.weights[number]
-            if weights.bytes > device.weights[0].bytes or max(one.tokens for one in weights.caches) < least:
+            if (weights.experts is not None) != caches_experts or weights.bytes > device.weights[0].bytes:
+                continue
+            if max(one.tokens for one in weights.caches) < least:
                 continue
             cache, sentence = _best_cache(weights, target)
             if number:
                 first = "as the file has them" if device.weights[0].weight_type == AS_STORED else ""
                 first = first or f"as {device.weights[0].weight_type}"
                 sentence = f"{weights.weight_type} is taken: {first}, the weights leave too little room. {sentence}"
+            if weights.experts is not None:
+                sentence = f"Not all experts fit. {_in_words(weights.experts)} {sentence}"
             changed: dict[str, str | int] = {}
             if device is not found[0]:
                 changed["device"] = device.device
@@ -262,6 +270,14 @@ def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig)
         return Advice(f"This model does not fit here: its weights take {lack}; {_SMALLEST}.", None)
     most = max(one.tokens for one in smallest.caches)
     return Advice(f"This model does not fit here: {most:,} tokens of context are left with it; {_SMALLEST}.", None)
+
+
+def _in_words(experts: ExpertPlan) -> str:
+    """Return a sentence about experts that are read from the file, and what a token then costs."""
+    return (
+        f"{format_bytes(experts.bytes)} of their {format_bytes(experts.whole)} are in memory at a time; if they are "
+        f"chosen equally often, a token reads {format_bytes(experts.of_token)} from the file."
+    )
 
 
 def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:

@@ -119,6 +119,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         kv_memory=None,
         cache_ram=None,
         cache_disk=None,
+        expert_cache=None,
         ctx_size=tokens,
         kept_sequences=0,
     )

@@ -30,6 +30,9 @@ class FileMatrix:
         rows, columns = self.source.shape(self.name)
         return rows, columns
 
+    def expect(self) -> None:
+        self.source.expect(self.name)
+
     def dequantize(self, out: np.ndarray) -> None:
         for rows, raw in self.slabs(self.format.size(_SLAB_VALUES)):
             self.format.dequantize(raw, out[rows])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.backends.ops import Array, Ops, SamplerInputs
+from polarlm.engine.backends.ops import Array, ExpertCache, Ops, SamplerInputs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
@@ -38,6 +38,7 @@ class ModelWeights:
     head: Linear  # (V, E); the embedding itself if they are tied
     bytes: int
     layer_inputs: TokenInputs | None = None
+    expert_cache: ExpertCache | None = None  # None: all experts are in memory
 
 
 class Transformer:

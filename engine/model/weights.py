@@ -6,12 +6,12 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, KeptTiles, Ops
+from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
@@ -24,7 +24,12 @@ from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
 
+EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # of a layer: the matrices of its experts
 _SAMPLE = 1024  # values from each end of a weight that the fingerprint covers
+
+
+def _nothing(nbytes: int) -> None:
+    """No progress."""
 
 
 class _Reader:
@@ -37,9 +42,10 @@ class _Reader:
         progress: Callable[[int], None] | None,
         weight_type: WeightFormat | None,
         kept: KeptTiles | None,
+        cache: ExpertCache | None,
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
-        self._weight_type, self._kept = weight_type, kept
+        self._weight_type, self._kept, self._cache = weight_type, kept, cache
         self.bytes = 0
 
     def vector(self, names: Sequence[str], scale: float = 1.0) -> Array:
@@ -74,12 +80,22 @@ class _Reader:
         stored = [
             [self._matrix(name) for name in weights[first : first + each]] for first in range(0, len(weights), each)
         ]
-        parts = self._ops.load_experts(stored, self._kept)
-        self._count(parts)
+        if self._cache is None:
+            parts = self._ops.load_experts(stored, self._kept)
+            self._count(parts)
+        else:
+            assert self._ops.cache_experts is not None
+            later = [[replace(matrix, progress=_nothing) for matrix in expert] for expert in stored]
+            parts = self._ops.cache_experts(later, self._cache)
+            self._count(parts, self._cache.experts / count)
+            for name in weights:
+                self._progress(_file_bytes(self._source, name))
         return ExpertLinear(count, parts, self.vector(biases).reshape(count, -1) if biases else None)
 
-    def _count(self, matrices: Sequence[Matrix]) -> None:
-        self.bytes += sum(self._ops.matrix_bytes(matrix.format, math.prod(matrix.shape)) for matrix in matrices)
+    def _count(self, matrices: Sequence[Matrix], share: float = 1.0) -> None:
+        """Count the bytes of matrices. share: the part of them that is in memory at a time."""
+        counts = ((matrix.format, round(share * math.prod(matrix.shape))) for matrix in matrices)
+        self.bytes += sum(self._ops.matrix_bytes(format, count) for format, count in counts)
 
 
 def load_weights(
@@ -90,13 +106,14 @@ def load_weights(
     weight_type: WeightFormat | None = None,
     numbers: Sequence[int] | None = None,
     kept: KeptTiles | None = None,
+    cache: ExpertCache | None = None,
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
-    progress: called with the number of bytes of the file that were read since its last call. numbers: those of the
-    layers to load; None: all. kept: as in `Ops.load`.
+    progress: called with the number of bytes of the file that are done since its last call. numbers: those of the
+    layers to load; None: all. kept: as in `Ops.load`. cache: as in `Ops.cache_experts`; None loads all experts.
     """
-    read = _Reader(ops, source, progress, weight_type, kept)
+    read = _Reader(ops, source, progress, weight_type, kept, cache)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
@@ -118,7 +135,7 @@ def load_weights(
     if "layer_embedding" in top:
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
         inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
-    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs)
+    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache)
 
 
 def layer_formats(
@@ -137,7 +154,21 @@ def layer_formats(
 
 def file_bytes(source: WeightSource) -> int:
     """Return the bytes of all tensors in their files."""
-    return sum(size_of(source.stored_dtype(name), math.prod(source.shape(name))) for name in source.names())
+    return sum(_file_bytes(source, name) for name in source.names())
+
+
+def _file_bytes(source: WeightSource, name: str) -> int:
+    return size_of(source.stored_dtype(name), math.prod(source.shape(name)))
+
+
+def expert_bytes(ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None) -> int:
+    """Return the bytes on the device of the matrices of all experts, for the `weight_type` of `load_weights`."""
+    return sum(
+        ops.matrix_bytes(_format(ops, source, spec.name, weight_type), math.prod(spec.shape))
+        for slots in tensors(config).layers
+        for slot in EXPERT_SLOTS
+        for spec in slots.get(slot, ())
+    )
 
 
 def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
-from polarlm.engine.outputs import CacheStats, Status
+from polarlm.engine.outputs import CacheStats, ExpertStatus, Status
 from polarlm.engine.requests.drafts import StepSeconds
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
@@ -92,6 +92,7 @@ class Runner:
         size = sum(blocks.size for blocks in allocators)
         free, kept = sum(blocks.free for blocks in allocators), sum(blocks.kept for blocks in allocators)
         running, threads = self._scheduler.running, self._model.ops.threads()
+        cache = self._model.weights.expert_cache
         if threads is not None:
             threads = replace(threads, why="; ".join([threads.why, *self._store.in_numpy()]))
         return Status(
@@ -105,6 +106,7 @@ class Runner:
             threads=threads,
             backend=self._model.ops.backend,
             tiers=() if self._tiers is None else self._tiers.status(),
+            experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
         )
 
     def cache_stats(self) -> CacheStats:

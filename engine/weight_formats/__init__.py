@@ -74,6 +74,13 @@ class StoredMatrix(Protocol):
         `format`, uint8 (rows, bytes of a row), valid until the next."""
 
 
+class RereadMatrix(StoredMatrix, Protocol):
+    """A `StoredMatrix` that is read whenever it is needed."""
+
+    def expect(self) -> None:
+        """Let the system read the file's bytes into memory now, since they will be needed soon."""
+
+
 @cache
 def _formats() -> dict[str, WeightFormat]:
     stems = sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_"))

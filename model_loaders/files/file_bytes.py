@@ -72,15 +72,19 @@ class FileBytes:
     def _changed(self) -> LoadError:
         return LoadError(f"{self.path} has changed while it was read; wait until its download has finished.")
 
+    def expect(self, offset: int, count: int) -> None:
+        """Lets the system read a range ahead: many requests to a disk at a time are several times as fast as one."""
+        self._advise("MADV_WILLNEED", offset // _mmap.PAGESIZE, -(-(offset + count) // _mmap.PAGESIZE))
+
     def release(self, offset: int, count: int) -> None:
         """Lets the system drop the pages of a range that will not be read again."""
-        advice = getattr(_mmap, "MADV_DONTNEED", None)  # absent on Windows, which trims by itself
-        if self._map is None or advice is None:
-            return
-        start = -(-offset // _mmap.PAGESIZE) * _mmap.PAGESIZE
-        end = (offset + count) // _mmap.PAGESIZE * _mmap.PAGESIZE
-        if end > start:
-            self._map.madvise(advice, start, end - start)
+        self._advise("MADV_DONTNEED", -(-offset // _mmap.PAGESIZE), (offset + count) // _mmap.PAGESIZE)
+
+    def _advise(self, name: str, first: int, last: int) -> None:
+        """Give this advice about pages `first` to `last` of the mapped file. Windows has none, and trims by itself."""
+        advice = getattr(_mmap, name, None)
+        if self._map is not None and advice is not None and last > first:
+            self._map.madvise(advice, first * _mmap.PAGESIZE, (last - first) * _mmap.PAGESIZE)
 
     def close(self) -> None:
         if self._map is not None:

@@ -58,6 +58,10 @@ class StoredTensor:
         first = int(wanted.min())
         return self._file_bytes(first, int(wanted.max()) + 1)[wanted - first]
 
+    def expect(self) -> None:
+        """Lets the system read all rows into memory now, since they will be read soon."""
+        self.source.expect(self.offset, self.shape[0] * self.row_bytes)
+
     def release(self, rows: slice) -> None:
         """Lets the system drop the pages of rows start to stop from memory; they can be read again."""
         if self.file_rows is not None:
@@ -115,6 +119,9 @@ class StoredWeights:
             change = f"{tensor.added:g} is added to" if tensor.added else f"{tensor.factor:g} multiplies"
             raise ValueError(f"{name} differs from the file: {change} its values")
         return tensor.raw(rows)
+
+    def expect(self, name: str) -> None:
+        self._tensors[name].expect()
 
     def release(self, name: str, rows: slice) -> None:
         self._tensors[name].release(rows)

@@ -39,6 +39,9 @@ class WeightSource(Protocol):
         A view of the mapped file if possible. Raises ValueError for a tensor whose values change when it is loaded.
         """
 
+    def expect(self, name: str) -> None:
+        """Lets the system read a tensor into memory now, since it will be read soon."""
+
     def release(self, name: str, rows: slice) -> None:
         """Lets the system drop the pages of these rows from memory; they can be read again."""
 

@@ -46,6 +46,7 @@ class CudaOps:
     backend = "cuda"
     forkable = False
     keeps_tiles = False
+    cache_experts = None
     stored_as = transfer.RECORDS
 
     def __init__(self, device: Device):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
+from polarlm.engine.backends.native.expert_cache import CachedTiles
 from polarlm.engine.backends.native.kernels.experts import (
     MOST_EXPERTS,
     ArrangeArguments,
@@ -33,6 +35,7 @@ from polarlm.engine.backends.native.linear import has_codes, panel_kernel
 from polarlm.engine.weight_formats import ExpertLinear, Matrix
 from polarlm.model_loaders.config import Experts
 
+_EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
 
 
@@ -51,6 +54,15 @@ class _Order(NamedTuple):
     sources: np.ndarray
     own: np.ndarray
     places: np.ndarray
+
+
+class _Stack(NamedTuple):
+    """`number` matrices of equal shape (out, in), in tiles one after another; bias (count, out), or None."""
+
+    memory: np.ndarray
+    number: int
+    shape: tuple[int, int]
+    bias: np.ndarray | None
 
 
 class ExpertOps:
@@ -99,6 +111,7 @@ class ExpertOps:
         recorded: bool = False,
     ) -> np.ndarray:
         order = self._arranged(routing, gate_up, down)
+        self._expect(order.chosen, gate_up, down)
         is_gated = len(gate_up.parts) == 1 and gate_up.shape[0] % (2 * tiles.ROWS) == 0
         y = self._multiply(x, gate_up, order, order.sources, norm, activation if is_gated else None)
         if not is_gated:
@@ -180,28 +193,71 @@ class ExpertOps:
         self, y: np.ndarray, x: np.ndarray, part: Matrix, w: ExpertLinear, order: _Order, activation: str | None
     ) -> None:
         """Write the products of panels x with one part of the matrices of all experts, the first of y's columns."""
-        spec = Product(part.format, order.row_tile, False, w.bias is not None, activation, by_expert=True)
-        memory, outputs = part.data.memory, part.shape[0] // w.count
-        of_expert, done = len(memory) // w.count, w.shape[0] - y.shape[1] if activation is None else 0
-        tile_count = of_expert if activation is None else of_expert // 2
+        done = w.shape[0] - y.shape[1] if activation is None else 0
+        bias = None if w.bias is None else w.bias[:, done:]
+        spec = Product(part.format, order.row_tile, False, bias is not None, activation, by_expert=True)
+        shape, data = (part.shape[0] // w.count, part.shape[1]), part.data
+        if not isinstance(data, CachedTiles):
+            self._product(spec, y, x, order.chosen, _Stack(data.memory, w.count, shape, bias))
+            return
+
+        def product_of_cached(y: np.ndarray, x: np.ndarray, chosen: np.ndarray) -> None:
+            for of_slots, own_bias in self._batches(data, chosen, bias):
+                self._product(spec, y, x, of_slots, _Stack(data.memory, data.slots, shape, own_bias))
+
+        self._launch.call(product_of_cached, y, x, order.chosen)
+
+    def _product(self, spec: Product, y: np.ndarray, x: np.ndarray, chosen: np.ndarray, stack: _Stack) -> None:
+        """Write the products of panels x with the chosen matrices. chosen (n, fields of `ExpertRows`)."""
+        memory, (outputs, columns), bias = stack.memory, stack.shape, stack.bias
+        of_one = len(memory) // stack.number
+        half = 1 if spec.activation is None else 2
         arguments = ProductArguments(
             weights=memory,
             x=x,
             y=y,
-            bias=None if w.bias is None else w.bias[:, done:],
+            bias=bias,
             hint=NO_HINT,
-            chosen=order.chosen,
-            blocks=part.shape[1] // part.format.values,
+            chosen=chosen,
+            blocks=columns // spec.format.values,
             tile_bytes=memory.shape[1],
             x_stride=x.strides[0],
             y_stride=y.strides[0],
             rows=0,
-            outputs=outputs if activation is None else outputs // 2,
-            tiles=tile_count,
-            expert_bytes=of_expert * memory.shape[1],
-            bias_bytes=0 if w.bias is None else w.bias.strides[0],
+            outputs=outputs // half,
+            tiles=of_one // half,
+            expert_bytes=of_one * memory.shape[1],
+            bias_bytes=0 if bias is None else bias.strides[0],
         )
-        self._launch(product(spec), len(order.chosen) * units(spec, tile_count, self._launch.level), arguments)
+        self._launch(product(spec), len(chosen) * units(spec, of_one // half, self._launch.level), arguments)
+
+    def _expect(self, chosen: np.ndarray, *linears: ExpertLinear) -> None:
+        """Let the system read ahead what the chosen experts lack in memory."""
+        cached = [part.data for w in linears for part in w.parts if isinstance(part.data, CachedTiles)]
+
+        def expect(chosen: np.ndarray) -> None:
+            experts = _with_rows(chosen)[:, _EXPERT].tolist()
+            for data in cached:
+                data.expect(experts)
+
+        if cached:
+            self._launch.call(expect, chosen)
+
+    def _batches(
+        self, data: CachedTiles, chosen: np.ndarray, bias: np.ndarray | None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """(entries of `chosen`, biases), both for slots in the place of experts, as many at a time as have one."""
+        entries = _with_rows(chosen)
+        experts = entries[:, _EXPERT].tolist()
+        for batch in data.batches(experts):
+            own = entries[batch]
+            own[:, _EXPERT] = slots = data.take([experts[index] for index in batch])
+            if bias is None:
+                yield own, None
+            else:
+                of_slots = self._launch.empty((data.slots, bias.shape[1]))
+                of_slots[slots] = bias[entries[batch, _EXPERT]]
+                yield own, of_slots
 
     def _panels(
         self,
@@ -220,3 +276,8 @@ class ExpertOps:
         )
         self._launch(panel_kernel(norm is not None, row_tile, is_packed, picks=True), len(sources), arguments)
         return out
+
+
+def _with_rows(chosen: np.ndarray) -> np.ndarray:
+    """The entries of experts that have rows."""
+    return chosen[chosen[:, _ROWS] > 0]

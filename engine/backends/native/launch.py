@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -16,7 +17,7 @@ from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased
+from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
@@ -61,28 +62,65 @@ class Recorded(NamedTuple):
         return _names(self.kernel).index(name)
 
 
+class HostCall(NamedTuple):
+    """A recorded call of Python code, between launches. The memory of the arrays belongs to the recording."""
+
+    function: Callable[..., None]
+    arrays: tuple[np.ndarray, ...]
+
+
 class Recording:
     """The launches of a step, which can be replayed. result: what the recorded function returned."""
 
     def __init__(self) -> None:
-        self.launches: list[Recorded] = []
+        self.launches: list[Recorded | HostCall] = []
         self.buffers = Buffers()
         self.result: Any = None
-        self._commands: CommandBuffer | None = None
-        self._varying: list[tuple[int, Callable[[], int]]] = []
+        self._parts: list[HostCall | _Commands] | None = None
 
-    def commands(self, address: Callable[[Kernel], int]) -> CommandBuffer:
-        """The command buffer, with the current unit counts. address: kernel → its compiled function."""
-        if self._commands is None:
-            calls = [
-                Launch(address(r.kernel), r.arguments.ctypes.data, r.units if isinstance(r.units, int) else 0, r.grain)
-                for r in self.launches
-            ]
-            self._varying = [(i, r.units) for i, r in enumerate(self.launches) if not isinstance(r.units, int)]
-            self._commands = CommandBuffer(calls)  # last: Ctrl-C may come between any two lines
+    def replay(self, address: Callable[[Kernel], int], run: Callable[[CommandBuffer], None]) -> None:
+        """Make all launches and calls in order. address: kernel → its compiled function. run: makes those of a command
+        buffer."""
+        if self._parts is None:
+            self._parts = self._split(address)
+        for part in self._parts:
+            if isinstance(part, HostCall):
+                part.function(*part.arrays)
+            else:
+                run(part.current())
+
+    def _split(self, address: Callable[[Kernel], int]) -> list[HostCall | _Commands]:
+        """The calls, and the launches between them as command buffers."""
+        parts: list[HostCall | _Commands] = []
+        waiting: list[Recorded] = []
+        for launch in [*self.launches, None]:
+            if isinstance(launch, Recorded):
+                waiting.append(launch)
+                continue
+            if waiting:
+                parts.append(_Commands(waiting, address))
+                waiting = []
+            if launch is not None:
+                parts.append(launch)
+        return parts
+
+
+class _Commands:
+    """Consecutive launches."""
+
+    def __init__(self, launches: Sequence[Recorded], address: Callable[[Kernel], int]) -> None:
+        calls = [
+            Launch(address(r.kernel), r.arguments.ctypes.data, r.units if isinstance(r.units, int) else 0, r.grain)
+            for r in launches
+        ]
+        self._varying = [(i, r.units) for i, r in enumerate(launches) if not isinstance(r.units, int)]
+        self._buffer = CommandBuffer(calls)
+
+    def current(self) -> CommandBuffer:
+        """The command buffer, with the current unit counts."""
         for entry, units in self._varying:
-            self._commands.units[entry] = units()
-        return self._commands
+            self._buffer.units[entry] = units()
+        return self._buffer
 
 
 class Launcher:
@@ -134,6 +172,16 @@ class Launcher:
             call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)
 
+    def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
+        """Call function(*arrays), which may launch kernels itself, or record the call.
+
+        It reads what the launches before it wrote. arrays: those of its arguments that come from `empty`.
+        """
+        if self._recording is None:
+            function(*arrays)
+        else:
+            self._recording.launches.append(HostCall(function, tuple(map(unowned, arrays))))
+
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
         """Whether all kernels compile. Waits until they have, or until one fails."""
         try:
@@ -169,7 +217,7 @@ class Launcher:
     def replay(self, recording: Recording) -> None:
         """Run the recorded launches. The pool's memory is given back first, if no prompt uses any of it."""
         self._buffers.give_back()
-        self._workers.run(recording.commands(self.library.address), self.threads)
+        recording.replay(self.library.address, partial(self._workers.run, threads=self.threads))
 
 
 def _names(kernel: Kernel) -> tuple[str, ...]:

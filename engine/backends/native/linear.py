@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
+from polarlm.engine.backends.native.expert_cache import CachedTiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
     RowArguments,
     interleave_rows,
@@ -47,6 +48,8 @@ class LinearOps(LoadOps):
         start, stop, _ = rows.indices(matrix.shape[0])
         for part in parts:
             own = np.arange(max(start, first), min(stop, first + part.shape[0])) - first
+            if isinstance(part.data, CachedTiles):
+                own = part.data.rows(own)
             first += part.shape[0]
             values = np.empty((len(own), part.shape[1]), np.float32)
             out.append(self._dequantize(part, own.astype(np.int32), 1.0, values))

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
+from polarlm.engine.backends.native.expert_cache import CachedTiles
 from polarlm.engine.backends.native.kernels.linear.packing import PackArguments, pack
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.ops import KeptTiles
+from polarlm.engine.backends.ops import ExpertCache, KeptTiles
 from polarlm.engine.errors import EngineError
-from polarlm.engine.weight_formats import Matrix, StoredMatrix, WeightFormat
+from polarlm.engine.weight_formats import Matrix, RereadMatrix, StoredMatrix, WeightFormat
 
+AnyMatrix = TypeVar("AnyMatrix", bound=StoredMatrix)
 _SLAB_BYTES = 8 << 20  # bytes of the file that a launch packs: enough for all threads, little beside the weights
 
 
@@ -47,6 +50,17 @@ class LoadOps:
         """As `load`; those of an expert begin with a tile."""
         return tuple(self._load(groups, kept) for groups in _groups(matrices))
 
+    def cache_experts(self, matrices: Sequence[Sequence[RereadMatrix]], cache: ExpertCache) -> tuple[Matrix, ...]:
+        """As `load_experts`, but reads an expert when it is chosen; the data is `CachedTiles`."""
+        parts = []
+        for groups in _groups(matrices):
+            format, rows, columns = _size(groups[0])
+            of_expert, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
+            memory = self._launch.arena.take(cache.experts * of_expert * tile_bytes).reshape(-1, tile_bytes)
+            data = CachedTiles(memory, cache.experts, groups, self._pack_group, cache)
+            parts.append(Matrix(format, data, (len(groups) * rows, columns)))
+        return tuple(parts)
+
     def load_shapes(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """As `load`, but reads nothing and allocates nothing: for warm-up ops, which compute nothing."""
         return self.load_expert_shapes([matrices], kept)
@@ -72,9 +86,13 @@ class LoadOps:
         memory = (self._launch.arena.take(nbytes) if found is None else found).reshape(-1, tile_bytes)
         if found is None:
             for number, group in enumerate(groups):
-                for first, raw in _slabs(group):
-                    self._pack(raw, format, memory[number * of_group + first :])
+                self._pack_group(group, memory[number * of_group :])
         return Matrix(format, Tiles(memory), (len(groups) * rows, columns))
+
+    def _pack_group(self, group: Sequence[StoredMatrix], target: np.ndarray) -> None:
+        """Pack matrices that are packed as one into the first tiles of `target`."""
+        for first, raw in _slabs(group):
+            self._pack(raw, group[0].format, target[first:])
 
     def _packed(self, groups: Sequence[Sequence[StoredMatrix]]) -> Iterator[np.ndarray]:
         """The tiles of groups of equal sizes, slab by slab."""
@@ -104,7 +122,7 @@ class LoadOps:
             self._launch(pack(format), count, arguments)
 
 
-def _groups(matrices: Sequence[Sequence[StoredMatrix]]) -> list[list[Sequence[StoredMatrix]]]:
+def _groups(matrices: Sequence[Sequence[AnyMatrix]]) -> list[list[Sequence[AnyMatrix]]]:
     """For each group of an expert's matrices, that group of every expert.
 
     Raises EngineError if their formats differ.
@@ -119,9 +137,9 @@ def _groups(matrices: Sequence[Sequence[StoredMatrix]]) -> list[list[Sequence[St
     return [list(group) for group in zip(*of_experts, strict=True)]
 
 
-def _joined(matrices: Sequence[StoredMatrix]) -> list[list[StoredMatrix]]:
+def _joined(matrices: Sequence[AnyMatrix]) -> list[list[AnyMatrix]]:
     """The groups of matrices."""
-    together: list[list[StoredMatrix]] = []
+    together: list[list[AnyMatrix]] = []
     for matrix in matrices:
         last = together[-1][-1] if together else None
         if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:

@@ -61,6 +61,7 @@ class NativeOps:
         self.matrix_bytes = matrices.matrix_bytes
         self.load = matrices.load
         self.load_experts = matrices.load_experts
+        self.cache_experts = matrices.cache_experts
         self.rows = matrices.rows
         self.embed = matrices.embed
         self.rms_norm = matrices.rms_norm

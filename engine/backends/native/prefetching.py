@@ -6,7 +6,7 @@ import numpy as np
 
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments
 from polarlm.engine.backends.native.kernels.prefetch import PIECE, PieceArguments, PrefetchHint, list_pieces
-from polarlm.engine.backends.native.launch import Recorded, Recording
+from polarlm.engine.backends.native.launch import HostCall, Recorded, Recording
 from polarlm.engine.jit.lang.records import words
 
 
@@ -16,19 +16,24 @@ def add_prefetches(recording: Recording) -> None:
     All layers with the same table have the same list of pieces. A launch before the first of these layers makes it, so
     the products before that layer prefetch nothing.
     """
-    launches: list[Recorded] = []
+    launches: list[Recorded | HostCall] = []
     lists: dict[int, np.ndarray] = {}  # address of a table's headers → its pieces
     products: list[int] = []  # indices, since the last attention, of products with time to prefetch
     for launch in recording.launches:
+        if isinstance(launch, HostCall):
+            launches.append(launch)
+            continue
         if launch.kernel.arguments is AttendArguments and products:
             table = launch.number("headers")
             if table in lists:
                 keys, values, first = launch.number("full_k"), launch.number("full_v"), 0
                 # The last product takes the first pieces, as many as it can: lines prefetched early may be evicted.
                 for number in reversed(products):
+                    product = launches[number]
+                    assert isinstance(product, Recorded)
                     hint = words(PrefetchHint(keys=keys, values=values, pieces=lists[table], first=first))
-                    launches[number] = launches[number].with_array("hint", hint)
-                    first += launches[number].spare
+                    launches[number] = product.with_array("hint", hint)
+                    first += product.spare
             else:
                 launches.append(listing := _listing(launch))
                 lists[table] = listing.arrays["pieces"]

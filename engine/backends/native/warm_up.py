@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from polarlm.engine.backends.native.launch import Launcher, Op, Recording, Units
+from polarlm.engine.backends.native.launch import Launcher, Op, Recorded, Recording, Units
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.records import Record
 
@@ -57,7 +57,8 @@ class WarmUpLauncher(Launcher):
 
     def replay(self, recording: Recording) -> None:
         for launch in recording.launches:
-            self._need(launch.kernel)
+            if isinstance(launch, Recorded):  # experts that are read when they are chosen are none of a warm-up's
+                self._need(launch.kernel)
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Wait until all kernels asked for are compiled; see `Library.wait`."""

@@ -42,6 +42,7 @@ class NumpyOps(ExpertOps):
     forkable = True
     stored_as = transfer.FIELDS
     keeps_tiles = False
+    cache_experts = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
     fetch_later = None
 

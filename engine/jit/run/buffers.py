@@ -106,6 +106,18 @@ def is_leased(x: np.ndarray) -> bool:
     return isinstance(x.base, _Lease)
 
 
+class _Memory:
+    """Memory of an array that somebody else keeps."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.__array_interface__ = x.__array_interface__
+
+
+def unowned(x: np.ndarray) -> np.ndarray:
+    """The same array without a share in its memory, which the caller keeps as long as the array is used."""
+    return np.asarray(_Memory(x))
+
+
 def _size_class(nbytes: int) -> int:
     """nbytes rounded up to a multiple of an eighth of the next power of two."""
     step = max(_LEAST, 1 << max(0, nbytes.bit_length() - 3))

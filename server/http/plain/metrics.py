@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
-from polarlm.engine.outputs import CompilationCounts, Status, TierStatus
+from polarlm.engine.outputs import CompilationCounts, ExpertStatus, Status, TierStatus
 from polarlm.engine.state.cache_types import chosen
 from polarlm.server.running.counters import Totals
 
@@ -102,6 +102,22 @@ class _Tiers(Collector):
         yield from (size, objects, damaged, timeouts, errors)
 
 
+class _Experts(Collector):
+    def __init__(self, experts: ExpertStatus | None) -> None:
+        self._experts = experts
+
+    def collect(self) -> Iterator[Metric]:
+        if self._experts is not None:
+            chosen = CounterMetricFamily(
+                "polarlm_chosen_experts", "Weights of chosen experts, by where they were", labels=["place"]
+            )
+            chosen.add_metric(["memory"], self._experts.hits)
+            chosen.add_metric(["file"], self._experts.misses)
+            yield chosen
+            meaning = "Bytes of experts that were read from the file"
+            yield CounterMetricFamily("polarlm_expert_bytes_read", meaning, value=self._experts.bytes)
+
+
 class _Build(Collector):
     def __init__(self, engine: Engine, now: Status) -> None:
         self._engine, self._now = engine, now
@@ -166,6 +182,7 @@ def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: boo
     registry.register(_Numbers(done, now, without_cached))
     registry.register(_Times(done))
     registry.register(_Tiers(now.tiers))
+    registry.register(_Experts(now.experts))
     registry.register(_Build(engine, now))
     registry.register(_Constraints(engine.grammars.counts()))
     registry.register(_ForRouters(engine, now))

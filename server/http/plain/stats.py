@@ -53,6 +53,7 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "waiting": now.waiting,
         "drafted_tokens": done.drafted_tokens,
         "accepted_tokens": done.accepted_tokens,
+        "experts": None if now.experts is None else asdict(now.experts),
         "threads": None if now.threads is None else asdict(now.threads),
     }
     if tokens is not None:

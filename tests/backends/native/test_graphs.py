@@ -73,6 +73,35 @@ def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
         np.testing.assert_array_equal(graphs.run("step", work, [x.copy()]), model.forward(x.copy()) / 2)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_call_between_launches_is_made_at_each_replay(threads: int) -> None:
+    """It reads what the launches before it wrote, and its arrays do not keep the recording's memory from others."""
+    launch = Launcher(threads)
+    model, graphs, seen = Model(launch), Graphs(launch), list[float]()
+
+    def double(x: np.ndarray) -> None:
+        seen.append(float(x.sum()))
+        x *= 2
+
+    def work(x: np.ndarray) -> np.ndarray:
+        for _ in range(3):
+            y = model.forward(x)
+            launch.call(double, y)
+        return y
+
+    for value in (1, 2, 3):
+        x = np.full((1, 64), value, np.float32)
+        expected = work(x.copy())
+        before = len(seen)
+        np.testing.assert_array_equal(graphs.run("step", work, [x.copy()]), expected)
+        assert seen[before:] == seen[before - 3 : before]
+    fixed, recording = next(entry for entry in graphs._recordings.values() if entry is not None)
+    again = launch.record()
+    with again as alone:
+        model.forward(fixed[0])
+    assert recording.buffers.nbytes == alone.buffers.nbytes
+
+
 def test_an_error_while_recording_leaves_no_recording_open() -> None:
     launch = Launcher(1)
     model, graphs = Model(launch), Graphs(launch)

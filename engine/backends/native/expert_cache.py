@@ -1,0 +1,90 @@
+"""Experts of which some are in memory: an expert is read from the file when it is chosen."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.native import tiles
+from polarlm.engine.backends.ops import ExpertCache
+from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import RereadMatrix
+from polarlm.model_loaders.errors import LoadError
+
+Stacked = Sequence[RereadMatrix]  # an expert's matrices that are packed as one
+
+
+class CachedTiles:
+    """The tiles of the experts that are in memory.
+
+    memory: uint8 (slots · tiles of an expert, bytes of a tile). slots: experts that fit. stored: the matrices of every
+    expert. pack(matrices, tiles): packs those of one expert.
+    """
+
+    def __init__(
+        self,
+        memory: np.ndarray,
+        slots: int,
+        stored: Sequence[Stacked],
+        pack: Callable[[Stacked, np.ndarray], None],
+        cache: ExpertCache,
+    ) -> None:
+        self.memory, self.slots = memory, slots
+        self._stored, self._pack, self._cache = stored, pack, cache
+        self._held: OrderedDict[int, int] = OrderedDict()  # expert → its slot, the least recently used first
+        self._free = list(range(slots))
+        self._tiles = len(memory) // slots  # of an expert
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """Let the system read those of these experts ahead that are not in memory."""
+        for expert in experts:
+            if expert not in self._held:
+                for matrix in self._stored[expert]:
+                    matrix.expect()
+
+    def batches(self, experts: Sequence[int]) -> Iterator[list[int]]:
+        """Indices into `experts`, at most `slots` at a time; those that are in memory come first, since later batches
+        may evict them."""
+        order = sorted(range(len(experts)), key=lambda index: experts[index] not in self._held)
+        for first in range(0, len(order), self.slots):
+            yield order[first : first + self.slots]
+
+    def take(self, experts: Sequence[int]) -> list[int]:
+        """The slots of at most `slots` different experts, which are read if need be. The least recently used are
+        evicted. Raises EngineError if the file cannot be read."""
+        missing = sum(expert not in self._held for expert in experts)
+        self._cache.hits += len(experts) - missing
+        self._cache.misses += missing
+        self._cache.bytes += missing * (self.memory.nbytes // self.slots)
+        return self._placed(experts)
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of `memory` that hold `rows` (n,) int64 of all experts; they are read if need be."""
+        of_expert, of_slot = sum(matrix.shape[0] for matrix in self._stored[0]), self._tiles * tiles.ROWS
+        experts = np.unique(rows // of_expert).tolist()
+        slots = np.array(self._placed(experts))[np.searchsorted(experts, rows // of_expert)]
+        found: np.ndarray = slots * of_slot + rows % of_expert
+        return found
+
+    def _placed(self, experts: Sequence[int]) -> list[int]:
+        """As `take`, but counts nothing."""
+        missing = [expert for expert in experts if expert not in self._held]
+        for expert in experts:
+            if expert in self._held:
+                self._held.move_to_end(expert)
+        for expert in missing:
+            self._held[expert] = self._read(expert)
+        return [self._held[expert] for expert in experts]
+
+    def _read(self, expert: int) -> int:
+        """Read an expert into a slot, which is returned."""
+        if not self._free:
+            self._free.append(self._held.popitem(last=False)[1])
+        slot = self._free[-1]
+        try:
+            self._pack(self._stored[expert], self.memory[slot * self._tiles : (slot + 1) * self._tiles])
+        except LoadError as error:
+            raise EngineError(str(error), "model_unavailable") from error
+        return self._free.pop()

@@ -1,0 +1,140 @@
+"""How many experts of a mixture are in memory at a time, where not all of them fit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.sizes import store_plan, work_bytes
+from polarlm.engine.model.weights import EXPERT_SLOTS, expert_bytes, weight_bytes
+from polarlm.engine.state.plan import format_bytes, parse_size
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.weight_formats import WeightFormat
+from polarlm.model_loaders.config import Experts, ModelConfig
+from polarlm.model_loaders.families import tensors
+from polarlm.model_loaders.files.weights import WeightSource
+
+LEAST_CONTEXT = 4096  # tokens for which all weights leave room, unless experts are cached or weights converted
+_SHARE = 0.9  # of what memory leaves
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's weights on the device, and of those that are the matrices of experts."""
+
+    weights: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """The experts that are in memory at a time."""
+
+    experts: int  # of each layer
+    count: int  # experts that a layer has
+    chosen: int  # for a token
+    bytes: int  # that they take
+    whole: int  # bytes of all experts
+    room: int  # bytes for the KV store and for activations
+
+    def __str__(self) -> str:
+        return (
+            f"experts: {format_bytes(self.bytes)} of {format_bytes(self.whole)} at a time, read from the file as they "
+            "are chosen"
+        )
+
+    @property
+    def of_token(self) -> int:
+        """Bytes that a token reads from the file if all experts are chosen equally often."""
+        return self.whole * self.chosen * (self.count - self.experts) // self.count**2
+
+
+def no_cache(ops: Ops, model: ModelConfig) -> str:
+    """Return why experts are not cached: "with cuda, …"; empty if they can be."""
+    if not _mixtures(model):
+        return "on this model: it has no experts"
+    if ops.cache_experts is None:
+        return f"with {ops.backend}: the compiled kernels of a CPU read experts when they are chosen"
+    return ""
+
+
+def _mixtures(model: ModelConfig) -> list[Experts]:
+    return [layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)]
+
+
+def sizes(ops: Ops, model: ModelConfig, source: WeightSource, weight_type: WeightFormat | None) -> Sizes:
+    """Return the sizes of a model's weights, for the `weight_type` of `load_weights`."""
+    return Sizes(weight_bytes(ops, source, weight_type), expert_bytes(ops, model, source, weight_type))
+
+
+def estimated_sizes(model: ModelConfig, weights: int) -> Sizes:
+    """Return the sizes of weights of `weights` bytes of which no more is known: experts have their share of values."""
+    counts = Counter[bool]()
+    for slots in tensors(model).layers:
+        for slot, specs in slots.items():
+            counts[slot in EXPERT_SLOTS] += sum(math.prod(spec.shape) for spec in specs)
+    every = sum(math.prod(spec.shape) for spec in tensors(model).specs())
+    return Sizes(weights, weights * counts[True] // every)
+
+
+def expert_plan(
+    config: EngineConfig,
+    ops: Ops,
+    model: ModelConfig,
+    shape: CacheShape,
+    of: Sizes,
+    more: Callable[[int], int] = lambda tokens: 0,
+) -> ExpertPlan | None:
+    """Return how many experts to keep in memory; None to load all. more: as in `store_plan`.
+
+    By default all are loaded if that leaves room for the context, or for 4,096 tokens of it; otherwise those that fit
+    beside the other weights and the KV store. Raises EngineError for a size that is too small for one token.
+    """
+    if no_cache(ops, model):
+        return None
+    mixtures = _mixtures(model)
+    count, chosen = max(one.count for one in mixtures), max(one.top_k for one in mixtures)
+
+    other, least = of.weights - of.experts, of.experts * chosen // count
+    if config.expert_cache is not None:
+        experts = parse_size(config.expert_cache, "expert_cache") * count // of.experts
+        if experts < chosen:
+            raise EngineError(
+                f"expert_cache={config.expert_cache} has room for {experts} of the {count} experts of each layer, and "
+                f"a token needs {chosen}: give at least {-(-least // _MIB)}M",
+                settings=("expert_cache",),
+            )
+        room = ops.room_beside(other + of.experts * min(experts, count) // count)
+    elif _all_fit(config, ops, model, shape, of, more):
+        return None
+    else:
+        free = ops.free_memory() - other
+        if free <= least:
+            ops.room_beside(of.weights)  # raises the error that says how much all weights lack
+            return None
+        room = ops.room_beside(other + least)
+        store = store_plan(config, ops, model, shape, room, more)
+        left = free - store.bytes - work_bytes(config, ops, model, shape)(store.tokens) - more(store.tokens)
+        experts = max(chosen, int(_SHARE * left) * count // of.experts)
+    if experts >= count:
+        return None
+    return ExpertPlan(experts, count, chosen, of.experts * experts // count, of.experts, room)
+
+
+def _all_fit(
+    config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, of: Sizes, more: Callable[[int], int]
+) -> bool:
+    """Return whether all weights fit into memory, with a KV store for 4,096 tokens or a shorter context."""
+    tokens = min(config.ctx_size or model.max_context, LEAST_CONTEXT)
+    try:
+        room = ops.room_beside(of.weights)
+        asked = replace(config, ctx_size=tokens)
+        return of.weights < ops.free_memory() and store_plan(asked, ops, model, shape, room, more).tokens >= tokens
+    except EngineError:
+        return False

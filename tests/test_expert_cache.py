@@ -1,0 +1,220 @@
+"""Experts that are read when they are chosen: answers are those of a model whose experts are all loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from polarlm import model_loaders
+from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.experts import ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
+from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
+from polarlm.engine.loading.sizes import cache_shape
+from polarlm.engine.weight_formats import Matrix
+from polarlm.server.http.plain import metrics, stats
+from polarlm.server.running.counters import Totals
+from tests.cuda.emulated import EmulatedDevice
+from tests.tiny import VOCABULARY, make_model
+
+SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
+SOME = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=3)
+GIB = 1 << 30
+PROMPTS = [np.random.default_rng(seed).integers(5, VOCABULARY, 40 + seed).tolist() for seed in range(3)]
+
+
+def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **settings: Any) -> Engine:
+    config = settle(path, None, {**SETTINGS, **settings})
+    return Engine(assembly.assemble(config, None if said is None else said.append, ops=ops or NativeOps(1)))
+
+
+def of(path: Path) -> Sizes:
+    model, source, _ = model_loaders.load_weights(path)
+    try:
+        return sizes(NativeOps(1), model, source, None)
+    finally:
+        source.close()
+
+
+def expert_parts(engine: Engine) -> list[Matrix]:
+    """The matrices of all experts."""
+    layers = engine._model.weights.layers
+    return [part for layer in layers for part in layer.ffn.gate_up.parts + layer.ffn.down.parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "chosen"), [("qwen3_moe_normed", 8, 4), ("mixtral_window", 4, 2), ("gpt_oss_mxfp4", 4, 2)]
+)
+def test_a_cache_changes_no_answer(name: str, count: int, chosen: int, tmp_path: Path) -> None:
+    """Prompts that choose all experts, steps of one sequence, and steps of several."""
+    path, found = make_model(tmp_path, name), []
+    for experts in (None, str(of(path).experts * chosen // count)):
+        with load(path, expert_cache=experts) as engine:
+            alone = engine.generate(PROMPTS[0], SOME)
+            together = [*zip_longest(*(engine.stream(prompt, SOME) for prompt in PROMPTS))]
+            scores = engine.score(PROMPTS[1], logits=True)
+            found.append((alone.token_ids, alone.logprobs, together_ids(together), scores.logits.tobytes()))
+            status = engine.status().experts
+            assert (status is not None) == (experts is not None)
+    assert found[0] == found[1]
+    assert status is not None
+    assert status.experts == chosen
+    assert status.hits > 0
+    assert status.misses > 0
+
+
+def together_ids(rounds: list[tuple[Any, ...]]) -> list[list[int]]:
+    """The tokens of each of several streams."""
+    return [[token for chunk in chunks if chunk for token in chunk.token_ids] for chunks in zip(*rounds, strict=True)]
+
+
+def test_the_memory_is_what_was_given(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "qwen3_moe_normed")
+    whole = of(path)
+    with load(path, expert_cache=str(whole.experts // 2 + 100)) as engine:
+        parts = expert_parts(engine)
+        assert sum(part.data.memory.nbytes for part in parts) <= whole.experts  # tiles of 16 rows: half are padding
+        assert all(part.data.slots == 4 for part in parts)
+        assert engine._model.weights.bytes == whole.weights - whole.experts // 2
+        assert "at a time, read from the file as they are chosen" in engine.fit_line()
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that sets the bytes of memory that the CPU has available."""
+
+    def have(size: int) -> None:
+        monkeypatch.setattr(host_memory, "available", lambda: size)
+        monkeypatch.setattr(host_memory, "most", lambda: size)
+
+    return have
+
+
+def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
+    config, ops = EngineConfig(**settings), NativeOps(1)
+    model, source, _ = model_loaders.load_weights(path)
+    source.close()
+    return expert_plan(config, ops, model, cache_shape(config, WHOLE, ops, model), whole)
+
+
+def test_as_many_experts_as_memory_leaves_are_loaded(tmp_path: Path, memory: Callable[[int], None]) -> None:
+    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, 8 * GIB)
+    memory(11 * GIB)
+    assert plan_for(path, whole) is None
+    memory(8 * GIB)
+    found = plan_for(path, whole)
+    assert found is not None
+    assert found.experts == 5  # of 8: 6 GiB are left beside the other weights
+    assert found.bytes == 5 * GIB
+    assert found.of_token == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
+    assert found.room == (8 - 2 - 4) * GIB // 2
+    memory(5 * GIB)
+    with pytest.raises(EngineError, match=r"weights take 10\.0 GiB"):
+        plan_for(path, whole)
+
+
+def test_experts_leave_room_for_the_context(tmp_path: Path, memory: Callable[[int], None]) -> None:
+    """All weights would fit, but not with 4,096 tokens, or the context that is asked for."""
+    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, 8 * GIB)
+    memory(10 * GIB + (64 << 10))
+    found = plan_for(path, whole)
+    assert found is not None
+    assert found.experts == 7
+
+
+def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callable[[int], None]) -> None:
+    """Weights that can be converted until they fit are converted, since a token then reads nothing."""
+    path, ops, config = make_model(tmp_path, "qwen3_moe_normed"), NativeOps(1), EngineConfig()
+    model, source, _ = model_loaders.load_weights(path)
+    source.close()
+    memory(8 * GIB)
+    stored, q4_0 = (fit_weights(config, ops, model, Sizes(size * GIB, size * GIB - GIB)) for size in (10, 4))
+    assert stored.experts is not None
+    assert q4_0.experts is None
+    assert stored.cache("balanced").tokens == model.max_context
+    q4_0 = replace(q4_0, weight_type="q4_0")
+    alone, both = (
+        advise([DeviceFit("cpu", "cpu", 8 * GIB, found)], config, model) for found in ((stored,), (stored, q4_0))
+    )
+    assert alone.settings == {}
+    assert "Not all experts fit." in alone.sentence
+    assert "a token reads 1.7 GiB from the file" in alone.sentence
+    assert both.settings == {"weight_type": "q4_0"}
+
+
+def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "qwen3_moe_normed")
+    model, source, _ = model_loaders.load_weights(path)
+    source.close()
+    whole = of(path)
+    assert estimated_sizes(model, whole.weights).experts == pytest.approx(whole.experts, rel=0.02)
+
+
+def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "qwen3_moe_normed")
+    with pytest.raises(EngineError, match=r"room for 3 of the 8 experts.*a token needs 4: give at least 1M"):
+        load(path, expert_cache=str(of(path).experts * 3 // 8 + 10))
+    with pytest.raises(EngineError, match=r"expert_cache=some: this is not a size"):
+        load(path, expert_cache="some")
+    with pytest.raises(EngineError, match=r"expert_cache=1G: leave it out, since tile_cache maps"):
+        load(path, expert_cache="1G", tile_cache="1G")
+
+
+@pytest.mark.parametrize("ops", [NumpyOps(1), CudaOps(EmulatedDevice())], ids=["numpy", "cuda"])
+def test_other_backends_load_all_experts_and_say_so(ops: Ops, tmp_path: Path) -> None:
+    said: list[str] = []
+    load(make_model(tmp_path, "qwen3_moe_normed"), ops, said, expert_cache="1G").close()
+    assert any(f"expert_cache has no effect with {ops.backend}" in sentence for sentence in said)
+
+
+def test_a_model_without_experts_says_so(tiny_path: Path) -> None:
+    said: list[str] = []
+    load(tiny_path, None, said, expert_cache="1G").close()
+    assert "expert_cache has no effect on this model: it has no experts." in said
+
+
+def test_a_file_that_changes_ends_the_request_and_not_the_engine(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "qwen3_moe_normed")
+    (weights,) = path.glob("*.safetensors")
+    with load(path, expert_cache=str(of(path).experts // 2), kept_sequences=0) as engine:
+        expected = engine.generate(PROMPTS[0], SOME).token_ids
+        now = weights.stat()
+        os.utime(weights, ns=(now.st_atime_ns, now.st_mtime_ns + 10**9))
+        with pytest.raises(EngineError, match="has changed while it was read") as failed:
+            engine.generate(PROMPTS[1], SOME)
+        assert failed.value.code == "model_unavailable"
+        os.utime(weights, ns=(now.st_atime_ns, now.st_mtime_ns))
+        assert engine.generate(PROMPTS[0], SOME).token_ids == expected
+
+
+def test_a_server_counts_what_was_read(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "qwen3_moe_normed")
+    with load(path, expert_cache=str(of(path).experts // 2)) as engine:
+        engine.generate(PROMPTS[0], SOME)
+        now = engine.status()
+        assert now.experts is not None
+        page = metrics.exposition(engine, Totals(), now, without_cached=False).decode()
+        assert f'polarlm_chosen_experts_total{{place="file"}} {now.experts.misses}.0' in page
+        assert f'polarlm_chosen_experts_total{{place="memory"}} {now.experts.hits}.0' in page
+        shown = stats.stats(engine, Totals(), now, None)["experts"]
+        counts = {"hits": now.experts.hits, "misses": now.experts.misses, "bytes": now.experts.bytes}
+        assert shown == {"experts": 4, **counts}
+        parts = expert_parts(engine)
+        sizes = {part.data.memory.nbytes // part.data.slots for part in parts}
+        assert min(sizes) * now.experts.misses <= now.experts.bytes <= max(sizes) * now.experts.misses
