@@ -102,6 +102,11 @@ class Ops(KVOps, Protocol):
     prefill_rows: int
     """Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations."""
 
+    @property
+    def host(self) -> Ops | None:
+        """The ops of a GPU's host, for experts that stay in the computer's memory; None if these are not needed, and
+        on a CPU."""
+
     def split_rows(self, rows: slice) -> list[slice]:
         """`rows` cut into consecutive slices, for `map_parts`."""
 

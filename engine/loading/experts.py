@@ -70,7 +70,7 @@ def _mixtures(model: ModelConfig) -> list[Experts]:
 
 def sizes(ops: Ops, model: ModelConfig, source: WeightSource, weight_type: WeightFormat | None) -> Sizes:
     """Return the sizes of a model's weights, for the `weight_type` of `load_weights`."""
-    return Sizes(weight_bytes(ops, source, weight_type), expert_bytes(ops, model, source, weight_type))
+    return Sizes(weight_bytes(ops, source, weight_type), sum(expert_bytes(ops, model, source, weight_type)))
 
 
 def estimated_sizes(model: ModelConfig, weights: int) -> Sizes:

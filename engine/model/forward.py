@@ -39,6 +39,7 @@ class ModelWeights:
     bytes: int
     layer_inputs: TokenInputs | None = None
     expert_cache: ExpertCache | None = None  # None: all experts are in memory
+    host_bytes: int = 0  # of experts in the memory of a GPU's host
 
 
 class Transformer:

@@ -107,20 +107,25 @@ def load_weights(
     numbers: Sequence[int] | None = None,
     kept: KeptTiles | None = None,
     cache: ExpertCache | None = None,
+    on_host: int = 0,
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
     progress: called with the number of bytes of the file that are done since its last call. numbers: those of the
     layers to load; None: all. kept: as in `Ops.load`. cache: as in `Ops.cache_experts`; None loads all experts.
+    on_host: the experts of this many layers, the first ones, stay on `Ops.host`.
     """
     read = _Reader(ops, source, progress, weight_type, kept, cache)
+    of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
     layers = []
     for number in range(len(config.layers)) if numbers is None else numbers:
         layer = config.layers[number]
-        own = _LayerReader(read, table.layers[number], layer.ffn.count if isinstance(layer.ffn, Experts) else 0)
+        of_experts = of_host if of_host is not None and number < on_host else read
+        count = layer.ffn.count if isinstance(layer.ffn, Experts) else 0
+        own = _LayerReader(read, of_experts, table.layers[number], count)
         mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
         whole = (
             mixer.Weights.read(own),
@@ -135,7 +140,8 @@ def load_weights(
     if "layer_embedding" in top:
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
         inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
-    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache)
+    host_bytes = 0 if of_host is None else of_host.bytes
+    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes)
 
 
 def layer_formats(
@@ -161,14 +167,18 @@ def _file_bytes(source: WeightSource, name: str) -> int:
     return size_of(source.stored_dtype(name), math.prod(source.shape(name)))
 
 
-def expert_bytes(ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None) -> int:
-    """Return the bytes on the device of the matrices of all experts, for the `weight_type` of `load_weights`."""
-    return sum(
-        ops.matrix_bytes(_format(ops, source, spec.name, weight_type), math.prod(spec.shape))
+def expert_bytes(
+    ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None
+) -> list[int]:
+    """Return the bytes of each layer's matrices of experts on a device, for the `weight_type` of `load_weights`."""
+    return [
+        sum(
+            ops.matrix_bytes(_format(ops, source, spec.name, weight_type), math.prod(spec.shape))
+            for slot in EXPERT_SLOTS
+            for spec in slots.get(slot, ())
+        )
         for slots in tensors(config).layers
-        for slot in EXPERT_SLOTS
-        for spec in slots.get(slot, ())
-    )
+    ]
 
 
 def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> int:
@@ -270,14 +280,15 @@ def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, 
     """Yield (name, shape, values from each end) of every weight."""
     for name, tensor in _tensors(weights):
         if isinstance(tensor, ExpertLinear):
+            of = ops.host if tensor.on_host and ops.host is not None else ops
             tensor = tensor.parts[0]
-            first = last = ops.rows(tensor, slice(0, 1))
+            first = last = of.rows(tensor, slice(0, 1))
         elif isinstance(tensor, Matrix | Linear):
             count, width = tensor.shape
             rows = -(-_SAMPLE // width)
             first, last = (ops.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
         else:
-            first = last = ops.to_host(tensor)
+            first = last = tensor if isinstance(tensor, np.ndarray) else ops.to_host(tensor)
         yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
 
 
@@ -298,9 +309,10 @@ def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Line
 
 @dataclass(frozen=True)
 class _LayerReader:
-    """Reads the slots of one layer. count: of its experts."""
+    """Reads the slots of one layer. of_experts: reads the matrices and biases of experts. count: of these."""
 
     read: _Reader
+    of_experts: _Reader
     slots: Slots
     count: int
 
@@ -314,7 +326,8 @@ class _LayerReader:
         return self.linear(slot) if slot in self.slots else None
 
     def experts(self, slot: str) -> ExpertLinear:
-        return self.read.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))
+        experts = self.of_experts.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))
+        return replace(experts, on_host=self.of_experts is not self.read)
 
     def _names(self, slot: str) -> list[str]:
         return [spec.name for spec in self.slots.get(slot, ())]

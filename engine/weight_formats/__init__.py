@@ -157,12 +157,13 @@ class ExpertLinear:
     """The same linear layer of each of `count` experts.
 
     parts: as in `Linear`, each with its rows of all experts, those of the first expert first: (count · out_i, in).
-    bias: (count, out), or None.
+    bias: (count, out), or None. on_host: whether all of it is in the computer's memory, for the CPU of a GPU's host.
     """
 
     count: int
     parts: tuple[Matrix, ...]
     bias: Any | None = None
+    on_host: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

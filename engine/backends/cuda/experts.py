@@ -16,6 +16,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
+from polarlm.engine.backends.cuda.host_experts import HostExperts
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates, input_type
@@ -48,8 +49,9 @@ class _Groups(NamedTuple):
 class ExpertOps:
     """The ops `load_experts`, `route` and `experts`."""
 
-    def __init__(self, device: Device, launch: Launcher, matrices: LinearOps):
-        self._device, self._launch, self._matrices = device, launch, matrices
+    def __init__(self, device: Device, launch: Launcher, matrices: LinearOps, host: HostExperts | None = None):
+        """host: computes those whose weights are in the computer's memory."""
+        self._device, self._launch, self._matrices, self._host = device, launch, matrices, host
 
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
@@ -94,6 +96,9 @@ class ExpertOps:
         residual: Array | None = None,
         recorded: bool = False,
     ) -> Array:
+        if gate_up.on_host:
+            assert self._host is not None
+            return self._host.experts(x, routing, gate_up, down, activation, norm, residual)
         y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
         chosen, n = routing.ids.shape[1], y.shape[1]
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))

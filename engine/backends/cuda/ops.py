@@ -16,6 +16,7 @@ from polarlm.engine.backends.cuda.device import Array, Carried, Device
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps
 from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.host_experts import HostExperts
 from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
@@ -26,8 +27,9 @@ from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
-from polarlm.engine.backends.ops import KeptTiles, Load, Result, WarmUp
+from polarlm.engine.backends.ops import KeptTiles, Load, Ops, Result, WarmUp
 from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import Threads
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 
 # Rows of a unit of a prompt. More rows dequantize packed weights less often (8,192 tokens of an 8B model of 4-bit
@@ -49,8 +51,8 @@ class CudaOps:
     cache_experts = None
     stored_as = transfer.RECORDS
 
-    def __init__(self, device: Device):
-        self.name, self._device = device.name, device
+    def __init__(self, device: Device, host: Ops | None = None):
+        self.name, self._device, self.host = device.name, device, host
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
         launch = Launcher(device)
 
@@ -69,7 +71,8 @@ class CudaOps:
         self.scale = rows.scale
         self.gate = rows.gate
 
-        self._experts = ExpertOps(device, launch, matrices)
+        of_host = None if host is None else HostExperts(device, host)
+        self._experts = ExpertOps(device, launch, matrices, of_host)
         self.load_experts = self._experts.load_experts
         self.route = self._experts.route
         self.experts = self._experts.experts
@@ -131,8 +134,8 @@ class CudaOps:
     def wait(self) -> None:
         self._device.wait()
 
-    def threads(self) -> None:
-        return None
+    def threads(self) -> Threads | None:
+        return None if self.host is None else self.host.threads()
 
     def in_numpy(self, cache: Any) -> dict[str, str]:
         return {}
@@ -162,7 +165,8 @@ class CudaOps:
     def warm_up(self) -> WarmUp:
         device, expected = self._device, Expected(self._device)
         sizes = device.processors, device.shared_memory, device.memory()
-        ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps))
+        host = None if self.host is None else self.host.warm_up()
+        ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)
         load = ops.load
 
         def load_first_rows(matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
@@ -177,7 +181,13 @@ class CudaOps:
             return ops._experts.load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
 
         ops.load, ops.load_experts = load_first_rows, load_experts
-        return WarmUp(ops, expected.wait, ROWS_WITH_KERNELS)
+
+        def wait(progress: Callable[[int, int], None]) -> None:
+            if host is not None:
+                host.wait(progress)
+            expected.wait(progress)
+
+        return WarmUp(ops, wait, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)

@@ -36,6 +36,7 @@ class NativeOps:
 
     name = NumpyOps.name
     backend = "native"
+    host = None
     forkable = NumpyOps.forkable
     stored_as = transfer.TILES
     keeps_tiles = True

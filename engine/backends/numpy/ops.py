@@ -39,6 +39,7 @@ class NumpyOps(ExpertOps):
 
     name = "cpu"
     backend = "numpy"
+    host = None
     forkable = True
     stored_as = transfer.FIELDS
     keeps_tiles = False

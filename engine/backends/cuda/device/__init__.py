@@ -92,6 +92,13 @@ class Device(Protocol):
         float32. Must not be called inside `run_graph`.
         """
 
+    def call_host(self, work: Callable[..., np.ndarray], y: Array, arrays: Sequence[Array]) -> None:
+        """Write work(*arrays on the host), of y's shape and dtype, to y, after all earlier work.
+
+        y and the arrays are contiguous; `work` must not change its arguments. Inside `run_graph`, `work` is called at
+        every replay, between two parts of the recording.
+        """
+
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
         """work(*inputs on the device), or a replay of its launches if this key, shapes and dtypes were seen before.
 

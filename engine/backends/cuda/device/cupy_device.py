@@ -17,7 +17,7 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Result, overlap, row_stride
-from polarlm.engine.backends.cuda.device.cupy_recording import Recordings, memory_errors, pinned
+from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.errors import EngineError
@@ -239,6 +239,15 @@ class CupyDevice:
                 *(self._factors[int(add) :].ctypes.data, y.data.ptr, _runtime.CUDA_R_32F, int(row_stride(y))),
                 *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
             )
+
+    def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
+        call = HostCall(work, y, arrays)
+        if self._recordings.under_way:
+            self._recordings.cut(call)
+        else:
+            self._stream.use()
+            call.make(self._stream)
+            self._stream.synchronize()  # its pinned memory is freed now
 
     def set_aside(self, size: int) -> None:
         self._stream.use()

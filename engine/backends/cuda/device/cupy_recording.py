@@ -52,7 +52,7 @@ class Recordings:
                 return result
             self._kept[whole] = recording
             recording.take(on_host, inputs)
-            if recording.graph is None:
+            if not recording.parts:
                 self.under_way = True
                 try:
                     recording.record(work)
@@ -60,12 +60,37 @@ class Recordings:
                     self.under_way = False
             return recording.launch()
 
+    def cut(self, call: HostCall) -> None:
+        """End the part of the recording that is under way, and begin another one after `call`."""
+        next(reversed(self._kept.values())).cut(call)
+
+
+class HostCall:
+    """A call of Python code on copies of arrays; see `Device.call_host`."""
+
+    def __init__(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]):
+        assert all(array.flags.c_contiguous for array in (y, *arrays))
+        # In a recording, later launches may use the same memory.
+        self._work, self._y, self._arrays = work, _borrowed(y), [_borrowed(array) for array in arrays]
+        self._copies = [_staged(array) for array in arrays]
+        self._result = _staged(y)
+
+    def make(self, stream: cupy.cuda.Stream) -> None:
+        for copy, x in zip(self._copies, self._arrays, strict=True):
+            _runtime.memcpyAsync(copy.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, stream.ptr)
+        stream.synchronize()  # the copy of an earlier result has ended, too
+        self._result[...] = self._work(*self._copies)
+        target, source, size = self._y.data.ptr, self._result.ctypes.data, self._y.nbytes
+        _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, stream.ptr)
+
 
 class _Recording:
-    """The input arrays of work with given input shapes, and its graph once it is recorded."""
+    """The input arrays of work with given input shapes, and its graphs once they are recorded: one, or, of work that
+    calls the host, one between any two calls."""
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, inputs: Sequence[np.ndarray]):
-        self.graph: cupy.cuda.Graph | None = None
+        self.parts: list[cupy.cuda.Graph | HostCall] = []  # in order, once it is recorded
+        self._captured: list[cupy.cuda.Graph | HostCall] = []  # while it is recorded
         self._result: Any = None
         self._stream, self._memory = stream, memory
         # All inputs are copied at once from a pinned buffer, which is not overwritten before that copy has finished.
@@ -95,7 +120,8 @@ class _Recording:
                 _runtime.memcpyAsync(target, source, size, _runtime.memcpyDeviceToDevice, self._stream.ptr)
 
     def record(self, work: Callable[..., Any]) -> None:
-        """Capture work(*self.inputs) as a graph without running it."""
+        """Capture work(*self.inputs) as graphs without running it."""
+        self._captured = []
         self._stream.begin_capture()
         try:
             with cupy.cuda.using_allocator(self._memory.malloc):
@@ -104,17 +130,27 @@ class _Recording:
             with contextlib.suppress(Exception):  # the capture may be invalid; the first error says why
                 self._stream.end_capture()
             raise
-        self.graph = self._stream.end_capture()
         self._result = _borrowed(result)
+        self.parts = [*self._captured, self._stream.end_capture()]
+
+    def cut(self, call: HostCall) -> None:
+        """See `Recordings.cut`."""
+        self._captured += [self._stream.end_capture(), call]
+        self._stream.begin_capture()
 
     def launch(self) -> Any:
-        assert self.graph is not None
-        self.graph.launch(self._stream)
+        for part in self.parts:
+            if isinstance(part, HostCall):
+                part.make(self._stream)
+            else:
+                part.launch(self._stream)
         return self._result
 
     def end(self) -> None:
-        """Wait until no copy reads the pinned buffer, so that it can be freed."""
+        """Wait until no copy reads pinned memory, so that it can be freed."""
         self._copied.synchronize()
+        if len(self.parts) > 1:
+            self._stream.synchronize()
 
 
 def _borrowed(result: Any) -> Any:
@@ -140,6 +176,11 @@ def _allocate_permanently(size: int) -> cupy.cuda.MemoryPointer:
                 raise
         cupy.get_default_memory_pool().free_all_blocks()
         return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+
+
+def _staged(x: cupy.ndarray) -> np.ndarray:
+    """Pinned host memory for an array."""
+    return pinned(max(1, x.nbytes))[: x.nbytes].view(x.dtype).reshape(x.shape)
 
 
 def pinned(size: int) -> np.ndarray:

@@ -103,6 +103,9 @@ class TracingDevice:
     def gemm(self, y: TracingArray, x: TracingArray, weight: TracingArray, *, add: bool) -> None:
         self._launched(Launch(GEMM, "", (), (), (y, x, weight), 0))
 
+    def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
+        work(*map(self.to_host, arrays))
+
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
         return work(*(self.from_host(x.filler if isinstance(x, Carried) else x) for x in inputs))
 
