@@ -107,15 +107,14 @@ class _Experts(Collector):
         self._experts = experts
 
     def collect(self) -> Iterator[Metric]:
-        if self._experts is not None:
-            chosen = CounterMetricFamily(
-                "polarlm_chosen_experts", "Weights of chosen experts, by where they were", labels=["place"]
-            )
-            chosen.add_metric(["memory"], self._experts.hits)
-            chosen.add_metric(["file"], self._experts.misses)
-            yield chosen
-            meaning = "Bytes of experts that were read from the file"
-            yield CounterMetricFamily("polarlm_expert_bytes_read", meaning, value=self._experts.bytes)
+        experts = self._experts or ExpertStatus(0, 0, 0, 0)
+        meaning = "Weights of chosen experts, by where they were, if some are read from the file"
+        chosen = CounterMetricFamily("polarlm_chosen_experts", meaning, labels=["place"])
+        chosen.add_metric(["memory"], experts.hits)
+        chosen.add_metric(["file"], experts.misses)
+        yield chosen
+        meaning = "Bytes of experts that were read from the file"
+        yield CounterMetricFamily("polarlm_expert_bytes_read", meaning, value=experts.bytes)
 
 
 class _Build(Collector):

@@ -143,6 +143,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "waiting": 0,
         "drafted_tokens": 0,
         "accepted_tokens": 0,
+        "experts": None,
         "threads": {
             "number": status.threads.number,
             "why": status.threads.why,
