@@ -25,6 +25,7 @@ from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
+from polarlm.engine.loading.experts import ExpertPlan
 from polarlm.engine.state.plan import format_bytes
 
 _ALL = "all"
@@ -100,7 +101,7 @@ def _row(config: Config, path: str | None, size: str) -> dict[str, Any]:
             reads.append(engine.status().experts)
         found: dict[str, Any] = {"model": engine.model.name, "rate": steps / seconds}
         first, last = reads[1], reads[-1]
-        if plan is not None and first is not None and last is not None:
+        if isinstance(plan, ExpertPlan) and first is not None and last is not None:
             hits, misses = last.hits - first.hits, last.misses - first.misses
             tokens = (config.repeat - 1) * (_PROMPT + config.tokens - 1)
             file = max(engine.model.weights.files(), key=lambda one: one.stat().st_size)

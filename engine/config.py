@@ -119,6 +119,13 @@ class EngineConfig:
         help="on a CPU, keep this much of a mixture's experts in memory, such as 6G, and read the others from the file "
         "as they are chosen; without it, all, or if they do not fit, as many as memory leaves room for",
     )
+    cpu_moe: str | None = setting(
+        None,
+        "--cpu-moe",
+        metavar="N|auto",
+        help="with a GPU, keep the experts of the first N layers in the computer's memory, where its CPU multiplies "
+        "them; auto: of as many layers as do not fit on the GPU",
+    )
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
     prefill_share: float = setting(

@@ -15,13 +15,12 @@ from polarlm.engine import weight_formats
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse, that, use_utf8
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
+from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.experts import estimated_sizes
 from polarlm.engine.loading.fit import (
-    Advice,
     DeviceFit,
     WeightFit,
-    advise,
     devices,
     fit_device,
     fit_files,
@@ -133,7 +132,7 @@ def _fit_hub(
             for number, weight_type in enumerate(types):
                 settings = replace(config, weight_type=weight_type)
                 size = loaded_bytes(settings, ops, model, files[0][1])
-                of = estimated_sizes(model, size)
+                of = estimated_sizes(ops, model, size)
                 rows.append(fit_weights(settings, ops, model, of, contexts=() if number else asked))
             found.append(DeviceFit(device, ops.name, ops.free_memory(), tuple(rows)))
         else:
@@ -159,8 +158,8 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
         what = words[0].upper() + words[1:]
     room = f", {format_bytes(chosen.lacking)} too much." if chosen.lacking else ""
     room = room or f"; up to {format_bytes(chosen.room)} is for the KV cache."
-    if chosen.experts is not None:
-        room = f" ({chosen.experts}){room}"
+    if (experts := chosen.experts or chosen.cpu_experts) is not None:
+        room = f" ({experts}){room}"
     lines = [
         f"{'CPU' if device.device == 'cpu' else device.name}: {format_bytes(device.free)} of memory free. {what} take "
         f"{format_bytes(chosen.bytes)}{room}",

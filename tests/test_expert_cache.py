@@ -22,10 +22,11 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.experts import ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
-from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
+from polarlm.engine.loading.fit import DeviceFit, fit_weights
 from polarlm.engine.loading.sizes import cache_shape
 from polarlm.engine.weight_formats import Matrix
 from polarlm.server.http.plain import metrics, stats
@@ -114,7 +115,7 @@ def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
 
 
 def test_as_many_experts_as_memory_leaves_are_loaded(tmp_path: Path, memory: Callable[[int], None]) -> None:
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, 8 * GIB)
+    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
     memory(11 * GIB)
     assert plan_for(path, whole) is None
     memory(8 * GIB)
@@ -131,7 +132,7 @@ def test_as_many_experts_as_memory_leaves_are_loaded(tmp_path: Path, memory: Cal
 
 def test_experts_leave_room_for_the_context(tmp_path: Path, memory: Callable[[int], None]) -> None:
     """All weights would fit, but not with 4,096 tokens, or the context that is asked for."""
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, 8 * GIB)
+    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
     memory(10 * GIB + (64 << 10))
     found = plan_for(path, whole)
     assert found is not None
@@ -144,7 +145,7 @@ def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callabl
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     memory(8 * GIB)
-    stored, q4_0 = (fit_weights(config, ops, model, Sizes(size * GIB, size * GIB - GIB)) for size in (10, 4))
+    stored, q4_0 = (fit_weights(config, ops, model, Sizes(size * GIB, ((size - 1) * GIB,))) for size in (10, 4))
     assert stored.experts is not None
     assert q4_0.experts is None
     assert stored.cache("balanced").tokens == model.max_context
@@ -163,7 +164,7 @@ def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) 
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     whole = of(path)
-    assert estimated_sizes(model, whole.weights).experts == pytest.approx(whole.experts, rel=0.02)
+    assert estimated_sizes(NativeOps(1), model, whole.weights).experts == pytest.approx(whole.experts, rel=0.02)
 
 
 def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
+from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import (
-    Advice,
     CacheFit,
     DeviceFit,
     WeightFit,
-    advise,
     devices,
     fit_device,
     fit_weights,
@@ -160,10 +159,10 @@ def test_a_size_in_bytes_is_enough_for_the_weights(tiny_path: Path, memory) -> N
     config, source, _ = model_loaders.load_weights(tiny_path)
     size = weight_bytes(cpu(), source)
     source.close()
-    assert fit_weights(EngineConfig(), cpu(), config, Sizes(size, 0)) == replace(
+    assert fit_weights(EngineConfig(), cpu(), config, Sizes(size)) == replace(
         fits(tiny_path, cpu()).weights[0], kept=()
     )
-    assert fit_weights(EngineConfig(), cpu(), config, Sizes(65 * MIB, 0)).lacking == MIB
+    assert fit_weights(EngineConfig(), cpu(), config, Sizes(65 * MIB)).lacking == MIB
 
 
 def test_without_a_gpu_there_is_one_device() -> None:
@@ -238,7 +237,7 @@ def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would
     """The blocks of a window are for one sequence."""
     layers = (replace(LAYER, mixer=replace(LAYER.mixer, head_dim=64, window=window)) for window in (512, None))
     model = replace(MODEL, layers=tuple(layers))
-    found = fit_weights(EngineConfig(), cpu(), model, Sizes(0, 0), ["balanced"], [4096])
+    found = fit_weights(EngineConfig(), cpu(), model, Sizes(0), ["balanced"], [4096])
     assert found.caches[0].contexts[0].sequences == 1
 
 

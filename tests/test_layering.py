@@ -22,6 +22,8 @@ BEHIND_THE_ENGINE = {
     "chat",
     "codecs",
     "jit",
+    "loading.advice",
+    "loading.cpu_experts",
     "loading.encoding",
     "loading.experts",
     "loading.fitting",
@@ -73,9 +75,11 @@ ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
-ROOMS["loading.checks"] = {"loading.sizes", "state", "storage.tiers"} | TOLD
 ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
-ROOMS["loading.fit"] = ROOMS["loading.sizes"] | {"backends.select", "loading.experts", "loading.sizes"}
+ROOMS["loading.cpu_experts"] = ROOMS["loading.sizes"] | {"loading.experts", "loading.sizes"}
+ROOMS["loading.checks"] = {"loading.cpu_experts", "loading.sizes", "state", "storage.tiers"} | TOLD
+ROOMS["loading.fit"] = ROOMS["loading.cpu_experts"] | {"backends.select", "loading.cpu_experts"}
+ROOMS["loading.advice"] = ROOMS["loading.fit"] | {"loading.fit"}
 ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "loading.kept_arrays",
@@ -86,6 +90,7 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
+    "loading.cpu_experts",
     "loading.experts",
     "loading.fitting",
     "cli.progress",

@@ -263,7 +263,7 @@ def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
 
 def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
     settings = replace(EngineConfig(), key_conditioning=one.key_conditioning)
-    return fit_weights(settings, ops, config, Sizes(size, 0), [one.pair]).caches[0]
+    return fit_weights(settings, ops, config, Sizes(size), [one.pair]).caches[0]
 
 
 def _model(path: str | None) -> tuple[str, str]:

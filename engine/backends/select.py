@@ -37,6 +37,20 @@ def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, s
         raise EngineError(sentence, "device_unavailable", ("device",)) from error
 
 
+def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
+    """The ops of a GPU with those of the CPU as `host`, and a note if its kernels do not work; a CPU's ops as they are.
+
+    Raises EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
+    """
+    if ops.backend != "cuda":
+        return ops, ""
+    from polarlm.engine.backends.cuda.ops import CudaOps
+
+    assert isinstance(ops, CudaOps)
+    host, note = _cpu(threads, compiled=True)
+    return (ops.with_host(host) if host.backend == "native" else ops), note
+
+
 def _cpu(threads: int, compiled: bool) -> tuple[Ops, str]:
     """The ops of the CPU, and a note. Raises EngineError if POLARLM_CPU_LEVEL names no level of this CPU."""
     if not compiled:

@@ -17,12 +17,13 @@ import numpy as np
 from polarlm import model_loaders
 from polarlm.engine import codecs
 from polarlm.engine.backends.ops import ExpertCache, Load, Ops
-from polarlm.engine.backends.select import select, without_kernels
+from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
+from polarlm.engine.loading.cpu_experts import CpuExperts, asked_cpu_experts
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.experts import ExpertPlan, expert_plan, no_cache, sizes
+from polarlm.engine.loading.experts import ExpertPlan, asked_expert_plan
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
@@ -41,7 +42,6 @@ from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, l
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size
-from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.engine.storage.tiers.tier_store import TierStore
@@ -64,7 +64,7 @@ class Parts:
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
     is_mapped: bool = False  # whether the weights are mapped from the tile cache
-    experts: ExpertPlan | None = None  # those that are in memory, if not all are
+    experts: ExpertPlan | CpuExperts | None = None  # if not all are in the device's memory
     rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
 
     @property
@@ -94,6 +94,10 @@ def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHO
         ops, note = select(config.device, config.threads)
         if note:
             say(note)
+        if config.cpu_moe is not None:
+            ops, note = with_host(ops, config.threads)
+            if note:
+                say(note)
         try:
             return _assemble(config, ops, verbose, encoding)
         except KernelError as error:
@@ -128,7 +132,11 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             cache = _tile_cache(config, ops, source, say)
             mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
             draft = draft_bytes(config, ops)
-            experts = None if mapped is not None else _expert_plan(config, ops, source, shape, draft, say)
+            on_host = asked_cpu_experts(config, ops, source, shape, draft, say)
+            if on_host is not None:
+                size -= on_host.saved
+                load = partial(load, on_host=on_host.layers)
+            experts = None if mapped is not None else asked_expert_plan(config, ops, source, shape, draft, say)
             if experts is not None:
                 size, room = size - experts.whole + experts.bytes, experts.room
             else:
@@ -140,7 +148,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 say(warning)
             warm = ops.warm_up()
             if warm is not None:
-                later = warm_up_first(config, encoding, warm, source, shape)
+                later = warm_up_first(config, encoding, warm, source, shape, on_host.layers if on_host else 0)
             held = None if experts is None else ExpertCache(experts.experts)
             weights = load(progress=progress, cache=held) if mapped is None else load(kept=mapped)
             source.read_tokenizer()  # what is wrong with it is an error of loading
@@ -164,7 +172,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             raise
     _give_back_freed_memory()
     model = Transformer(ops, source.config, weights, store)
-    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None, experts=experts)
+    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None, experts=experts or on_host)
     parts.rehearsal = None if warm is None else rehearse(later)
     if config.model_draft is not None:
         try:
@@ -220,21 +228,6 @@ def _tile_cache(config: EngineConfig, ops: Ops, source: model_loaders.Model, say
         say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")
         return None
     return tile_cache(source.weights, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
-
-
-def _expert_plan(
-    config: EngineConfig,
-    ops: Ops,
-    source: model_loaders.Model,
-    shape: CacheShape,
-    draft: Callable[[int], int],
-    say: Say,
-) -> ExpertPlan | None:
-    """Return how many experts to keep in memory, None to load all; say why expert_cache has no effect."""
-    if config.expert_cache is not None and (why := no_cache(ops, source.config)):
-        say(f"expert_cache has no effect {why}.")
-    of = sizes(ops, source.config, source.weights, weight_format(config))
-    return expert_plan(config, ops, source.config, shape, of, draft)
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
+from polarlm.engine.loading.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import parse_size
@@ -71,6 +72,8 @@ def _check_values(config: EngineConfig) -> None:
     for setting in ("kv_memory", "cache_disk", "cache_ram", "tile_cache", "expert_cache"):
         if (size := getattr(config, setting)) is not None:
             parse_size(size, setting)
+    if config.cpu_moe not in (None, AUTO) and not str(config.cpu_moe).isdecimal():
+        raise _wrong("cpu_moe", config, f"give a number of layers, or {AUTO}")
     if config.tile_cache is not None and config.expert_cache is not None:
         raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
     check_settings(config)

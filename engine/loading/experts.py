@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.sizes import store_plan, work_bytes
+from polarlm.engine.loading.sizes import store_plan, weight_format, work_bytes
 from polarlm.engine.model.weights import EXPERT_SLOTS, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
@@ -26,10 +26,15 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's weights on the device, and of those that are the matrices of experts."""
+    """Bytes of a model's weights on the device."""
 
     weights: int
-    experts: int
+    of_layers: tuple[int, ...] = ()  # of these, the matrices of each layer's experts
+    on_host: tuple[int, ...] = ()  # bytes of these in the memory of a GPU's host
+
+    @property
+    def experts(self) -> int:
+        return sum(self.of_layers)
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,16 @@ class ExpertPlan:
 
 def no_cache(ops: Ops, model: ModelConfig) -> str:
     """Return why experts are not cached: "with cuda, …"; empty if they can be."""
-    if not _mixtures(model):
+    if not has_experts(model):
         return "on this model: it has no experts"
     if ops.cache_experts is None:
         return f"with {ops.backend}: the compiled kernels of a CPU read experts when they are chosen"
     return ""
+
+
+def has_experts(model: ModelConfig) -> bool:
+    """Return whether a layer is a mixture of experts."""
+    return bool(_mixtures(model))
 
 
 def _mixtures(model: ModelConfig) -> list[Experts]:
@@ -70,17 +80,36 @@ def _mixtures(model: ModelConfig) -> list[Experts]:
 
 def sizes(ops: Ops, model: ModelConfig, source: WeightSource, weight_type: WeightFormat | None) -> Sizes:
     """Return the sizes of a model's weights, for the `weight_type` of `load_weights`."""
-    return Sizes(weight_bytes(ops, source, weight_type), sum(expert_bytes(ops, model, source, weight_type)))
+    of_layers, on_host = (
+        () if one is None else tuple(expert_bytes(one, model, source, weight_type)) for one in (ops, ops.host)
+    )
+    return Sizes(weight_bytes(ops, source, weight_type), of_layers, on_host)
 
 
-def estimated_sizes(model: ModelConfig, weights: int) -> Sizes:
+def estimated_sizes(ops: Ops, model: ModelConfig, weights: int) -> Sizes:
     """Return the sizes of weights of `weights` bytes of which no more is known: experts have their share of values."""
-    counts = Counter[bool]()
-    for slots in tensors(model).layers:
-        for slot, specs in slots.items():
-            counts[slot in EXPERT_SLOTS] += sum(math.prod(spec.shape) for spec in specs)
     every = sum(math.prod(spec.shape) for spec in tensors(model).specs())
-    return Sizes(weights, weights * counts[True] // every)
+    counts = (
+        sum(math.prod(spec.shape) for slot in EXPERT_SLOTS for spec in slots.get(slot, ()))
+        for slots in tensors(model).layers
+    )
+    of_layers = tuple(weights * count // every for count in counts)
+    return Sizes(weights, of_layers, () if ops.host is None else of_layers)
+
+
+def asked_expert_plan(
+    config: EngineConfig,
+    ops: Ops,
+    source: model_loaders.Model,
+    shape: CacheShape,
+    more: Callable[[int], int],
+    say: Callable[[str], None],
+) -> ExpertPlan | None:
+    """Return `expert_plan` for a model; say why expert_cache has no effect."""
+    if config.expert_cache is not None and (why := no_cache(ops, source.config)):
+        say(f"expert_cache has no effect {why}.")
+    whole = sizes(ops, source.config, source.weights, weight_format(config))
+    return expert_plan(config, ops, source.config, shape, whole, more)
 
 
 def expert_plan(

@@ -6,22 +6,22 @@ plans with.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from polarlm.engine import codecs, weight_formats
+from polarlm.engine import weight_formats
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.select import select
-from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
+from polarlm.engine.backends.select import select, with_host
+from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.cpu_experts import AUTO, CpuExperts, cpu_experts
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.experts import LEAST_CONTEXT, ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
+from polarlm.engine.loading.experts import ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
 from polarlm.engine.loading.sizes import cache_shape, loaded_bytes, store_plan, weight_format, work_bytes
 from polarlm.engine.model.weights import Kept, kept
 from polarlm.engine.state.cache_types import PRESETS
-from polarlm.engine.state.plan import StorePlan, format_bytes, plan_for_tokens
+from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
@@ -62,6 +62,7 @@ class WeightFit:
     caches: tuple[CacheFit, ...]
     kept: tuple[Kept, ...] = ()  # how the matrices are kept; empty if only the size of a file is known
     experts: ExpertPlan | None = None  # those in memory at a time, if not all of them fit
+    cpu_experts: CpuExperts | None = None  # those that stay in the computer's memory, if not all of them fit on the GPU
 
     def cache(self, cache_type: str) -> CacheFit:
         return next(one for one in self.caches if one.cache_type == cache_type)
@@ -77,18 +78,10 @@ class DeviceFit:
     weights: tuple[WeightFit, ...]
 
 
-@dataclass(frozen=True)
-class Advice:
-    """The settings to load a model with; None if it does not fit. sentence: the reason, for the user."""
-
-    sentence: str
-    settings: dict[str, str | int] | None
-
-
 def devices(device: str, threads: int = 0) -> list[tuple[str, Ops]]:
     """Return (value of EngineConfig.device, its ops) of the device that `Engine.load` takes; if that is a GPU that
     "auto" has selected, also those of the CPU. Raises EngineError."""
-    first, _ = select(device, threads)
+    first, _ = with_host(select(device, threads)[0], threads)
     cpu = select("cpu", threads)[0] if first.name != "cpu" and device == "auto" else None
     return [("cpu" if first.name == "cpu" else "cuda", first), *([("cpu", cpu)] if cpu is not None else [])]
 
@@ -132,7 +125,7 @@ def fit_files(
     """
     found = []
     for number, (name, size) in enumerate(files.items()):
-        of = estimated_sizes(model, loaded_bytes(config, ops, model, size))
+        of = estimated_sizes(ops, model, loaded_bytes(config, ops, model, size))
         found.append(fit_weights(config, ops, model, of, cache_types, () if number else contexts, name))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
@@ -153,14 +146,27 @@ def fit_weights(
 ) -> WeightFit:
     """Return what fits in the memory that weights of these sizes leave. name: replaces their type."""
     room, lacking, experts = 0, 0, None
+    on_cpu = _cpu_experts(config, ops, model, of)
     try:
         if of.experts:
             experts = expert_plan(config, ops, model, cache_shape(config, WHOLE, ops, model), of)
-        room = ops.room_beside(of.weights) if experts is None else experts.room
+        room = ops.room_beside(of.weights - on_cpu.saved if on_cpu else of.weights) if experts is None else experts.room
     except EngineError as error:
         lacking = error.numbers.get("lacking", 0)
     caches = [_fit_cache(config, ops, model, room, lacking, cache_type, contexts) for cache_type in cache_types]
-    return WeightFit(name or config.weight_type, of.weights, room, lacking, tuple(caches), experts=experts)
+    kind = name or config.weight_type
+    return WeightFit(kind, of.weights, room, lacking, tuple(caches), experts=experts, cpu_experts=on_cpu)
+
+
+def _cpu_experts(config: EngineConfig, ops: Ops, model: ModelConfig, of: Sizes) -> CpuExperts | None:
+    """Return which experts have to stay in the memory of a GPU's host; None if none, or if they do not fit there."""
+    if not of.experts or ops.host is None:
+        return None
+    asked = replace(config, cpu_moe=AUTO)
+    try:
+        return cpu_experts(asked, ops, model, cache_shape(asked, WHOLE, ops, model), of)
+    except EngineError:
+        return None
 
 
 def _fit_cache(
@@ -226,74 +232,3 @@ def steps_to(context: int) -> list[int]:
         found.append(step)
         step *= 2
     return [*found, context][-5:]
-
-
-_SMALLEST = "take a smaller model, or a file of fewer bits"
-
-
-def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
-    """Return the settings to load the model with, from what fits on each device with `config`.
-
-    Weights are converted only if they leave no room for 4,096 tokens on any device, and experts are read from the file
-    only if not even that is enough.
-    """
-    target = config.ctx_size or model.max_context
-    least = min(target, LEAST_CONTEXT)
-    order = itertools.product((False, True), range(max(len(device.weights) for device in found)))
-    for caches_experts, number in order:
-        for device in found:
-            weights = device.weights[number]
-            if (weights.experts is not None) != caches_experts or weights.bytes > device.weights[0].bytes:
-                continue
-            if max(one.tokens for one in weights.caches) < least:
-                continue
-            cache, sentence = _best_cache(weights, target)
-            if number:
-                first = "as the file has them" if device.weights[0].weight_type == AS_STORED else ""
-                first = first or f"as {device.weights[0].weight_type}"
-                sentence = f"{weights.weight_type} is taken: {first}, the weights leave too little room. {sentence}"
-            if weights.experts is not None:
-                sentence = f"Not all experts fit. {_in_words(weights.experts)} {sentence}"
-            changed: dict[str, str | int] = {}
-            if device is not found[0]:
-                changed["device"] = device.device
-            if weights.weight_type != AS_STORED:
-                changed["weight_type"] = weights.weight_type
-            if cache.cache_type != DEFAULT_CACHE_TYPE:
-                changed["cache_type"] = cache.cache_type
-            if cache.tokens < target or config.ctx_size:
-                changed["ctx_size"] = cache.tokens
-            return Advice(sentence, changed)
-    smallest = min(found[0].weights, key=lambda one: one.bytes)
-    if smallest.lacking:
-        lack = f"{format_bytes(smallest.bytes)} as {smallest.weight_type}, {format_bytes(smallest.lacking)} too much"
-        return Advice(f"This model does not fit here: its weights take {lack}; {_SMALLEST}.", None)
-    most = max(one.tokens for one in smallest.caches)
-    return Advice(f"This model does not fit here: {most:,} tokens of context are left with it; {_SMALLEST}.", None)
-
-
-def _in_words(experts: ExpertPlan) -> str:
-    """Return a sentence about experts that are read from the file, and what a token then costs."""
-    return (
-        f"{format_bytes(experts.bytes)} of their {format_bytes(experts.whole)} are in memory at a time; if they are "
-        f"chosen equally often, a token reads {format_bytes(experts.of_token)} from the file."
-    )
-
-
-def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
-    """Return the default preset if it holds `target` tokens, else the preset that holds most, and a sentence that says
-    why. If no preset supports the model's heads, the choice is among all types."""
-    usable = [one for one in weights.caches if not one.problem]
-    presets = [one for one in usable if one.cache_type in PRESETS] or usable
-    best = next((one for one in presets if one.cache_type == DEFAULT_CACHE_TYPE), presets[0])
-    if best.tokens < target:
-        best = max(presets, key=lambda one: one.tokens)
-    rest = f"{best.cache_type} takes {format_bytes(best.store_bytes)} for its KV store"
-    f16 = next((one for one in weights.caches if one.cache_type == codecs.FULL), None)
-    if f16 is not None and f16.tokens == best.tokens:
-        rest += f", f16 {format_bytes(f16.store_bytes)}"
-    elif f16 is not None:
-        rest += f"; with f16, {f16.tokens:,} tokens fit"
-    if best.tokens >= target:
-        return best, f"A context of {target:,} tokens fits: {rest}."
-    return best, f"Of {target:,} tokens of context, {best.tokens:,} fit: {rest}."

@@ -31,11 +31,20 @@ _SECONDS = 2.0  # after loading: a process that ends before need not map a compi
 
 
 def warm_up_first(
-    config: EngineConfig, encoding: Encoding, warm: WarmUp, source: model_loaders.Model, shape: CacheShape
+    config: EngineConfig,
+    encoding: Encoding,
+    warm: WarmUp,
+    source: model_loaders.Model,
+    shape: CacheShape,
+    on_host: int,
 ) -> list[Callable[[], None]]:
-    """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones."""
+    """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones.
+
+    on_host: as in `load_weights`.
+    """
     ops, wanted = warm.ops, weight_format(config)
-    numbers = _different_layers(source.config, shape, layer_formats(ops, source.config, source.weights, wanted))
+    formats = [*enumerate(layer_formats(ops, source.config, source.weights, wanted))]
+    numbers = _different_layers(source.config, shape, [(number < on_host, of) for number, of in formats])
     model = replace(source.config, layers=tuple(source.config.layers[number] for number in numbers))
     shape = CacheShape(shape.block_size, tuple(shape.layers[number] for number in numbers))
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
@@ -48,7 +57,7 @@ def warm_up_first(
     conditioning, metrics = zip(
         *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
     )
-    weights = load_weights(ops, source.config, source.weights, None, wanted, numbers)
+    weights = load_weights(ops, source.config, source.weights, None, wanted, numbers, on_host=on_host)
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
     warmed = Transformer(ops, model, weights, store)
     sequence = warm_up(warmed)

@@ -22,7 +22,7 @@ from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.files.tensors import READABLE
 
-_CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
+CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
 
 
 def weight_format(config: EngineConfig) -> WeightFormat | None:
@@ -52,7 +52,7 @@ def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[
             room = ops.room_beside(size if model is None else loaded_bytes(config, ops, model, size))
             if model is None:
                 return True
-            context = config.ctx_size or min(model.max_context, _CONTEXT_TO_CHOOSE_BY)
+            context = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
             asked = replace(config, ctx_size=context)
             return store_plan(asked, ops, model, cache_shape(asked, encoding, ops, model), room).tokens >= context
         except EngineError:
@@ -120,6 +120,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         cache_ram=None,
         cache_disk=None,
         expert_cache=None,
+        cpu_moe=None,
         ctx_size=tokens,
         kept_sequences=0,
     )

@@ -16,11 +16,10 @@ import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
-from polarlm.engine.backends.cuda.host_experts import HostExperts
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates, input_type
-from polarlm.engine.backends.ops import KeptTiles
+from polarlm.engine.backends.ops import KeptTiles, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import Experts
@@ -44,6 +43,50 @@ class _Groups(NamedTuple):
     groups: Array
     config: LaunchConfig
     tile: int
+
+
+class HostExperts:
+    """The op `experts` on rows that are copied to the host, and back."""
+
+    def __init__(self, device: Device, host: Ops):
+        self._device, self._host = device, host
+
+    def experts(
+        self,
+        x: Array,
+        routing: Routing,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: str,
+        norm: tuple[Array, float] | None,
+        residual: Array | None,
+    ) -> Array:
+        """See `Ops.experts`."""
+        y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
+        copied = {"x": x, "ids": routing.ids, "weights": routing.weights}
+        if norm is not None:
+            copied["norm"] = norm[0]
+        if residual is not None and residual is not x:
+            copied["residual"] = residual
+        names, adds, eps = tuple(copied), residual is not None, norm and norm[1]
+
+        def compute(*arrays: np.ndarray) -> np.ndarray:
+            given = dict(zip(names, arrays, strict=True))
+            rows = given["x"]
+            before = given.get("residual", rows)
+            result = np.empty((len(rows), down.shape[0]), np.float32)
+            own = None if eps is None else (given["norm"], eps)
+            for first in range(0, len(rows), self._host.prefill_rows):
+                part = slice(first, first + self._host.prefill_rows)
+                chosen = Routing(given["ids"][part], given["weights"][part])
+                into = before[part].copy() if adds else None
+                result[part] = self._host.experts(
+                    rows[part], chosen, gate_up, down, activation, norm=own, residual=into
+                )
+            return result
+
+        self._device.call_host(compute, y, list(copied.values()))
+        return y
 
 
 class ExpertOps:

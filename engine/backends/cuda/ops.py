@@ -14,9 +14,8 @@ from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
 from polarlm.engine.backends.cuda.device import Array, Carried, Device
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
-from polarlm.engine.backends.cuda.experts import ExpertOps
+from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.host_experts import HostExperts
 from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
@@ -102,6 +101,10 @@ class CudaOps:
         self.sample = partial(sampler.sample, device, launch)
         self.fetch_tokens = partial(sampler.fetch_tokens, device, launch)
         self.fetch_later = partial(sampler.fetch_later, device)
+
+    def with_host(self, host: Ops) -> CudaOps:
+        """The ops on the same GPU, with those of its host."""
+        return CudaOps(self._device, host)
 
     def split_rows(self, rows: slice) -> list[slice]:
         return [rows]
