@@ -15,6 +15,7 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.requests.prompts import prompt_ids
+from polarlm.model_loaders import load
 from polarlm.model_loaders.chat.reasoning import Tags, find_tags
 from tests.rendering import rendered
 from tests.server.http_server import serving
@@ -145,6 +146,24 @@ def test_tags_come_in_pairs(before: str, after: str, tags: Tags | None) -> None:
             ]
 
     assert find_tags(Template()) == tags
+
+
+CHANNEL = Tags("<|channel>thought", "<channel|>")
+REMOVES = (  # what past answers thought, and opens the channel only where it is closed at once
+    "{% for m in messages %}{{ '<|turn>' + m.role + '\\n' }}{% for part in m.content.split('<channel|>') %}"
+    "{{ part.split('<|channel>')[0] }}{% endfor %}{{ '<turn|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn>model\\n' }}"
+    "{% if not enable_thinking %}{{ '<|channel>thought\\n<channel|>' }}{% endif %}{% endif %}"
+)
+
+
+def test_tags_that_a_template_only_removes_are_known(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(REMOVES, encoding="utf-8")
+    template = load(str(tmp_path), mmap=True).template
+    assert template.tags == CHANNEL
+    assert template.place_of_answer({}) == "after"
+    assert template.place_of_answer({"enable_thinking": True}) == "before"
 
 
 def test_an_answer_that_shows_no_reasoning_is_found_again(engine: Engine, params: SamplingParams) -> None:

@@ -10,7 +10,7 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.sizes import store_plan, weight_format, work_bytes
+from polarlm.engine.loading.sizes import store_plan, weight_format
 from polarlm.engine.model.weights import EXPERT_SLOTS, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
@@ -22,6 +22,7 @@ from polarlm.model_loaders.files.weights import WeightSource
 LEAST_CONTEXT = 4096  # tokens for which all weights leave room, unless experts are cached or weights converted
 _SHARE = 0.9  # of what memory leaves
 _MIB = 1 << 20
+_UNIT_BYTES = 128 * _MIB
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,18 @@ def expert_plan(
             return None
         room = ops.room_beside(other + least)
         store = store_plan(config, ops, model, shape, room, more)
-        left = free - store.bytes - work_bytes(config, ops, model, shape)(store.tokens) - more(store.tokens)
+        left = free - store.bytes - _prompt_bytes(model, store.tokens) - more(store.tokens)
         experts = max(chosen, int(_SHARE * left) * count // of.experts)
     if experts >= count:
         return None
     return ExpertPlan(experts, count, chosen, of.experts * experts // count, of.experts, room)
+
+
+def _prompt_bytes(model: ModelConfig, tokens: int) -> int:
+    """Return the bytes of activations of the longest prompt: of all tokens, and of a unit of them."""
+    widest = max(mixer.kv_heads * mixer.head_dim for mixer in model.attentions.values())
+    inputs = len(model.layers) * model.layer_embedding
+    return 4 * tokens * (2 * model.hidden_size + 2 * widest + inputs) + _UNIT_BYTES
 
 
 def _all_fit(

@@ -23,6 +23,7 @@ class Tags:
 
 _QUESTION, _REASONING, _ANSWER = "alphaquestion", "alphareasoning", "alphaanswer"
 _USUAL = Tags("<think>", "</think>")
+_KNOWN = (_USUAL, Tags("<|channel>thought", "<channel|>"))  # which templates do not write, but remove or open
 _BEFORE = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _AFTER = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
 
@@ -31,17 +32,21 @@ def find_tags(template: Renders) -> Tags | None:
     """The tags of the template's reasoning; None if it knows none. Raises LoadError if it cannot run.
 
     Most templates write the reasoning of the last answer. Others remove an answer's text up to the closing tag, or
-    write the opening tag at the end of a prompt.
+    write the opening tag at the end of a prompt. For these, some pairs of tags are tried.
     """
     question = {"role": "user", "content": _QUESTION}
     shown = {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}
-    inside = {"role": "assistant", "content": f"{_USUAL.open}{_REASONING}{_USUAL.close}{_ANSWER}"}
-    written, stripped = template.render_each([[question, shown], [question, inside]], add_generation_prompt=False)
+    answers = [f"{tags.open}\n{_REASONING}{tags.close}{_ANSWER}" for tags in _KNOWN]
+    inside = [[question, {"role": "assistant", "content": answer}] for answer in answers]
+    written, *stripped = template.render_each([[question, shown], *inside], add_generation_prompt=False)
     (prompt,) = template.render_each([[question]])
     if isinstance(written, str) and (tags := _around(written)):
         return tags
-    strips = isinstance(stripped, str) and _REASONING not in stripped and _ANSWER in stripped
-    return _USUAL if strips or _ends_with(prompt, _USUAL.open) else None
+    for known, text in zip(_KNOWN, stripped, strict=True):
+        strips = isinstance(text, str) and _REASONING not in text and _ANSWER in text
+        if strips or _ends_with(prompt, known.open):
+            return known
+    return None
 
 
 def _around(text: str) -> Tags | None:

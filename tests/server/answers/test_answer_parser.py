@@ -70,6 +70,9 @@ def test_calls_as_each_family_writes_them(name: str) -> None:
     if name != "LLAMA":
         assert parsed(parser(format), f"I look.\n{written}") == [("text", "I look."), *expected]
     assert parsed(parser(format, THINK), f"<think>\nso\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
+    channel = Tags("<|channel>thought", "<channel|>")
+    written_in = f"<|channel>thought\nso\n<channel|>\n{written}"
+    assert parsed(parser(format, channel), written_in) == [("reasoning", "so"), *expected]
     assert parsed(parser(format, THINK, thinks=True), f"so\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
 
 
