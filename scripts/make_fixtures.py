@@ -56,9 +56,36 @@ GEMMA4 = {
     },
 }
 
+LFM2 = {
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "block_multiple_of": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+
 # name: (model type, type of the stored weights, spelling of config.json, changes to COMMON).
 # The RoPE settings are scaled down to the context so that every branch of every kind acts on some channel.
 MODELS = {
+    "lfm2_tied": ("lfm2", "bfloat16", "new", LFM2),
+    "lfm2_biases": (
+        "lfm2",
+        "float32",
+        "new",
+        {
+            **LFM2,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     "llama_mha": ("llama", "float32", "old", {"num_key_value_heads": 4}),
     "llama_gqa_linear": (
         "llama",

@@ -79,7 +79,7 @@ def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
 def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -> gguf.GGUFWriter:
     """A writer with the metadata of `config`; `changes` are further keys, with `__` for the dots."""
     writer = gguf.GGUFWriter(path, arch)
-    ropes = [layer.mixer.rope for layer in sorted(config.layers, key=lambda layer: layer.mixer.window is not None)]
+    ropes = [mixer.rope for mixer in sorted(config.attentions.values(), key=lambda one: one.window is not None)]
     ffns = [layer.ffn for layer in config.layers]
     numbers = {
         "block_count": len(config.layers),
