@@ -22,6 +22,7 @@ NEW = [
         "gemma4_shared_kv",
         "gemma4_values_are_keys",
         "lfm2_biases",
+        "lfm2_moe_dense_first",
         "lfm2_tied",
         "muse_glimmer_gated",
         "olmo2_post_norms",

@@ -45,10 +45,14 @@ GGUF = GgufLayout("lfm2", keys={"conv_L_cache": "shortconv.l_cache"}, implied=im
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.completed({"norm_eps": 1e-5})
-    fields = fields.completed({"rms_norm_eps": fields.positive("norm_eps"), "rope_theta": 1_000_000.0})
-    count = layer_count(fields)
-    return with_convolutions(fields, decoder(fields, "lfm2", qk_norm="head", ffns=[_network(fields)] * count))
+    fields = with_defaults(fields)
+    ffns = [_network(fields)] * layer_count(fields)
+    return with_convolutions(fields, decoder(fields, "lfm2", qk_norm="head", ffns=ffns))
+
+
+def with_defaults(fields: Fields) -> Fields:
+    """The fields under the names and with the defaults of other families."""
+    return fields.completed({"rms_norm_eps": fields.positive("norm_eps", 1e-5), "rope_theta": 1_000_000.0})
 
 
 def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:

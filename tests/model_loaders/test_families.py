@@ -472,13 +472,13 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
         expected = expected.with_attention(lambda mixer: replace(mixer, scale=scale))  # they know no other
     elif config.family == "gemma4":
         changes |= gemma4(config, written)
-    elif config.family == "lfm2":
+    elif config.family.startswith("lfm2"):
         changes |= lfm2(config)
     elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
         expected = expected.with_attention(lambda mixer: replace(mixer, window=None))
-    if config.family == "glm4_moe":
+    if config.family in ("glm4_moe", "lfm2_moe"):
         changes["leading_dense_block_count"] = sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers)
     arch = architecture(config)
     of_file = dict(written)
@@ -676,6 +676,6 @@ def test_a_published_layout() -> None:
 @every_gguf
 def test_tables_have_the_formats_own_names(name: str) -> None:
     config = stored(name)
-    has_head = config.family != "gemma2"  # the format knows it with a tied one alone
+    has_head = config.family not in ("gemma2", "lfm2_moe")  # the format knows these with a tied one alone
     for spec in tensors(replace(config, tied_head=not has_head)).specs():
         assert spec.gguf == gguf_name(spec.name, architecture(config))
