@@ -87,6 +87,15 @@ class Attention(Mixer):
 
 
 @dataclass(frozen=True)
+class ShortConv(Mixer):
+    """C · conv(B · x) of three projections B, C and x of the input; conv is causal, of each channel alone."""
+
+    channels: int  # E
+    width: int  # tokens that the convolution sees, the newest included
+    bias: bool = False  # of the projections and of the convolution
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """down(activation(gate(x)) · up(x)): the feed-forward network of a layer."""
 

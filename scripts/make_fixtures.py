@@ -56,9 +56,51 @@ GEMMA4 = {
     },
 }
 
+LFM2 = {
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "block_multiple_of": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+
 # name: (model type, type of the stored weights, spelling of config.json, changes to COMMON).
 # The RoPE settings are scaled down to the context so that every branch of every kind acts on some channel.
 MODELS = {
+    "lfm2_tied": ("lfm2", "bfloat16", "new", LFM2),
+    "lfm2_biases": (
+        "lfm2",
+        "float32",
+        "new",
+        {
+            **LFM2,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "lfm2_moe_dense_first": (
+        "lfm2_moe",
+        "bfloat16",
+        "new",
+        {
+            **LFM2,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "moe_intermediate_size": 24,
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "llama_mha": ("llama", "float32", "old", {"num_key_value_heads": 4}),
     "llama_gqa_linear": (
         "llama",
@@ -398,13 +440,21 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
         elif name.endswith("bias"):
             parameter.data = 0.5 * torch.randn_like(parameter)
         else:
-            selective = ("q_proj", "k_proj", "qkv_proj", "mlp.gate.weight", "mlp.router.weight", "router.proj")
+            selective = (
+                "q_proj",
+                "k_proj",
+                "qkv_proj",
+                "mlp.gate.weight",
+                "feed_forward.gate.weight",
+                "mlp.router.weight",
+                "router.proj",
+            )
             scale = 1.6 if any(part in name for part in selective) else 2.0 if parameter.shape[0] == 96 else 1.0
             scale = 3.0 if name.endswith("experts.gate_up_proj") and model.config.model_type == "gpt_oss" else scale
             inputs = parameter.shape[1 if ".experts." in name and model.config.model_type == "gpt_oss" else -1]
             parameter.data = scale * torch.randn_like(parameter) / inputs**0.5
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.2 * torch.randn_like(buffer))
         elif name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
@@ -493,7 +543,8 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     with torch.no_grad():
         logits = stored(ids).logits[0]
     decoder = getattr(stored.model, "language_model", stored.model)
-    np.savez(folder / "reference.npz", ids=ids[0].numpy(), logits=logits.numpy(), **ropes(decoder.rotary_emb))
+    rotary = getattr(decoder, "rotary_emb", None) or decoder.pos_emb
+    np.savez(folder / "reference.npz", ids=ids[0].numpy(), logits=logits.numpy(), **ropes(rotary))
     print(f"{name}: logits {logits.std():.2f} on average, from {logits.min():.1f} to {logits.max():.1f}")
 
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from polarlm.model_loaders import LoadError
 from polarlm.model_loaders.demo import demo_model
 
+_CONV_WIDTH = 3  # tokens
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 
 
@@ -47,6 +48,8 @@ class Shape:
     expert_ffn: int = 0
     window: int = 0  # of every second layer, in a model with sink scores and biases as gpt-oss has them; 0: none
 
+    attending: tuple[int, ...] = ()  # layers with attention; the others have short convolutions. Empty: all
+
     @property
     def head_dim(self) -> int:
         return self.head_size or self.hidden // self.heads
@@ -57,6 +60,10 @@ SHAPES = {
     "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 32_000, 8192),
     "7b": Shape("llama", 32, 4096, 14_336, 32, 8, 32_000, 8192),
     "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 151_936, 32_768, 1e6, 1e-6, tied=True, qkv_bias=True),
+    "lfm2-350m": Shape(
+        *("lfm2", 16, 1024, 4608, 16, 8, 65_536, 128_000, 1e6),
+        **{"tied": True, "qk_norm": "head", "attending": (2, 5, 8, 10, 12, 14)},
+    ),
     "olmoe-1b-7b": Shape(
         "olmoe", 16, 2048, 1024, 16, 16, 50_304, 4096, qk_norm="all", experts=64, experts_used=8, expert_ffn=1024
     ),
@@ -114,7 +121,12 @@ def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> Non
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    if shape.attending:
+        kv_heads = [shape.kv_heads if layer in shape.attending else 0 for layer in range(shape.layers)]
+        writer.add_head_count_kv(kv_heads)
+        writer.add_uint32(f"{shape.arch}.shortconv.l_cache", _CONV_WIDTH)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
@@ -168,18 +180,13 @@ def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, in
     of_experts = usual
     usual = better if kind == "mxfp4" else usual
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norms = {"head": (shape.head_dim,) * 2, "all": (heads, kv)}.get(shape.qk_norm, ())
     yield "token_embd.weight", vocabulary, shape.hidden, better if shape.tied else usual
     for layer in range(shape.layers):
         mixed = better if _has_better_matrices(layer, shape.layers) else usual
         for name, rows, columns, type in (
             ("attn_norm.weight", 0, shape.hidden, Type.F32),
-            ("attn_q.weight", heads, shape.hidden, usual),
-            ("attn_k.weight", kv, shape.hidden, usual),
-            ("attn_v.weight", kv, shape.hidden, mixed),
-            ("attn_output.weight", shape.hidden, heads, usual),
+            *(_attention(shape, usual, mixed) if layer in (shape.attending or [layer]) else _convolution(shape, usual)),
             ("post_attention_norm.weight" if shape.window else "ffn_norm.weight", 0, shape.hidden, Type.F32),
-            *((f"attn_{part}_norm.weight", 0, length, Type.F32) for part, length in zip("qk", norms, strict=False)),
             *(_of_experts(shape, of_experts, mixed) if shape.experts else _dense(shape, usual, mixed)),
             *(_of_gpt_oss(shape) if shape.window else ()),
         ):
@@ -187,9 +194,29 @@ def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, in
         if shape.qkv_bias:
             for part, length in (("q", heads), ("k", kv), ("v", kv)):
                 yield f"blk.{layer}.attn_{part}.bias", 0, length, Type.F32
-    yield "output_norm.weight", 0, shape.hidden, Type.F32
+    yield f"{'token_embd' if shape.attending else 'output'}_norm.weight", 0, shape.hidden, Type.F32
     if not shape.tied:
         yield "output.weight", vocabulary, shape.hidden, better
+
+
+def _attention(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = {"head": (shape.head_dim,) * 2, "all": (heads, kv)}.get(shape.qk_norm, ())
+    return [
+        ("attn_q.weight", heads, shape.hidden, usual),
+        ("attn_k.weight", kv, shape.hidden, usual),
+        ("attn_v.weight", kv, shape.hidden, mixed),
+        ("attn_output.weight", shape.hidden, heads, usual),
+        *((f"attn_{part}_norm.weight", 0, length, Type.F32) for part, length in zip("qk", norms, strict=False)),
+    ]
+
+
+def _convolution(shape: Shape, usual: Type) -> list[tuple[str, int, int, Type]]:
+    return [
+        ("shortconv.in_proj.weight", 3 * shape.hidden, shape.hidden, usual),
+        ("shortconv.conv.weight", shape.hidden, _CONV_WIDTH, Type.F32),
+        ("shortconv.out_proj.weight", shape.hidden, shape.hidden, usual),
+    ]
 
 
 def _dense(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.codecs import Codec
 from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape, SharedShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.model_loaders import load_weights as open_weights
-from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.config import Attention, Mixer, ModelConfig
 
 
 def read_model(path: Path) -> tuple[ModelConfig, ModelWeights]:
@@ -41,20 +44,28 @@ def bare_model(
     """A model with its own store; models may share weights."""
     k, v = (codecs.get(name) for name in types)
     mean_bits = 16 if centred and types[0] != "f16" else 0
-    layers = tuple(
-        SharedShape(one.kv_heads, one.head_dim, one.window)
-        if one.shares_kv
-        else LayerShape(k, v, one.kv_heads, one.head_dim, mean_bits, one.window)
-        for one in config.attentions.values()
-    )
+    layers = tuple(_shape(layer.mixer, k, v, mean_bits, block_size) for layer in config.layers)
     plan = plan_for_tokens(CacheShape(block_size, layers), tokens, 4, step_rows)
     plan = replace(
         plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks)
     )  # of each of the sequences
     ops = ops or NumpyOps()
-    dims = [layer.head_dim for layer in layers]
-    conditioning = [Conditioning(k.rotation(d), v.rotation(d)) for d in dims]
+    conditioning = [
+        Conditioning(k.rotation(one.head_dim), v.rotation(one.head_dim))
+        if isinstance(one, LayerShape | SharedShape)
+        else Conditioning()
+        for one in layers
+    ]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
+
+
+def _shape(mixer: Mixer, k: Codec, v: Codec, mean_bits: int, block_size: int) -> Any:
+    """The shape of a layer's state."""
+    if not isinstance(mixer, Attention):
+        return MIXERS[type(mixer)].state_shape(mixer, block_size)
+    if mixer.shares_kv:
+        return SharedShape(mixer.kv_heads, mixer.head_dim, mixer.window)
+    return LayerShape(k, v, mixer.kv_heads, mixer.head_dim, mean_bits, mixer.window)
 
 
 def feed(

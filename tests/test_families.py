@@ -21,6 +21,9 @@ NEW = [
         "gemma4_experts_beside",
         "gemma4_shared_kv",
         "gemma4_values_are_keys",
+        "lfm2_biases",
+        "lfm2_moe_dense_first",
+        "lfm2_tied",
         "muse_glimmer_gated",
         "olmo2_post_norms",
         "phi3_longrope_partial",
@@ -61,8 +64,8 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
     assert np.abs(found[32] - found[0]).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["gemma2_capped_tied", "gemma4_shared_kv"])
-def test_models_with_other_attention_find_prefixes_and_sessions_and_drafts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma2_capped_tied", "gemma4_shared_kv", "lfm2_tied"])
+def test_models_with_other_layers_find_prefixes_and_sessions_and_drafts(name: str, tmp_path: Path) -> None:
     """An answer after a stored prefix is that of another engine after a session, with drafts."""
     path = make_model(tmp_path, name)
     params = SamplingParams(max_tokens=40, temperature=1, seed=1, ignore_eos=True)

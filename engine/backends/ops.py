@@ -255,6 +255,16 @@ class Ops(KVOps, Protocol):
     def gate(self, x: Array, logits: Array) -> None:
         """x (T, n) times σ(logits), in place; logits (T, n) or (T, 1)."""
 
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Any) -> Array:
+        """C · (Σ_j conv[j] · u_j + bias) of each row (T, E), where u = B · x, and inputs (T, 3E) is [B | C | x].
+
+        conv (width, E): the oldest token's numbers first. slots (S, width − 1 + N, E): the u of the tokens of blocks,
+        after those of the tokens before each block; this op writes those of its rows. rows: int32 (T, 4): the slot of
+        each row; its place in the block; the slot of the next block, in which the u of a block's last tokens are
+        repeated, or −1; and how many of the rows before it are the tokens before it. A row whose slot is −1 is not
+        written.
+        """
+
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""
 

@@ -231,9 +231,9 @@ class CacheShape:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of a quantized block per K/V value, over all layers, without a backend's padding."""
-        values = self.block_size * sum(layer.values for layer in self.layers)
-        return 8 * sum(self._quantized_bytes) / values
+        """Bits of a quantized block of K/V per value, over all layers that have K/V, without a backend's padding."""
+        values = self.block_size * sum(layer.values for layer in self.kv_layers.values())
+        return 8 * sum(self._quantized_bytes[layer] for layer in self.kv_layers) / values
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
         """Return how many quantized blocks a sequence of `tokens` needs, per group. Block 0 is never quantized.

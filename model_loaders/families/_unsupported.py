@@ -11,7 +11,7 @@ _ENCODER = "which has an encoder and is not supported: use a decoder-only model"
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
     _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "mistral3", "phi4mm", "smolvlm"),
     _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "dbrx", "llama4", "grok", "arctic"),
-    _HYBRID: ("mamba", "jamba", "rwkv", "falconh1", "bamba", "zamba", "nemotronh", "hybrid", "lfm2", "recurrent"),
+    _HYBRID: ("mamba", "jamba", "rwkv", "falconh1", "bamba", "zamba", "nemotronh", "hybrid", "recurrent"),
     _ENCODER: ("t5", "bart", "whisper", "pegasus", "marian", "bert", "encoder", "electra", "deberta"),
 }
 _KEYS = {  # in a configuration

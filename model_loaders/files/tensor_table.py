@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, ModelConfig
+from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Mixer, ModelConfig, ShortConv
 
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's, with {} for the number of an expert, and
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
@@ -25,7 +25,8 @@ class TensorSpec:
 
     rotated_heads: the number of heads, from the first row on, that the RoPE of `attention` rotates; a file may order
     their rows differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
-    factor: a number that all files leave to be multiplied with the values. copy_of: the name of the tensor that stands
+    factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
+    more dimensions, which is read as a vector. copy_of: the name of the tensor that stands
     for this one, which files lack; empty if they have it.
     """
 
@@ -37,6 +38,7 @@ class TensorSpec:
     offset: float = 0.0
     factor: float = 1.0
     copy_of: str = ""
+    flat: bool = False
 
 
 Slots = Mapping[str, tuple[TensorSpec, ...]]
@@ -48,11 +50,12 @@ class TensorTable:
     layers also layer_embedding, layer_projection and layer_projection_norm.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
-    attention_post_norm, ffn_norm, gate_up, down, ffn_post_norm; of a mixture of experts, in the place of gate_up and
-    down, router, choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then those of the
-    next), expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm,
-    experts_norm, experts_post_norm, shared_post_norm. A scaled layer has layer_scale, and
-    one with an embedding layer_gate, layer_out, layer_post_norm. Biases are in slots with names
+    attention_post_norm, or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out; and ffn_norm,
+    gate_up, down, ffn_post_norm. A mixture of experts has, in the place of gate_up and down, router, choice_bias,
+    experts_gate_up and experts_down (all tensors of the first expert, then those of the next), expert_factors,
+    shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm, experts_post_norm,
+    shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
+    Biases are in slots with names
     that end with "_bias", such as qkv_bias. A slot that a model lacks is absent.
     """
 
@@ -66,16 +69,21 @@ class TensorTable:
                 yield from specs
 
 
-def tensor_table(config: ModelConfig, names: Names, norm_offset: float = 0.0) -> TensorTable:
+def tensor_table(
+    config: ModelConfig,
+    names: Names,
+    norm_offset: float = 0.0,
+    last_norm: tuple[str, str] = ("model.norm", "output_norm"),
+) -> TensorTable:
     """The table of a decoder whose layers have the slots of `names`, and biases as `config` says.
 
     A slot lists its tensors in the order of TensorTable; a fused tensor may fill it alone. norm_offset: `offset` of the
-    weights of norms.
+    weights of norms. last_norm: names of the norm before the head.
     """
     e = config.hidden_size
     top: dict[str, tuple[TensorSpec, ...]] = {
         "embedding": (TensorSpec("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, e)),),
-        "norm": (TensorSpec("model.norm.weight", "output_norm.weight", (e,), offset=norm_offset),),
+        "norm": (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),),
     }
     if not config.tied_head:
         top["head"] = (TensorSpec("lm_head.weight", "output.weight", (config.vocab_size, e)),)
@@ -93,9 +101,10 @@ def unused(config: ModelConfig) -> set[str]:
 def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) -> Slots:
     slots: dict[str, tuple[TensorSpec, ...]] = {}
     mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
-    assert isinstance(mixer, Attention)
     e, inputs = config.hidden_size, config.layer_embedding
-    shapes_of = {**_attention_shapes(e, mixer), **_ffn_shapes(e, ffn)}
+    shapes_of = {**_mixer_shapes(e, mixer), **_ffn_shapes(e, ffn)}
+    shapes_of |= dict.fromkeys(("ffn_norm", "ffn_post_norm"), (_one(e), False))
+    shares_kv = isinstance(mixer, Attention) and mixer.shares_kv
     if inputs:
         shapes_of |= {"layer_gate": (_one(inputs, e), False), "layer_out": (_one(e, inputs), False)}
         shapes_of["layer_post_norm"] = _one(e), False
@@ -107,20 +116,22 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
         shapes, has_bias = shapes_of[slot]
         of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
         kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if has_bias else (".weight",)
-        if slot == "qkv" and mixer.shares_kv:
+        if slot == "qkv" and shares_kv:
             tensors = tensors[:1]
-        is_copy = slot == "qkv" and mixer.values_are_keys and not mixer.shares_kv  # of keys, by the values
+        # The values are a copy of the keys.
+        is_copy = slot == "qkv" and isinstance(mixer, Attention) and mixer.values_are_keys and not shares_kv
         for kind in kinds:
             slots[f"{slot}_bias" if kind == ".bias" else slot] = tuple(
                 TensorSpec(
                     f"model.layers.{layer}.{theirs.format(expert)}{kind}",
                     f"blk.{layer}.{ggml}{kind}" + ("" if expert is None else f"[{expert}]"),
-                    shape[:1] if kind == ".bias" else shape,
+                    shape if kind != ".bias" else (e,) if slot == "conv" else shape[:1],
                     heads,
-                    mixer if heads else None,
+                    mixer if heads and isinstance(mixer, Attention) else None,
                     norm_offset if slot.endswith("norm") else 0.0,
                     config.hidden_size**-0.5 if slot == "router_norm" else 1.0,
                     f"model.layers.{layer}.{tensors[1][0]}{kind}" if is_copy and theirs == tensors[-1][0] else "",
+                    flat=slot == "conv" and kind == ".weight",
                 )
                 for expert in of_experts
                 for (theirs, ggml), (shape, heads) in zip(tensors, shapes[len(tensors)], strict=True)
@@ -132,8 +143,21 @@ _Shape = tuple[tuple[int, ...], int]  # and the number of rotated heads
 _Shapes = Mapping[int, list[_Shape]]  # by the number of tensors
 
 
-def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool]]:
+def _mixer_shapes(e: int, mixer: Mixer) -> dict[str, tuple[_Shapes, bool]]:
     """Slot → the shapes of its tensors, for each number of tensors that may fill it, and whether they have biases."""
+    if isinstance(mixer, ShortConv):
+        return {
+            "conv_norm": (_one(e), False),
+            "conv_in": (_one(3 * e, e), mixer.bias),
+            "conv": (_one(e * mixer.width), mixer.bias),
+            "conv_out": (_one(e, e), mixer.bias),
+        }
+    assert isinstance(mixer, Attention)
+    return _attention_shapes(e, mixer)
+
+
+def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool]]:
+    """As `_mixer_shapes`."""
     d, h, k = mixer.head_dim, mixer.heads, mixer.kv_heads
     per_head = mixer.qk_norm == "head"
     separate: list[_Shape] = [((h * d, e), h), ((k * d, e), k), ((k * d, e), 0)]
@@ -141,7 +165,7 @@ def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool
     shapes: dict[str, tuple[_Shapes, bool]] = {
         "qkv": ({1: separate[:1]} if mixer.shares_kv else {3: separate, 1: [whole]}, mixer.qkv_bias),
         "out": (_one(e, h * d), mixer.out_bias),
-        **dict.fromkeys(("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"), (_one(e), False)),
+        **dict.fromkeys(("attention_norm", "attention_post_norm"), (_one(e), False)),
     }
     if mixer.output_gate:
         shapes["output_gate"] = _one(h * d, e), False
@@ -157,7 +181,7 @@ def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool
 
 
 def _ffn_shapes(e: int, ffn: Ffn) -> dict[str, tuple[_Shapes, bool]]:
-    """As `_attention_shapes`."""
+    """As `_mixer_shapes`."""
     if isinstance(ffn, GatedMLP):
         return {"gate_up": (_pair(ffn.size, e), ffn.bias), "down": (_one(e, ffn.size), ffn.bias)}
     shapes: dict[str, tuple[_Shapes, bool]] = {

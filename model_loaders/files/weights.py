@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -15,8 +16,8 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.tensor_table import row_order, unused
-from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredWeights, can_dequantize
+from polarlm.model_loaders.files.tensor_table import TensorSpec, row_order, unused
+from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredTensor, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store with the weights
@@ -74,6 +75,7 @@ def fit(
     expected = {spec.name: spec for spec in families.tensors(config).specs()}
     copies = {name: spec.copy_of for name, spec in expected.items() if spec.copy_of in names}
     weights = weights.changed(lambda stored: {**stored, **{name: stored[copied] for name, copied in copies.items()}})
+    weights = weights.changed(lambda stored: {**stored, **_flat(expected.values(), stored)})
     names = weights.names()
     if missing := [name for name in expected if name not in names]:
         listed = ", ".join(expected[name].gguf if is_gguf else name for name in missing[:_LISTED])
@@ -98,6 +100,12 @@ def fit(
             for name, spec in expected.items()
         }
     )
+
+
+def _flat(specs: Iterable[TensorSpec], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of flat specs, as vectors."""
+    found = ((spec.name, stored[spec.name]) for spec in specs if spec.flat and spec.name in stored)
+    return {name: replace(tensor, shape=(prod(tensor.shape),)) for name, tensor in found}
 
 
 def as_stored(number: float, dtype: str) -> float:

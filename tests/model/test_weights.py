@@ -18,6 +18,7 @@ from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.model.weights import file_bytes, load_weights, weight_bytes
 from polarlm.engine.weight_formats import Linear, find, get
 from polarlm.model_loaders import load_weights as open_weights
+from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.tensors import StoredWeights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
@@ -48,7 +49,7 @@ def test_matrices_of_16_bits_are_not_widened_on_the_way_to_a_gpu(name: str, monk
     assert widened
     assert all(len(source.shape(one)) == 1 for one in widened)
     assert {x.ndim for x in came if x.dtype == np.float32} == {1}
-    name = "model.layers.1.self_attn.o_proj.weight"
+    name = tensors(config).layers[1]["out"][0].name
     (out,) = weights.layers[1].mixer.out.parts
     np.testing.assert_array_equal(device.to_host(out.data), source.read_raw(name, slice(0, config.hidden_size)))
     assert out.format is find(source.stored_dtype(name))

@@ -41,13 +41,18 @@ def safetensors_file(path: Path, header: object, data: bytes = b"") -> Path:
     return path
 
 
+_LFM2 = {"1": "gate", "2": "down", "3": "up"}
+
+
 def gguf_name(name: str, arch: str = "qwen3") -> str:
     """The name that ggml gives a tensor of this architecture; that of qwen3 if the loader does not know it."""
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
     expert = re.search(r"\.experts\.(\d+)", name)
     whole = name if expert is None else name.replace(expert[0], ".experts")
-    spelt = whole.replace("correction_bias", "correction.bias").replace("attn.sinks", "attn.sinks.weight")
+    spelt = re.sub(r"feed_forward\.experts\.w([123])", lambda one: f"mlp.experts.{_LFM2[one[1]]}_proj", whole)
+    spelt = re.sub("expert_bias$", "expert_bias.bias", spelt)
+    spelt = spelt.replace("correction_bias", "correction.bias").replace("attn.sinks", "attn.sinks.weight")
     spelt = re.sub("layer_scalar$", "layer_scalar.weight", spelt)
     if spelt.endswith(("router.scale", "per_expert_scale")):
         of = "router.proj" if spelt.endswith("router.scale") else "experts.down_proj"
@@ -79,7 +84,7 @@ def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
 def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -> gguf.GGUFWriter:
     """A writer with the metadata of `config`; `changes` are further keys, with `__` for the dots."""
     writer = gguf.GGUFWriter(path, arch)
-    ropes = [layer.mixer.rope for layer in sorted(config.layers, key=lambda layer: layer.mixer.window is not None)]
+    ropes = [mixer.rope for mixer in sorted(config.attentions.values(), key=lambda one: one.window is not None)]
     ffns = [layer.ffn for layer in config.layers]
     numbers = {
         "block_count": len(config.layers),

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from polarlm.model_loaders import LoadError, ModelConfig, RopeConfig, load_weights, rope_frequencies
 from polarlm.model_loaders import families as families_package
-from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer
+from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer, ShortConv
 from polarlm.model_loaders.families import configure, families, gguf_layouts, tensors
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
@@ -38,7 +38,7 @@ def configured(**changes: object) -> ModelConfig:
 
 
 def mixers(config: ModelConfig) -> list[Attention]:
-    return [layer.mixer for layer in config.layers]
+    return list(config.attentions.values())
 
 
 def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
@@ -426,9 +426,11 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
 
 IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
 IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
+# Dense layers, and biases of convolutions, for which their architectures have no names.
+WITHOUT_GGUF = ("qwen3_moe_mixed_tied", "lfm2_biases")
 every_gguf = pytest.mark.parametrize(
-    "name", [name for name in NAMES if stored(name).family in IN_GGUF and name != "qwen3_moe_mixed_tied"]
-)  # which has dense layers, for which its architecture has no names
+    "name", [name for name in NAMES if stored(name).family in IN_GGUF and name not in WITHOUT_GGUF]
+)
 
 
 def architecture(config: ModelConfig) -> str:
@@ -470,17 +472,21 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
         expected = expected.with_attention(lambda mixer: replace(mixer, scale=scale))  # they know no other
     elif config.family == "gemma4":
         changes |= gemma4(config, written)
+    elif config.family.startswith("lfm2"):
+        changes |= lfm2(config)
     elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key
         expected = expected.with_attention(lambda mixer: replace(mixer, window=None))
-    if config.family == "glm4_moe":
+    if config.family in ("glm4_moe", "lfm2_moe"):
         changes["leading_dense_block_count"] = sum(isinstance(layer.ffn, GatedMLP) for layer in config.layers)
     arch = architecture(config)
     of_file = dict(written)
     for spec in tensors(config).specs():
         if spec.copy_of:
             del of_file[spec.name]
+        elif spec.flat:
+            of_file[spec.name] = of_file[spec.name].reshape(config.hidden_size, -1)
         elif spec.factor != 1:
             of_file[spec.name] = of_file[spec.name] / np.float32(spec.factor)
     got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, of_file, **changes))
@@ -494,6 +500,13 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     assert got == replace(expected, norm_eps=got.norm_eps)
     for key, tensor in read_all(copy).items():
         np.testing.assert_array_equal(tensor, written[key], err_msg=key)
+
+
+def lfm2(config: ModelConfig) -> dict[str, object]:
+    """Further metadata: layers with convolutions have no KV heads."""
+    heads = [config.attentions[n].kv_heads if n in config.attentions else 0 for n in range(len(config.layers))]
+    conv = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, ShortConv))
+    return {"attention__head_count_kv": heads, "shortconv__l_cache": conv.width}
 
 
 def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
@@ -663,6 +676,6 @@ def test_a_published_layout() -> None:
 @every_gguf
 def test_tables_have_the_formats_own_names(name: str) -> None:
     config = stored(name)
-    has_head = config.family != "gemma2"  # the format knows it with a tied one alone
+    has_head = config.family not in ("gemma2", "lfm2_moe")  # the format knows these with a tied one alone
     for spec in tensors(replace(config, tied_head=not has_head)).specs():
         assert spec.gguf == gguf_name(spec.name, architecture(config))

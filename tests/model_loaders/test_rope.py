@@ -27,7 +27,7 @@ def test_frequencies_of_the_stored_models(name: str) -> None:
     reference = np.load(MODELS / name / "reference.npz")
     config, weights, _ = load_weights(MODELS / name)
     weights.close()
-    mixers = [layer.mixer for layer in config.layers if layer.mixer.rope]
+    mixers = [mixer for mixer in config.attentions.values() if mixer.rope]
     last = sorted(mixers, key=lambda mixer: mixer.window is None)[-1]  # without a window, where there are both
     rope, rotated = last.rope, last.rotated
     frequencies, factor = rope_frequencies(rope, rotated)

@@ -95,7 +95,7 @@ def _holds_what_is_loaded(name: str) -> bool:
     """Whether a model's files have its tensors, of types that NumPy has, and values that loading does not change."""
     config, weights, dtype = load_weights(MODELS / name)
     files = weights.files()
-    changed = any(spec.offset or spec.factor != 1 for spec in tensors(config).specs())
+    changed = any(spec.offset or spec.factor != 1 or spec.flat for spec in tensors(config).specs())
     return dtype in ("F32", "F16") and not changed and weights.names() <= set().union(*map(load_file, files))
 
 

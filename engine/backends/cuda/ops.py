@@ -106,6 +106,9 @@ class CudaOps:
         """The ops on the same GPU, with those of its host."""
         return CudaOps(self._device, host)
 
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Any) -> Array:
+        raise NotImplementedError("a model with short convolutions is refused")
+
     def split_rows(self, rows: slice) -> list[slice]:
         return [rows]
 

@@ -10,6 +10,7 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.native.attention.heads import HeadOps
 from polarlm.engine.backends.native.attention.steps import AttentionOps
+from polarlm.engine.backends.native.conv import ConvOps
 from polarlm.engine.backends.native.experts import ExpertOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
@@ -75,6 +76,8 @@ class NativeOps:
         self.route = experts.route
         self.experts = experts.experts
         self.gate = experts.gate
+
+        self.short_conv = ConvOps(launch).short_conv
 
         heads = HeadOps(launch)
         self.prepare = heads.prepare

@@ -11,6 +11,7 @@ from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbedding, LayerEmbeddingWeights
+from polarlm.engine.model.layers.short_conv import ShortConv
 from polarlm.engine.state.shapes import OwnShape
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
@@ -45,7 +46,7 @@ class Mixer(Protocol):
 
 
 # The class of a kind in a configuration → the class that computes it, a Mixer.
-MIXERS: dict[type[config.Mixer], Any] = {config.Attention: Attention}
+MIXERS: dict[type[config.Mixer], Any] = {config.Attention: Attention, config.ShortConv: ShortConv}
 FFNS: dict[type[config.Ffn], Any] = {config.GatedMLP: GatedMLP, config.Experts: Experts}
 
 

@@ -1,0 +1,69 @@
+"""Short convolutions: each row is a weighted sum of its own inputs and of those of the last rows, times a gate."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.records import Int64, Pointer
+from polarlm.engine.jit.lang.values import I32, I64, Type, Value
+
+
+class ConvArguments(NamedTuple):
+    """Arguments of `short_conv`."""
+
+    inputs: Pointer
+    conv: Pointer
+    bias: Pointer
+    slots: Pointer
+    rows: Pointer
+    y: Pointer
+    channels: Int64
+    slot_rows: Int64
+
+
+@cache
+def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
+    """See `Ops.short_conv`; one unit per row. conv: float32 (width, channels). slot_rows: rows of a slot."""
+
+    def emit(e: Emitter, args: ConvArguments, begin: Value, end: Value, scratch: Value) -> None:
+        stride = args.channels * 4
+        before = width - 1
+
+        with e.loop(begin, end) as row:
+            slot, place, following, back = (
+                e.load(args.rows + row * 16 + 4 * field, I32).sext(I64) for field in range(4)
+            )
+            inputs, y = args.inputs + row * stride * 3, args.y + row * stride
+            own = args.slots + (slot * args.slot_rows + place + before) * stride
+            repeats = place - (args.slot_rows - 2 * before)
+            again = args.slots + (following * args.slot_rows + repeats) * stride
+
+            def new(offset: Value, kind: Type, rows_back: int) -> Value:
+                """B · x of an earlier row of these, or of this one."""
+                at = inputs + (offset - stride * (3 * rows_back))
+                return e.load(at, kind) * e.load(at + stride * 2, kind)
+
+            def compute(offset: Value, kind: Type) -> None:
+                newest = new(offset, kind, 0)
+                with e.when(slot >= 0):
+                    e.store(newest, own + offset)
+                    with e.when((following >= 0) & (repeats >= 0)):
+                        e.store(newest, again + offset)
+                total = e.variable(newest * e.load(args.conv + (stride * before + offset), kind))
+                if has_bias:
+                    total.add(e.load(args.bias + offset, kind))
+                for rows_back in range(1, width):
+                    weight = e.load(args.conv + (stride * (before - rows_back) + offset), kind)
+                    with e.when(back >= rows_back):
+                        total.add(weight * new(offset, kind, rows_back))
+                    with e.when((back < rows_back) & (slot >= 0)):
+                        total.add(weight * e.load(own + (offset - stride * rows_back), kind))
+                e.store(e.load(inputs + stride + offset, kind) * total.get(), y + offset)
+
+            over_columns(e, args.channels, compute)
+
+    return Kernel(f"short_conv_{width}{'_bias' * has_bias}", emit, ConvArguments)

@@ -1,0 +1,247 @@
+"""The state of short convolutions: the inputs of the current block, and of the last tokens before it.
+
+A slot has the inputs of a block's tokens, and before them those of the `width` − 1 tokens that its first token sees. A
+complete block keeps the inputs that the first tokens of the next block see. So a sequence can be cut anywhere in its
+current block, and rows that are not kept leave nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.state.layer_state import BlockArrays, Buffers
+from polarlm.engine.state.shapes import ArraySpec
+from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
+
+_F32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """How one layer stores its inputs, of `channels` float32 numbers a token. width: tokens that a token sees."""
+
+    channels: int
+    width: int
+    window: None = None  # every complete block is kept, so that any of them can be the end of a stored prefix
+    values: int = 0  # of K/V
+
+    @property
+    def group(self) -> Hashable:
+        return type(self), self.channels, self.width
+
+    def quantized_bytes(self, block_size: int) -> int:
+        return _F32.itemsize * self.channels * (self.width - 1)
+
+    def full_bytes(self, block_size: int) -> int:
+        return _F32.itemsize * self.channels * (self.width - 1 + block_size)
+
+    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
+        return [ArraySpec("inputs", (self.width - 1, self.channels), _F32)]
+
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        return [ArraySpec("inputs", (self.width - 1 + tokens, self.channels), _F32)]
+
+    def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> ConvInputs:
+        return ConvInputs(ops, self, block_size, layers, blocks)
+
+
+class _Prompt:
+    """The inputs of a prompt's tokens in the layer that is being computed, as far as its blocks keep them.
+
+    blocks: number of a block → inputs of its tokens, after the `before` ones before it: all of the sequence's first and
+    last block; of others, only the last `before`.
+    """
+
+    def __init__(self, block_size: int, before: int) -> None:
+        self._size, self._before = block_size, before
+        self.blocks: dict[int, np.ndarray] = {}
+
+    def begin(self, number: int, inputs: np.ndarray) -> None:
+        """Begin a layer in block `number`, of which these are the inputs so far (before + tokens, channels)."""
+        self.blocks, self._number, self._newest = {}, number, inputs
+
+    @property
+    def channels(self) -> int:
+        return self._newest.shape[1]
+
+    def last(self) -> np.ndarray:
+        """The inputs of the newest tokens (before, channels)."""
+        return self._newest[len(self._newest) - self._before :]
+
+    def add(self, inputs: np.ndarray) -> None:
+        """Add those of further tokens (rows, channels)."""
+        whole = self._before + self._size
+        self._newest = np.concatenate([self._newest, inputs])
+        while len(self._newest) >= whole:
+            first = 0 if self._number == 0 else self._size
+            self.blocks[self._number] = self._newest[first:whole]
+            self._newest, self._number = self._newest[self._size :], self._number + 1
+        self.blocks[self._number] = self._newest
+
+
+class _View(NamedTuple):
+    """Rows of a span; see `LayerState.view`."""
+
+    growth: _Prompt | None  # None for a step
+    rows: np.ndarray  # int32 (rows, 4), as in `Ops.short_conv`
+
+
+@dataclass
+class PromptInputs:
+    """Rows of prompts, in the form that `ShortConv` takes. rows: int32 (T, 4) of `memory`, which has a slot for each
+    span; see `Ops.short_conv`."""
+
+    rows: np.ndarray
+    _spans: Sequence[tuple[_Prompt, int]]  # growths, and how many rows they have here
+    _before: int  # inputs before the first
+
+    def memory(self) -> np.ndarray:
+        """Return slots with the inputs before these rows: float32 (spans, before + rows, channels)."""
+        rows, channels = self._before + max(count for _, count in self._spans), self._spans[0][0].channels
+        memory = np.empty((len(self._spans), rows, channels), np.float32)
+        for slot, (growth, _) in zip(memory, self._spans, strict=True):
+            slot[: self._before] = growth.last()
+        return memory
+
+    def keep(self, memory: np.ndarray) -> None:
+        """Keep what these rows have added to `memory`."""
+        for slot, (growth, count) in zip(memory, self._spans, strict=True):
+            growth.add(slot[self._before : self._before + count])
+
+
+class ConvInputs(TableGroup):
+    """A `LayerState`."""
+
+    can_cut = True
+
+    def __init__(
+        self, ops: Ops, shape: ConvShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
+    ) -> None:
+        super().__init__(block_size, None, *blocks)
+        self.layers = layers
+        self._shape, self._before = shape, shape.width - 1
+        quantized, full = blocks
+        self._ends, self._slots = (
+            {layer: np.zeros((count, rows, shape.channels), np.float32) for layer in layers}
+            for count, rows in ((quantized, self._before), (full, self._before + block_size))
+        )
+
+    def cache(self, layer: int) -> Array:
+        """The slots of one layer, float32 (slots, before + block size, channels)."""
+        return self._slots[layer]
+
+    # -- growing -----------------------------------------------------------------------------------------------
+
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+        growth = self.grow(table, start, count)
+        growth.buffer = _Prompt(self.block_size, self._before)
+        return growth
+
+    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+        """Reserve slots, and copy to new ones what their first rows see of the block before."""
+        growth, n = self.grow_in_place(table, start, count), self.block_size
+        before = None
+        for number, slot in growth.slots.items():
+            if slot != table.current:
+                for layer, slots in self._slots.items():
+                    own = slots[slot][: self._before]
+                    own[...] = self._end(layer, table, number) if before is None else slots[before][n:]
+            before = slot
+        return growth
+
+    def _end(self, layer: int, table: BlockTable, number: int) -> np.ndarray:
+        """The inputs that the first token of block `number` sees, where the block before it is complete."""
+        if number == 0:
+            return np.zeros((self._before, self._shape.channels), np.float32)
+        if number == 1:
+            assert table.sink is not None
+            return self._slots[layer][table.sink][self.block_size :]
+        block = table.block(number - 1)
+        assert block is not None
+        return self._ends[layer][block]
+
+    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> _View:
+        count, n = rows.stop - rows.start, self.block_size
+        index = np.zeros((count, 4), np.int32)
+        places = np.arange(position, position + count)
+        if growth.buffer is None:
+            slots = np.array([growth.slots.get(number, -1) for number in range(start // n, places[-1] // n + 2)])
+            block = places // n - start // n
+            index[:, 0], index[:, 1], index[:, 2] = slots[block], places % n, slots[block + 1]
+        else:
+            index[:, 1], index[:, 2] = np.arange(count), -1
+        index[:, 3] = np.arange(count)
+        return _View(growth.buffer, index)
+
+    def spans(self, views: Sequence[_View]) -> np.ndarray | PromptInputs:
+        if views[0].growth is None:
+            return np.concatenate([view.rows for view in views])
+        for number, view in enumerate(views):
+            view.rows[:, 0] = number
+        spans = [(view.growth, len(view.rows)) for view in views if view.growth is not None]
+        return PromptInputs(np.concatenate([view.rows for view in views]), spans, self._before)
+
+    def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
+        number, filled = divmod(start, self.block_size)
+        if growth.buffer is None:
+            return
+        if filled:
+            assert table.current is not None
+            growth.buffer.begin(number, self._slots[layer][table.current][: self._before + filled].copy())
+        else:
+            growth.buffer.begin(number, self._end(layer, table, number))
+
+    def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """Copy the inputs that blocks keep to the growth's blocks and slots."""
+        if growth.buffer is None:
+            return
+        inputs = growth.buffer.blocks
+        for number, block in growth.quantized.items():
+            self._ends[layer][block] = inputs[number][-self._before :]
+        for number, slot in growth.slots.items():
+            self._slots[layer][slot][: len(inputs[number])] = inputs[number]
+
+    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """Nothing: inputs are not coded."""
+
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> None:
+        return None
+
+    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
+        if growth.buffer is None:
+            for block, slot in self.filled(growth, length):
+                for layer in self.layers:
+                    self._ends[layer][block] = self._slots[layer][slot][self.block_size :]
+        super().commit(table, growth, length)
+
+    def copy_full(self, target: int, source: int, tokens: int) -> None:
+        for slots in self._slots.values():
+            slots[target][: self._before + tokens] = slots[source][: self._before + tokens]
+
+    # -- blocks on the host ------------------------------------------------------------------------------------
+
+    def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
+        return {(layer, "inputs"): ends[list(blocks)] for layer, ends in self._ends.items()}
+
+    def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        for layer, ends in self._ends.items():
+            ends[list(blocks)] = arrays[layer, "inputs"]
+
+    def read_full(self, slot: int, tokens: int) -> BlockArrays:
+        return {(layer, "inputs"): slots[slot][: self._before + tokens].copy() for layer, slots in self._slots.items()}
+
+    def write_full(self, slot: int, arrays: BlockArrays) -> None:
+        for layer, slots in self._slots.items():
+            given = arrays[layer, "inputs"]
+            slots[slot][: len(given)] = given
+
+    def bytes(self, table: BlockTable) -> int:
+        full = (table.sink is not None) + (table.current is not None)
+        size = self.block_size
+        each = full * self._shape.full_bytes(size) + len(table.quantized) * self._shape.quantized_bytes(size)
+        return len(self.layers) * each

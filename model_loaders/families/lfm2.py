@@ -1,0 +1,88 @@
+"""LFM2: short convolutions in most layers, attention in the others; each head of q and k is normalized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polarlm.model_loaders.config import GatedMLP, Layer, ModelConfig, ShortConv
+from polarlm.model_loaders.families._decoder import decoder, layer_count
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+
+ARCHITECTURES = ("Lfm2ForCausalLM",)
+_CONV, _ATTENTION = "conv", "full_attention"
+_NORM = ("operator_norm", "attn_norm")
+NAMES = {
+    "attention_norm": (_NORM,),
+    "q_norm": (("self_attn.q_layernorm", "attn_q_norm"),),
+    "k_norm": (("self_attn.k_layernorm", "attn_k_norm"),),
+    "qkv": (("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v")),
+    "out": (("self_attn.out_proj", "attn_output"),),
+    "conv_norm": (_NORM,),
+    "conv_in": (("conv.in_proj", "shortconv.in_proj"),),
+    "conv": (("conv.conv", "shortconv.conv"),),
+    "conv_out": (("conv.out_proj", "shortconv.out_proj"),),
+    "ffn_norm": (("ffn_norm", "ffn_norm"),),
+    "gate_up": (("feed_forward.w1", "ffn_gate"), ("feed_forward.w3", "ffn_up")),
+    "down": (("feed_forward.w2", "ffn_down"),),
+}
+LAST_NORM = ("model.embedding_norm", "token_embd_norm")
+
+
+def implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    """GGUF files list the KV heads of each layer, 0 for a convolution, and have the final size of the networks."""
+    heads = values["num_key_value_heads"]
+    found: dict[str, object] = {"block_auto_adjust_ff_dim": False}
+    if isinstance(heads, list) and all(type(one) is int for one in heads):
+        found["num_key_value_heads"] = max(heads, default=0)
+        found["layer_types"] = [_ATTENTION if one else _CONV for one in heads]
+    return found
+
+
+GGUF = GgufLayout("lfm2", keys={"conv_L_cache": "shortconv.l_cache"}, implied=implied)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = with_defaults(fields)
+    ffns = [_network(fields)] * layer_count(fields)
+    return with_convolutions(fields, decoder(fields, "lfm2", qk_norm="head", ffns=ffns))
+
+
+def with_defaults(fields: Fields) -> Fields:
+    """The fields under the names and with the defaults of other families."""
+    return fields.completed({"rms_norm_eps": fields.positive("norm_eps", 1e-5), "rope_theta": 1_000_000.0})
+
+
+def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """The configuration with a convolution in the place of attention in the layers that have one."""
+    count = len(config.layers)
+    kinds = fields.texts("layer_types")
+    if not kinds:
+        attending = set(fields.integers("full_attn_idxs")) if fields.has("full_attn_idxs") else set(range(count))
+        kinds = [_ATTENTION if layer in attending else _CONV for layer in range(count)]
+    if len(kinds) != count or not set(kinds) <= {_CONV, _ATTENTION}:
+        raise fields.refuse("layer_types", f"but must say {_CONV} or {_ATTENTION} for {count} layers")
+    if _ATTENTION not in kinds:
+        raise fields.refuse("layer_types", "but a model without attention in any layer is not supported")
+    width = fields.integer("conv_L_cache", 3, minimum=2, maximum=16)
+    conv = ShortConv(config.hidden_size, width, fields.flag("conv_bias", False))
+    layers = (
+        Layer(conv, layer.ffn) if kind == _CONV else layer for kind, layer in zip(kinds, config.layers, strict=True)
+    )
+    return replace(config, layers=tuple(layers))
+
+
+def _network(fields: Fields) -> GatedMLP:
+    """The feed-forward network, whose size most configurations give before it is adjusted."""
+    size = fields.integer("block_ff_dim", fields.integer("intermediate_size"))
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        unit = fields.integer("block_multiple_of", 256)
+        size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = -(-size // unit) * unit
+    return GatedMLP(size)
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, NAMES, last_norm=LAST_NORM)

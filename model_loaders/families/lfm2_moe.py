@@ -1,0 +1,51 @@
+"""LFM2-MoE: LFM2 with experts, chosen by sigmoid scores and a bias, in all layers but the first ones."""
+
+from __future__ import annotations
+
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._decoder import decoder, gated_mlp, layer_count
+from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.families.lfm2 import LAST_NORM, NAMES, implied, with_convolutions, with_defaults
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+
+ARCHITECTURES = ("Lfm2MoeForCausalLM",)
+GGUF = GgufLayout(
+    "lfm2moe",
+    keys={
+        **GGUF_KEYS,
+        "conv_L_cache": "shortconv.l_cache",
+        "num_dense_layers": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+    },
+    implied=implied,
+)
+_NAMES = {
+    **NAMES,
+    "router": (("feed_forward.gate", "ffn_gate_inp"),),
+    "choice_bias": (("feed_forward.expert_bias", "exp_probs_b.bias"),),
+    "experts_gate_up": (
+        ("feed_forward.experts.{}.w1", "ffn_gate_exps"),
+        ("feed_forward.experts.{}.w3", "ffn_up_exps"),
+    ),
+    "experts_down": (("feed_forward.experts.{}.w2", "ffn_down_exps"),),
+}
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = with_defaults(fields)
+    of_experts = experts(
+        fields,
+        scoring="sigmoid",
+        renormalize=fields.flag("norm_topk_prob", True),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        choice_bias=fields.flag("use_expert_bias", True),
+    )
+    count, dense = layer_count(fields), fields.integer("num_dense_layers", 2, minimum=0)
+    ffns = [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
+    return with_convolutions(fields, decoder(fields, "lfm2_moe", qk_norm="head", ffns=ffns))
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, _NAMES, last_norm=LAST_NORM)

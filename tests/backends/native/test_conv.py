@@ -1,0 +1,54 @@
+"""Short convolutions against NumPy: rows of prompts, of several sequences, over the end of a block, and of none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from polarlm.engine.backends.native.conv import ConvOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.isa.levels import Level
+from tests.backends.native.launching import launcher
+from tests.jit.levels import every_level
+from tests.pairs import pairs
+
+N = 8  # rows of a block
+ROWS = np.array(  # slot, place, next slot, rows before
+    [
+        [1, 3, -1, 0],
+        [1, 4, -1, 1],
+        [1, 5, -1, 2],
+        [0, 6, 3, 0],
+        [0, 7, 3, 1],
+        [3, 0, -1, 2],
+        [3, 1, -1, 3],
+        [2, 7, -1, 0],
+    ],
+    np.int32,
+)
+
+
+@every_level
+def test_results_and_slots_are_those_of_numpy(level: Level) -> None:
+    rng = np.random.default_rng(0)
+    for width, channels, has_bias in pairs([2, 3, 4], [16, 24, 96], [False, True]):
+        inputs = rng.standard_normal((len(ROWS), 3 * channels)).astype(np.float32)
+        conv = rng.standard_normal((width, channels)).astype(np.float32)
+        bias = rng.standard_normal(channels).astype(np.float32) if has_bias else None
+        slots = rng.standard_normal((4, width - 1 + N, channels)).astype(np.float32)
+        own = slots.copy()
+        wanted = NumpyOps(1).short_conv(inputs, conv, bias, slots, ROWS)
+        found = ConvOps(launcher(level)).short_conv(inputs, conv, bias, own, ROWS)
+        np.testing.assert_array_equal(own, slots)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_without_a_slot_writes_nothing() -> None:
+    from polarlm.engine.jit.compile.target import best
+
+    slots = np.ones((1, 2 + N, 16), np.float32)
+    rows = np.array([[-1, 0, -1, 0]], np.int32)
+    ConvOps(launcher(best())).short_conv(np.ones((1, 48), np.float32), np.ones((3, 16), np.float32), None, slots, rows)
+    assert (slots == 1).all()
