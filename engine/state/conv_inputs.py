@@ -160,8 +160,8 @@ class ConvInputs(TableGroup):
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> _View:
         count, n = rows.stop - rows.start, self.block_size
         index = np.zeros((count, 4), np.int32)
-        places = np.arange(position, position + count)
         if growth.buffer is None:
+            places = np.arange(position, position + count)
             slots = np.array([growth.slots.get(number, -1) for number in range(start // n, places[-1] // n + 2)])
             block = places // n - start // n
             index[:, 0], index[:, 1], index[:, 2] = 1 + slots[block], places % n, 1 + slots[block + 1]
@@ -171,8 +171,8 @@ class ConvInputs(TableGroup):
         return _View(growth.buffer, index)
 
     def spans(self, views: Sequence[_View]) -> np.ndarray | PromptInputs:
-        if views[0].growth is None:
-            return np.concatenate([view.rows for view in views])
+        if not views or views[0].growth is None:
+            return np.concatenate([np.empty((0, 4), np.int32), *(view.rows for view in views)])
         for number, view in enumerate(views):
             view.rows[:, 0] = 1 + number
         spans = [(view.growth, len(view.rows)) for view in views if view.growth is not None]
