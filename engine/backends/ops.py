@@ -259,11 +259,13 @@ class Ops(KVOps, Protocol):
         """C · (Σ_j conv[j] · u_j + bias) of each row (T, E), where u = B · x, and inputs (T, 3E) is [B | C | x].
 
         conv (width, E): the oldest token's numbers first. slots (S, width − 1 + N, E): the u of the tokens of blocks,
-        after those of the tokens before each block; this op writes those of its rows. rows: int32 (T, 4): the slot of
-        each row; its place in the block; the slot of the next block, in which the u of a block's last tokens are
-        repeated, or −1; and how many of the rows before it are the tokens before it. A row whose slot is −1 is not
-        written.
+        after those of the tokens before each block; this op writes those of its rows. rows: int32 (T, 4): 1 + the slot
+        of each row, 0 for none; its place in the block; 1 + the slot of the next block, in which the u of a block's
+        last tokens are repeated, 0 for none; and how many of the rows before it are the tokens before it.
         """
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        """An uninitialized array of float32."""
 
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""

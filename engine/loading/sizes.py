@@ -78,12 +78,6 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
     for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):
-            if ops.backend == "cuda":
-                raise EngineError(
-                    "This model has short convolutions, which the GPU does not compute yet: run it with device=cpu",
-                    "device_unavailable",
-                    ("device",),
-                )
             layers.append(MIXERS[type(mixer)].state_shape(mixer, config.block_size))
             continue
         if mixer.shares_kv:

@@ -50,38 +50,27 @@ class ConvShape:
         return ConvInputs(ops, self, block_size, layers, blocks)
 
 
+@dataclass
 class _Prompt:
-    """The inputs of a prompt's tokens in the layer that is being computed, as far as its blocks keep them.
+    """The growth of a prompt, in the layer that is being computed.
 
-    blocks: number of a block → inputs of its tokens, after the `before` ones before it: all of the sequence's first and
-    last block; of others, only the last `before`.
+    last: the inputs of the newest `before` tokens (before, channels). targets: number of a block → the array that keeps
+    its inputs, and the position of the first of them.
     """
 
-    def __init__(self, block_size: int, before: int) -> None:
-        self._size, self._before = block_size, before
-        self.blocks: dict[int, np.ndarray] = {}
+    position: int  # of the next token
+    last: Array
+    targets: Sequence[tuple[Array, int]] = ()
 
-    def begin(self, number: int, inputs: np.ndarray) -> None:
-        """Begin a layer in block `number`, of which these are the inputs so far (before + tokens, channels)."""
-        self.blocks, self._number, self._newest = {}, number, inputs
-
-    @property
-    def channels(self) -> int:
-        return self._newest.shape[1]
-
-    def last(self) -> np.ndarray:
-        """The inputs of the newest tokens (before, channels)."""
-        return self._newest[len(self._newest) - self._before :]
-
-    def add(self, inputs: np.ndarray) -> None:
-        """Add those of further tokens (rows, channels)."""
-        whole = self._before + self._size
-        self._newest = np.concatenate([self._newest, inputs])
-        while len(self._newest) >= whole:
-            first = 0 if self._number == 0 else self._size
-            self.blocks[self._number] = self._newest[first:whole]
-            self._newest, self._number = self._newest[self._size :], self._number + 1
-        self.blocks[self._number] = self._newest
+    def add(self, inputs: Array, before: int) -> None:
+        """Keep the inputs of further tokens, which follow the newest `before` ones (before + tokens, channels)."""
+        first, end = self.position - before, self.position - before + len(inputs)  # positions
+        for target, begin in self.targets:
+            low, high = max(first, begin), min(end, begin + len(target))
+            if low < high:
+                target[low - begin : high - begin] = inputs[low - first : high - first]
+        self.last[:] = inputs[len(inputs) - before :]
+        self.position = end
 
 
 class _View(NamedTuple):
@@ -96,22 +85,23 @@ class PromptInputs:
     """Rows of prompts, in the form that `ShortConv` takes. rows: int32 (T, 4) of `memory`, which has a slot for each
     span; see `Ops.short_conv`."""
 
-    rows: np.ndarray
+    rows: Array
+    _ops: Ops
     _spans: Sequence[tuple[_Prompt, int]]  # growths, and how many rows they have here
     _before: int  # inputs before the first
 
-    def memory(self) -> np.ndarray:
+    def memory(self) -> Array:
         """Return slots with the inputs before these rows: float32 (spans, before + rows, channels)."""
-        rows, channels = self._before + max(count for _, count in self._spans), self._spans[0][0].channels
-        memory = np.empty((len(self._spans), rows, channels), np.float32)
-        for slot, (growth, _) in zip(memory, self._spans, strict=True):
-            slot[: self._before] = growth.last()
+        rows = self._before + max(count for _, count in self._spans)
+        memory = self._ops.empty((len(self._spans), rows, self._spans[0][0].last.shape[1]))
+        for number, (growth, _) in enumerate(self._spans):
+            memory[number][: self._before] = growth.last
         return memory
 
-    def keep(self, memory: np.ndarray) -> None:
+    def keep(self, memory: Array) -> None:
         """Keep what these rows have added to `memory`."""
-        for slot, (growth, count) in zip(memory, self._spans, strict=True):
-            growth.add(slot[self._before : self._before + count])
+        for number, (growth, count) in enumerate(self._spans):
+            growth.add(memory[number][: self._before + count], self._before)
 
 
 class ConvInputs(TableGroup):
@@ -124,12 +114,13 @@ class ConvInputs(TableGroup):
     ) -> None:
         super().__init__(block_size, None, *blocks)
         self.layers = layers
-        self._shape, self._before = shape, shape.width - 1
+        self._ops, self._shape, self._before = ops, shape, shape.width - 1
         quantized, full = blocks
         self._ends, self._slots = (
-            {layer: np.zeros((count, rows, shape.channels), np.float32) for layer in layers}
+            {layer: ops.to_device(np.zeros((count, rows, shape.channels), np.float32)) for layer in layers}
             for count, rows in ((quantized, self._before), (full, self._before + block_size))
         )
+        self._nothing = ops.to_device(np.zeros((self._before, shape.channels), np.float32))
 
     def cache(self, layer: int) -> Array:
         """The slots of one layer, float32 (slots, before + block size, channels)."""
@@ -138,8 +129,9 @@ class ConvInputs(TableGroup):
     # -- growing -----------------------------------------------------------------------------------------------
 
     def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+        last = self._ops.empty((self._before, self._shape.channels))
         growth = self.grow(table, start, count)
-        growth.buffer = _Prompt(self.block_size, self._before)
+        growth.buffer = _Prompt(start, last)
         return growth
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
@@ -150,14 +142,14 @@ class ConvInputs(TableGroup):
             if slot != table.current:
                 for layer, slots in self._slots.items():
                     own = slots[slot][: self._before]
-                    own[...] = self._end(layer, table, number) if before is None else slots[before][n:]
+                    own[:] = self._end(layer, table, number) if before is None else slots[before][n:]
             before = slot
         return growth
 
-    def _end(self, layer: int, table: BlockTable, number: int) -> np.ndarray:
+    def _end(self, layer: int, table: BlockTable, number: int) -> Array:
         """The inputs that the first token of block `number` sees, where the block before it is complete."""
         if number == 0:
-            return np.zeros((self._before, self._shape.channels), np.float32)
+            return self._nothing
         if number == 1:
             assert table.sink is not None
             return self._slots[layer][table.sink][self.block_size :]
@@ -168,43 +160,41 @@ class ConvInputs(TableGroup):
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> _View:
         count, n = rows.stop - rows.start, self.block_size
         index = np.zeros((count, 4), np.int32)
-        places = np.arange(position, position + count)
         if growth.buffer is None:
+            places = np.arange(position, position + count)
             slots = np.array([growth.slots.get(number, -1) for number in range(start // n, places[-1] // n + 2)])
             block = places // n - start // n
-            index[:, 0], index[:, 1], index[:, 2] = slots[block], places % n, slots[block + 1]
+            index[:, 0], index[:, 1], index[:, 2] = 1 + slots[block], places % n, 1 + slots[block + 1]
         else:
-            index[:, 1], index[:, 2] = np.arange(count), -1
+            index[:, 1] = np.arange(count)
         index[:, 3] = np.arange(count)
         return _View(growth.buffer, index)
 
     def spans(self, views: Sequence[_View]) -> np.ndarray | PromptInputs:
-        if views[0].growth is None:
-            return np.concatenate([view.rows for view in views])
+        if not views or views[0].growth is None:
+            return np.concatenate([np.empty((0, 4), np.int32), *(view.rows for view in views)])
         for number, view in enumerate(views):
-            view.rows[:, 0] = number
+            view.rows[:, 0] = 1 + number
         spans = [(view.growth, len(view.rows)) for view in views if view.growth is not None]
-        return PromptInputs(np.concatenate([view.rows for view in views]), spans, self._before)
+        rows = self._ops.to_device(np.concatenate([view.rows for view in views]))
+        return PromptInputs(rows, self._ops, spans, self._before)
 
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
-        number, filled = divmod(start, self.block_size)
         if growth.buffer is None:
             return
+        (number, filled), n, slots = divmod(start, self.block_size), self.block_size, self._slots[layer]
         if filled:
             assert table.current is not None
-            growth.buffer.begin(number, self._slots[layer][table.current][: self._before + filled].copy())
+            last = slots[table.current][filled : filled + self._before]
         else:
-            growth.buffer.begin(number, self._end(layer, table, number))
+            last = self._end(layer, table, number)
+        targets = [(self._ends[layer][block], (at + 1) * n - self._before) for at, block in growth.quantized.items()]
+        targets += [(slots[slot], at * n - self._before) for at, slot in growth.slots.items()]
+        growth.buffer.last[:] = last
+        growth.buffer.position, growth.buffer.targets = start, targets
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """Copy the inputs that blocks keep to the growth's blocks and slots."""
-        if growth.buffer is None:
-            return
-        inputs = growth.buffer.blocks
-        for number, block in growth.quantized.items():
-            self._ends[layer][block] = inputs[number][-self._before :]
-        for number, slot in growth.slots.items():
-            self._slots[layer][slot][: len(inputs[number])] = inputs[number]
+        """Nothing: what blocks keep is written as it is computed."""
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: inputs are not coded."""
@@ -226,19 +216,25 @@ class ConvInputs(TableGroup):
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        return {(layer, "inputs"): ends[list(blocks)] for layer, ends in self._ends.items()}
+        to_host = self._ops.to_host
+        return {
+            (layer, "inputs"): np.stack([to_host(ends[block]) for block in blocks])
+            for layer, ends in self._ends.items()
+        }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         for layer, ends in self._ends.items():
-            ends[list(blocks)] = arrays[layer, "inputs"]
+            for block, inputs in zip(blocks, arrays[layer, "inputs"], strict=True):
+                ends[block][:] = self._ops.to_device(inputs)
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
-        return {(layer, "inputs"): slots[slot][: self._before + tokens].copy() for layer, slots in self._slots.items()}
+        rows = self._before + tokens
+        return {(layer, "inputs"): self._ops.to_host(slots[slot][:rows]).copy() for layer, slots in self._slots.items()}
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer, slots in self._slots.items():
             given = arrays[layer, "inputs"]
-            slots[slot][: len(given)] = given
+            slots[slot][: len(given)] = self._ops.to_device(given)
 
     def bytes(self, table: BlockTable) -> int:
         full = (table.sink is not None) + (table.current is not None)

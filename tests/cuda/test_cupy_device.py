@@ -352,17 +352,15 @@ def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [24, 1])
+@pytest.mark.parametrize(("name", "kept"), [("llama_gqa_linear", 24), ("llama_gqa_linear", 1), ("lfm2_tied", 24)])
 def test_a_model_answers_the_same_recorded_or_not(
-    device, machine: Machine, kept: int, monkeypatch: pytest.MonkeyPatch
+    device, machine: Machine, name: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps across a block end: everything that changes must reach a replay through its inputs."""
     monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", kept)
-    recorded = talk(model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")))
+    recorded = talk(model_of(CudaOps(device), name, ("ring4", "ring3.5")))
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    for given, wanted in zip(
-        recorded, talk(model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5"))), strict=True
-    ):
+    for given, wanted in zip(recorded, talk(model_of(CudaOps(device), name, ("ring4", "ring3.5"))), strict=True):
         np.testing.assert_array_equal(given, wanted)
 
 

@@ -26,13 +26,25 @@ from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
+from polarlm.engine.model.layers.short_conv import ShortConvWeights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.state.conv_inputs import ConvShape
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
-from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.config import (
+    Attention,
+    Experts,
+    Ffn,
+    GatedMLP,
+    Layer,
+    Mixer,
+    ModelConfig,
+    RopeConfig,
+    ShortConv,
+)
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
@@ -106,19 +118,25 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
         )
         return ExpertsWeights(vector(e), linear(ffn.count, e), None, *experts, *beside, post_norm)
 
+    def mixer(of: Mixer) -> AttentionWeights | ShortConvWeights:
+        if isinstance(of, ShortConv):
+            return ShortConvWeights(vector(e), linear(3 * e, e), vector(e * of.width), None, linear(e, e))
+        assert isinstance(of, Attention)
+        return AttentionWeights(
+            norm=vector(e),
+            qkv=linear(queries + 2 * keys, e),
+            q_norm=None,
+            k_norm=None,
+            sink_scores=None,
+            out=linear(e, queries),
+            post_norm=vector(e) if after else None,
+            output_gate=linear(queries, e) if of.output_gate else None,
+        )
+
     p = config.layer_embedding
     layers = [
         LayerWeights(
-            AttentionWeights(
-                norm=vector(e),
-                qkv=linear(queries + 2 * keys, e),
-                q_norm=None,
-                k_norm=None,
-                sink_scores=None,
-                out=linear(e, queries),
-                post_norm=vector(e) if after else None,
-                output_gate=linear(queries, e) if layer.mixer.output_gate else None,
-            ),
+            mixer(layer.mixer),
             network(layer.ffn, vector(e) if after else None),
             embedding=LayerEmbeddingWeights(linear(p, e), linear(e, p), vector(e)) if p else None,
         )
@@ -128,9 +146,15 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     inputs = TokenInputs(matrix(config.vocab_size, all_inputs), linear(all_inputs, e), vector(p)) if p else None
     weights = ModelWeights(matrix(config.vocab_size, e), layers, vector(e), linear(config.vocab_size, e), 0, inputs)
     k, v = (codecs.get(name) for name in types)
-    shape = CacheShape(64, (LayerShape(k, v, attention.kv_heads, dim, 8),) * len(config.layers))
+    own = LayerShape(k, v, attention.kv_heads, dim, 8)
+    kinds = [layer.mixer for layer in config.layers]
+    shape = CacheShape(64, tuple(ConvShape(e, one.width) if isinstance(one, ShortConv) else own for one in kinds))
     stored = Conditioning(k.rotation(dim), v.rotation(dim))
-    store = KVStore(ops, plan_for_tokens(shape, tokens, sequences), [stored] * len(config.layers))
+    store = KVStore(
+        ops,
+        plan_for_tokens(shape, tokens, sequences),
+        [stored if isinstance(one, Attention) else Conditioning() for one in kinds],
+    )
     return Transformer(ops, config, weights, store)
 
 
@@ -167,6 +191,14 @@ SHARED = replace(
     layers=(Layer(Attention(16, 4, 128, RopeConfig()), Experts(128, 8, 768, shared=GatedMLP(5632), shared_gate=True)),)
     * 2,
 )
+CONVOLUTIONS = replace(
+    LLAMA,
+    hidden_size=2048,
+    layers=(
+        Layer(Attention(16, 4, 64, RopeConfig()), GatedMLP(1024)),
+        Layer(ShortConv(2048, 3), GatedMLP(1024)),
+    ),
+)
 WIDE = replace(
     LLAMA,
     hidden_size=2880,
@@ -180,6 +212,7 @@ CONFIGS = {
     "norms behind": GEMMA,
     "experts and a shared network": SHARED,
     "experts": WIDE,
+    "short convolutions": CONVOLUTIONS,
 }
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 

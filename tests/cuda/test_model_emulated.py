@@ -26,6 +26,7 @@ from polarlm.engine.state.store import KVStore
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource
 from polarlm.model_loaders import load_weights as open_weights
+from tests.bare import shape_of
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store
@@ -93,14 +94,12 @@ def model_from(ops: Ops, config: ModelConfig, source: WeightSource, types: tuple
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
-    layers = tuple(
-        SharedShape(one.kv_heads, one.head_dim, one.window)
-        if one.shares_kv
-        else LayerShape(k, v, one.kv_heads, one.head_dim, mean_bits, one.window)
-        for one in config.attentions.values()
-    )
+    layers = tuple(shape_of(layer.mixer, k, v, mean_bits, N) for layer in config.layers)
     conditioning = []
     for layer in layers:
+        if not isinstance(layer, LayerShape | SharedShape):
+            conditioning.append(Conditioning())
+            continue
         d, kv_heads = layer.head_dim, layer.kv_heads
         halves = np.linspace(0.5, 2, kv_heads * d // 2, dtype=np.float32).reshape(kv_heads, d // 2)
         factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
@@ -185,7 +184,7 @@ def close(logits: list[np.ndarray], exact: list[np.ndarray], rounded: list[np.nd
 
 # Half and bfloat16 weights, biases, norms of heads, a group of layers with a window and one without; and what each
 # family alone has: norms behind projections, GELU, RoPE on a part of the channels, in some layers, and of two kinds;
-# soft caps, experts, sink scores.
+# soft caps, experts, sink scores, short convolutions.
 CASES = [
     ("llama_wide_heads_biases", ("f16", "f16")),
     ("llama_gqa_llama3_tied", ("f16", "f16")),
@@ -204,6 +203,8 @@ CASES = [
     ("qwen2_moe_shared", ("f16", "f16")),
     ("glm4_moe_biases_two_shared", ("f16", "f16")),
     ("gpt_oss_transposed", ("f16", "f16")),
+    ("lfm2_tied", ("f16", "f16")),
+    ("lfm2_biases", ("f16", "f16")),
 ]
 
 

@@ -289,6 +289,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
     "softcap": _all("softcap", ACT=("float",)),
+    "short_conv": _all("short_conv", WIDTH=(3, 4)),
     "scale": _all("scale", ACT=("float",)),
     "activate": _all("activate", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped")),
     "route": [

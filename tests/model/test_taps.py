@@ -82,8 +82,7 @@ def first_difference(fixture: str, *, break_layer: int | None = None, part: str 
 FIXTURE = "qwen3_qk_norm_tied"
 
 
-# A GPU has no kernel for short convolutions yet.
-@pytest.mark.parametrize("fixture", sorted(path.name for path in FIXTURES.iterdir() if "lfm2" not in path.name))
+@pytest.mark.parametrize("fixture", sorted(path.name for path in FIXTURES.iterdir()))
 def test_two_backends_agree_at_every_tap(fixture: str) -> None:
     assert first_difference(fixture) is None
 

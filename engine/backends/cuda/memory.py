@@ -17,9 +17,10 @@ from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
-from polarlm.model_loaders.config import Experts, Ffn, ModelConfig
+from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, ShortConv
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
+_CONV_WORDS = 4  # of a row of a step; see `Ops.short_conv`
 _GROUP = 12  # bytes of a group of pairs of a row and an expert
 
 
@@ -39,6 +40,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     buffer = len(shapes) * full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
+    project = max(project, _conv_bytes(model))
     gate = _gate_bytes(model)
     attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
@@ -62,9 +64,9 @@ def step_bytes(load: Load, device: Device) -> int:
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
     table = HEADER + table_width(load.tokens // load.format.block_size)
-    words = 1 + _ropes(model) + ROW_WORDS + _groups(model) * table
+    words = 1 + _ropes(model) + ROW_WORDS + _groups(model) * table + (_CONV_WORDS if _conv_bytes(model) else 0)
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
-    project = 3 * _FLOAT * heads + _NARROW * e
+    project = max(3 * _FLOAT * heads + _NARROW * e, _conv_bytes(model))
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
     parts = _part_bytes(load, device)
     experts = rows * _post_norm_bytes(model) + _experts_bytes(model, rows)
@@ -113,6 +115,12 @@ def _pairs_bytes(ffn: Experts, e: int, rows: int) -> int:
         return _FLOAT * pairs * (ffn.size + e)
     groups = _GROUP * launch_configs.gemm_groups(pairs, ffn.count)[2] + 2 * _FLOAT * pairs
     return _NARROW * rows * e + pairs * (_NARROW * ffn.size + _FLOAT * e) + groups
+
+
+def _conv_bytes(model: ModelConfig) -> int:
+    """Bytes of a row of a short convolution: its three inputs and x in half precision, what is kept, and the result."""
+    has_conv = any(isinstance(layer.mixer, ShortConv) for layer in model.layers)
+    return (5 * _FLOAT + _NARROW) * model.hidden_size if has_conv else 0
 
 
 def _gate_bytes(model: ModelConfig) -> int:

@@ -64,11 +64,12 @@ class CudaOps:
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
 
-        rows = RowOps(launch)
+        rows = RowOps(device, launch)
         self.softcap = rows.softcap
         self.activate = rows.activate
         self.scale = rows.scale
         self.gate = rows.gate
+        self.short_conv = rows.short_conv
 
         of_host = None if host is None else HostExperts(device, host)
         self._experts = ExpertOps(device, launch, matrices, of_host)
@@ -106,8 +107,8 @@ class CudaOps:
         """The ops on the same GPU, with those of its host."""
         return CudaOps(self._device, host)
 
-    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Any) -> Array:
-        raise NotImplementedError("a model with short convolutions is refused")
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        return self._device.empty(shape, np.float32)
 
     def split_rows(self, rows: slice) -> list[slice]:
         return [rows]

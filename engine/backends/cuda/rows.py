@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from polarlm.engine.backends.cuda.device import Array, row_stride
+import numpy as np
+
+from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 
 
 class RowOps:
-    """The ops `softcap`, `activate`, `scale` and `gate`."""
+    """The ops `softcap`, `activate`, `scale`, `gate` and `short_conv`."""
 
-    def __init__(self, launch: Launcher):
-        self._launch = launch
+    def __init__(self, device: Device, launch: Launcher):
+        self._device, self._launch = device, launch
 
     def softcap(self, x: Array, cap: float) -> None:
         rows, n = x.shape
@@ -33,3 +35,10 @@ class RowOps:
         config = LaunchConfig({"ACT": "float", "WHOLE": int(logits.shape[1] == 1)}, threads_for(n))
         strides = row_stride(x), row_stride(logits)
         self._launch("gate", (-(-n // config.threads), rows), config, x, logits, n, *strides)
+
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
+        (width, n), y = conv.shape, self._device.empty((len(inputs), conv.shape[1]), np.float32)
+        config = LaunchConfig({"WIDTH": width}, threads_for(n))
+        args = y, inputs, conv, bias, slots, rows, n, slots.shape[1]
+        self._launch("short_conv", (-(-n // config.threads), len(inputs)), config, *args)
+        return y

@@ -78,6 +78,7 @@ class NativeOps:
         self.gate = experts.gate
 
         self.short_conv = ConvOps(launch).short_conv
+        self.empty = plain.empty
 
         heads = HeadOps(launch)
         self.prepare = heads.prepare

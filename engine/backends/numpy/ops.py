@@ -113,6 +113,9 @@ class NumpyOps(ExpertOps):
         """All matrices, converted to float32 and joined into one."""
         return self.load([matrix for expert in matrices for matrix in expert])
 
+    def empty(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.empty(shape, np.float32)
+
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         return _whole(matrix)[rows]
 

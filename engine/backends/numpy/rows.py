@@ -46,7 +46,7 @@ def short_conv(
 ) -> np.ndarray:
     """See `Ops.short_conv`."""
     gate_in, gate_out, x = np.split(inputs, 3, axis=1)
-    before, (slot, place, following, _) = len(conv) - 1, rows.T
+    before, (slot, place, following, _) = len(conv) - 1, (rows - [1, 0, 1, 0]).T
     new, from_end = gate_in * x, place - (slots.shape[1] - 2 * before)
     slots[slot, before + place] = new
     repeated = (following >= 0) & (from_end >= 0)

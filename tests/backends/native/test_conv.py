@@ -15,19 +15,10 @@ from tests.jit.levels import every_level
 from tests.pairs import pairs
 
 N = 8  # rows of a block
-ROWS = np.array(  # slot, place, next slot, rows before
-    [
-        [1, 3, -1, 0],
-        [1, 4, -1, 1],
-        [1, 5, -1, 2],
-        [0, 6, 3, 0],
-        [0, 7, 3, 1],
-        [3, 0, -1, 2],
-        [3, 1, -1, 3],
-        [2, 7, -1, 0],
-    ],
-    np.int32,
-)
+# 1 + slot, place, 1 + next slot, rows before: of a prompt, of a step over the end of a block, of another sequence.
+PROMPT = [(2, place, 0, back) for back, place in enumerate((3, 4, 5))]
+STEP = [(1, 6, 4, 0), (1, 7, 4, 1), (4, 0, 0, 2), (4, 1, 0, 3)]
+ROWS = np.array([*PROMPT, *STEP, (3, 7, 0, 0)], np.int32)
 
 
 @every_level
@@ -49,6 +40,6 @@ def test_a_row_without_a_slot_writes_nothing() -> None:
     from polarlm.engine.jit.compile.target import best
 
     slots = np.ones((1, 2 + N, 16), np.float32)
-    rows = np.array([[-1, 0, -1, 0]], np.int32)
+    rows = np.zeros((1, 4), np.int32)
     ConvOps(launcher(best())).short_conv(np.ones((1, 48), np.float32), np.ones((3, 16), np.float32), None, slots, rows)
     assert (slots == 1).all()

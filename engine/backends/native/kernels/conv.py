@@ -37,6 +37,7 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
             slot, place, following, back = (
                 e.load(args.rows + row * 16 + 4 * field, I32).sext(I64) for field in range(4)
             )
+            slot, following = slot - 1, following - 1
             inputs, y = args.inputs + row * stride * 3, args.y + row * stride
             own = args.slots + (slot * args.slot_rows + place + before) * stride
             repeats = place - (args.slot_rows - 2 * before)
