@@ -38,6 +38,9 @@ class RandomWeights:
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
         return self._matrices[name].raw[rows]
 
+    def expect(self, name: str) -> None:
+        """There is nothing to read ahead."""
+
     def release(self, name: str, rows: slice) -> None:
         pass
 

@@ -18,12 +18,14 @@ _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 @dataclass(frozen=True)
 class FileMatrix:
     """A `StoredMatrix` in a file. format: the file's own, whose bytes are not changed, or another one, to which the
-    values are rounded. progress: called with the number of bytes of the file that were read since its last call."""
+    values are rounded. progress: called with the number of bytes of the file that were read since its last call. begin:
+    called when reading begins."""
 
     source: WeightSource
     name: str
     format: WeightFormat
     progress: Callable[[int], None] = lambda nbytes: None
+    begin: Callable[[], None] = lambda: None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,6 +40,7 @@ class FileMatrix:
             self.format.dequantize(raw, out[rows])
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        self.begin()
         count, columns = self.shape
         step = max(1, nbytes // self.format.size(columns))
         is_raw = find(self.source.stored_dtype(self.name)) is self.format

@@ -28,10 +28,6 @@ EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # of a layer: the matrices o
 _SAMPLE = 1024  # values from each end of a weight that the fingerprint covers
 
 
-def _nothing(nbytes: int) -> None:
-    """No progress."""
-
-
 class _Reader:
     """Loads named tensors to the device. weight_type: the format to convert matrices to, or None for the file's."""
 
@@ -62,13 +58,23 @@ class _Reader:
 
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
         """Load tensors (rows_i, columns) as the parts of one matrix."""
-        matrices = self._ops.load([self._matrix(name) for name in names], self._kept)
+        matrices = self._ops.load(self._matrices(names), self._kept)
         self._count(matrices)
         return matrices
 
-    def _matrix(self, name: str) -> FileMatrix:
-        format = _format(self._ops, self._source, name, self._weight_type)
-        return FileMatrix(self._source, name, format, self._progress)
+    def _matrices(self, names: Sequence[str]) -> list[FileMatrix]:
+        """Matrices that are read one after another: while the first is packed, the system reads the others ahead."""
+        waiting = [*names]
+
+        def begin() -> None:
+            while waiting:
+                self._source.expect(waiting.pop(0))
+
+        formats = (_format(self._ops, self._source, name, self._weight_type) for name in names)
+        return [
+            FileMatrix(self._source, name, format, self._progress, begin)
+            for name, format in zip(names, formats, strict=True)
+        ]
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
         """Load a projection whose output is the concatenation of those of `weights`, with `biases`."""
@@ -76,16 +82,14 @@ class _Reader:
 
     def experts(self, count: int, weights: Sequence[str], biases: Sequence[str]) -> ExpertLinear:
         """Load a projection of `count` experts. weights, biases: those of the first expert, then those of the next."""
-        each = len(weights) // count
-        stored = [
-            [self._matrix(name) for name in weights[first : first + each]] for first in range(0, len(weights), each)
-        ]
+        each, matrices = len(weights) // count, self._matrices(weights)
+        stored = [matrices[first : first + each] for first in range(0, len(weights), each)]
         if self._cache is None:
             parts = self._ops.load_experts(stored, self._kept)
             self._count(parts)
         else:
             assert self._ops.cache_experts is not None
-            later = [[replace(matrix, progress=_nothing) for matrix in expert] for expert in stored]
+            later = [[FileMatrix(one.source, one.name, one.format) for one in expert] for expert in stored]
             parts = self._ops.cache_experts(later, self._cache)
             self._count(parts, self._cache.experts / count)
             for name in weights:

@@ -167,6 +167,9 @@ class Unread(Shapes):
         size = get(self.stored_dtype(name).lower()).size(self.shape(name)[1])
         return np.empty((rows.stop - rows.start, size), np.uint8)
 
+    def expect(self, name: str) -> None:
+        """There is nothing to read ahead."""
+
     def release(self, name: str, rows: slice) -> None:
         """There is nothing to release."""
 
