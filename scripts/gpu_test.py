@@ -29,7 +29,15 @@ FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules")
 # They would show nothing about the GPU: tests of the compiler for other architectures, of the emulator, of CuPy's
 # stand-in, of threads, texts and counts.
 NEVER = (
-    *("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_modules", "test_overlap"),
+    *(
+        "test_compile",
+        "test_cupy_device",
+        "test_docs",
+        "test_host_experts",
+        "test_memory",
+        "test_modules",
+        "test_overlap",
+    ),
     *("test_warm_up", "test_tracing", "test_shapes", "test_source"),
 )
 # Whole models and engines: where the GPU has overlapped launches, they run with these and with launches in turn.

@@ -23,7 +23,7 @@ from polarlm.engine.loading.experts import Sizes, sizes
 from polarlm.engine.loading.fit import DeviceFit, fit_weights
 from polarlm.engine.model import weights as model_weights
 from tests.cuda import test_model_emulated
-from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_model_emulated import Rounded, SameWeights, close, model_of, talk
 from tests.tiny import VOCABULARY, make_model
 
@@ -53,7 +53,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch):
 )
 def test_logits_equal_those_of_numpy(name: str, on_host) -> None:
     """In prompts, steps and batches; with the experts of one layer on the host, and of all."""
-    plain = CudaOps(open_device(checked=False))
+    plain = CudaOps(EmulatedDevice(checked=False))
     exact, rounded = (talk(model_of(ops, name, F16)) for ops in (SameWeights(plain), Rounded(plain)))
     for layers in (1, 2):
         on_host(layers)

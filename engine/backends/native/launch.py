@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -217,7 +216,7 @@ class Launcher:
     def replay(self, recording: Recording) -> None:
         """Run the recorded launches. The pool's memory is given back first, if no prompt uses any of it."""
         self._buffers.give_back()
-        recording.replay(self.library.address, partial(self._workers.run, threads=self.threads))
+        recording.replay(self.library.address, lambda commands: self._workers.run(commands, self.threads))
 
 
 def _names(kernel: Kernel) -> tuple[str, ...]:
