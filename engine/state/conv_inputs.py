@@ -7,8 +7,8 @@ current block, and rows that are not kept leave nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -54,21 +54,23 @@ class ConvShape:
 class _Prompt:
     """The growth of a prompt, in the layer that is being computed.
 
-    last: the inputs of the newest `before` tokens (before, channels). targets: number of a block → the array that keeps
-    its inputs, and the position of the first of them.
+    last: the inputs of the newest `before` tokens (before, channels). targets: number of a block → the arrays that keep
+    inputs which its tokens see, those of the `before` tokens before it first.
     """
 
     position: int  # of the next token
     last: Array
-    targets: Sequence[tuple[Array, int]] = ()
+    targets: Mapping[int, Sequence[Array]] = field(default_factory=dict)
 
-    def add(self, inputs: Array, before: int) -> None:
+    def add(self, inputs: Array, before: int, block_size: int) -> None:
         """Keep the inputs of further tokens, which follow the newest `before` ones (before + tokens, channels)."""
         first, end = self.position - before, self.position - before + len(inputs)  # positions
-        for target, begin in self.targets:
-            low, high = max(first, begin), min(end, begin + len(target))
-            if low < high:
-                target[low - begin : high - begin] = inputs[low - first : high - first]
+        for number in range(self.position // block_size, (end + before - 1) // block_size + 1):
+            begin = number * block_size - before
+            for target in self.targets.get(number, ()):
+                low, high = max(first, begin), min(end, begin + len(target))
+                if low < high:
+                    target[low - begin : high - begin] = inputs[low - first : high - first]
         self.last[:] = inputs[len(inputs) - before :]
         self.position = end
 
@@ -89,6 +91,7 @@ class PromptInputs:
     _ops: Ops
     _spans: Sequence[tuple[_Prompt, int]]  # growths, and how many rows they have here
     _before: int  # inputs before the first
+    _block_size: int
 
     def memory(self) -> Array:
         """Return slots with the inputs before these rows: float32 (spans, before + rows, channels)."""
@@ -101,7 +104,7 @@ class PromptInputs:
     def keep(self, memory: Array) -> None:
         """Keep what these rows have added to `memory`."""
         for number, (growth, count) in enumerate(self._spans):
-            growth.add(memory[number][: self._before + count], self._before)
+            growth.add(memory[number][: self._before + count], self._before, self._block_size)
 
 
 class ConvInputs(TableGroup):
@@ -177,19 +180,20 @@ class ConvInputs(TableGroup):
             view.rows[:, 0] = 1 + number
         spans = [(view.growth, len(view.rows)) for view in views if view.growth is not None]
         rows = self._ops.to_device(np.concatenate([view.rows for view in views]))
-        return PromptInputs(rows, self._ops, spans, self._before)
+        return PromptInputs(rows, self._ops, spans, self._before, self.block_size)
 
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return
-        (number, filled), n, slots = divmod(start, self.block_size), self.block_size, self._slots[layer]
+        (number, filled), slots = divmod(start, self.block_size), self._slots[layer]
         if filled:
             assert table.current is not None
             last = slots[table.current][filled : filled + self._before]
         else:
             last = self._end(layer, table, number)
-        targets = [(self._ends[layer][block], (at + 1) * n - self._before) for at, block in growth.quantized.items()]
-        targets += [(slots[slot], at * n - self._before) for at, slot in growth.slots.items()]
+        targets = {number + 1: [self._ends[layer][block]] for number, block in growth.quantized.items()}
+        for number, slot in growth.slots.items():
+            targets.setdefault(number, []).append(slots[slot])
         growth.buffer.last[:] = last
         growth.buffer.position, growth.buffer.targets = start, targets
 
