@@ -161,7 +161,9 @@ class Unread(Shapes):
         return own if own == "F32" or self._kind == "Q4_K_M" else self._kind
 
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
-        """Nothing is read."""
+        """Nothing is read but vectors, which loading computes with: what lies in memory may be a signalling NaN."""
+        if out.ndim == 1:
+            out.fill(1.0)
 
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
         size = get(self.stored_dtype(name).lower()).size(self.shape(name)[1])
