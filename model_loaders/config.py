@@ -96,6 +96,26 @@ class ShortConv(Mixer):
 
 
 @dataclass(frozen=True)
+class GatedDelta(Mixer):
+    """A gated delta rule: each value head has a matrix that decays and, where a token's key reads it, gets new values.
+
+    Queries, keys and values are sums over the last `width` tokens, channel by channel.
+    """
+
+    key_heads: int  # also of queries
+    value_heads: int  # a multiple of key_heads
+    key_dim: int
+    value_dim: int
+    width: int
+    tiled: bool = False  # value head i has the key of head i mod key_heads; otherwise neighbours share a key
+
+    @property
+    def channels(self) -> int:
+        """Channels of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """down(activation(gate(x)) · up(x)): the feed-forward network of a layer."""
 

@@ -66,6 +66,22 @@ LFM2 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
 
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+DELTA_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
+
 # name: (model type, type of the stored weights, spelling of config.json, changes to COMMON).
 # The RoPE settings are scaled down to the context so that every branch of every kind acts on some channel.
 MODELS = {
@@ -269,6 +285,50 @@ MODELS = {
             "projector_hidden_size": 16,
         },
     ),
+    # A head of keys for each two heads of values, whose dims differ; experts in every second layer.
+    "qwen3_next_mixed": (
+        "qwen3_next",
+        "bfloat16",
+        "new",
+        {
+            **DELTA,
+            **DELTA_EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_value_head_dim": 12,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_5_tied": (
+        "qwen3_5_text",
+        "bfloat16",
+        "new",
+        {**DELTA, "num_hidden_layers": 4, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_with_images": (
+        "qwen3_5_moe",
+        "float16",
+        "new",
+        {
+            "text_config": {
+                **COMMON,
+                **DELTA,
+                **DELTA_EXPERTS,
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_value_heads": 6,
+                "linear_conv_kernel_dim": 3,
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "patch_size": 2,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+            },
+        },
+    ),
     "olmo2_post_norms": ("olmo2", "float32", "new", {"pad_token_id": 0}),
     "phi3_longrope_partial": (
         "phi3",
@@ -432,7 +492,11 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
     norm: the mean of the weights of norms.
     """
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
+        if name.endswith("A_log"):
+            parameter.data = torch.randn_like(parameter) - 2  # from half a token to many tokens until half has decayed
+        elif name.endswith("linear_attn.norm.weight"):  # the only one there that is not added to 1
+            parameter.data = 1 + 0.2 * torch.randn_like(parameter)
+        elif "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
             norm = 1 if name == "model.language_model.norm.weight" else norm  # the last one of Muse Glimmer
             parameter.data = norm + 0.2 * torch.randn_like(parameter)
             if name.endswith("router.scale"):
@@ -530,7 +594,8 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     common = {} if "text_config" in changes else COMMON
     config = transformers.AutoConfig.for_model(model_type, **{**common, **changes})
     model = class_of(config).from_config(config)
-    randomize(model, 0 if model_type.startswith(("gemma2", "gemma3", "muse")) else 1)  # these multiply with 1 + w
+    adds_one = ("gemma2", "gemma3", "muse", "qwen3_next", "qwen3_5")  # norms multiply with 1 + w
+    randomize(model, 0 if model_type.startswith(adds_one) else 1)
     shard = {"max_shard_size": "24KB"} if name.endswith("sharded") else {}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
     if name.endswith("mxfp4"):

@@ -15,14 +15,14 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
-from polarlm.engine.state.shapes import ArraySpec
+from polarlm.engine.state.shapes import ArraySpec, TokenBlocks
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 
 _F32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
-class ConvShape:
+class ConvShape(TokenBlocks):
     """How one layer stores its inputs, of `channels` float32 numbers a token. width: tokens that a token sees."""
 
     channels: int

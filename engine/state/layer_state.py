@@ -34,6 +34,9 @@ class LayerState(Protocol):
     can_cut: bool
     """Whether the first tokens of a full-precision block can be used without those that follow them."""
 
+    def new_table(self) -> BlockTable:
+        """Return the table of an empty sequence."""
+
     def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
         """Reserve blocks for a prompt's `count` tokens from position `start`, and a buffer that its layers write to.
 
@@ -76,6 +79,12 @@ class LayerState(Protocol):
 
     def release(self, table: BlockTable) -> None:
         """Release everything the table holds."""
+
+    def keep_end(self, table: BlockTable, length: int) -> int | None:
+        """Return a quantized block with which a sequence that ends here, with a complete block, can be continued.
+
+        None if there is no room for one. `length` is at least two blocks.
+        """
 
     def first_visible(self, length: int) -> int:
         """Return the number of the first block that the token after `length` tokens, or a later one, can see."""

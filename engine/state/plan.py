@@ -20,7 +20,7 @@ class StorePlan:
     shape: CacheShape
     tokens: int
     quantized_blocks: tuple[int, ...]  # per group
-    full_slots: int
+    full_slots: int  # of K/V; see `TokenBlocks.slots`
 
     @property
     def bytes(self) -> int:
@@ -41,7 +41,12 @@ def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: i
     # Blocks that the rows of a step may touch, the current block included.
     touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
     slots = (1 + touched) * sequences + _SPARE_SLOTS
-    return StorePlan(shape, tokens, shape.quantized_blocks(tokens), slots)
+    return StorePlan(shape, tokens, _quantized_blocks(shape, tokens, slots), slots)
+
+
+def _quantized_blocks(shape: CacheShape, tokens: int, full_slots: int) -> tuple[int, ...]:
+    """Return the quantized blocks of a store for a sequence of `tokens`, per group."""
+    return tuple(map(sum, zip(shape.quantized_blocks(tokens), shape.more_blocks(full_slots), strict=True)))
 
 
 def plan_for_memory(
@@ -89,7 +94,9 @@ def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     )
     f16 = replace(plan.shape, layers=tuple(layers), stored={})
     return bisect_right(
-        range(1, max_tokens + 1), plan.bytes, key=lambda count: f16.bytes(f16.quantized_blocks(count), plan.full_slots)
+        range(1, max_tokens + 1),
+        plan.bytes,
+        key=lambda count: f16.bytes(_quantized_blocks(f16, count, plan.full_slots), plan.full_slots),
     )
 
 

@@ -97,7 +97,14 @@ class PrefixCache:
         if self._enabled and start < kv.length:
             before = self._before(kv.root, kv.hashes)
             self.add_full(before, ids[start : kv.length], [table.current for table in kv.tables])
+        elif self._enabled and len(kv.hashes) > 1:
+            self._keep_end(kv)
         self._store.release(kv)
+
+    def _keep_end(self, kv: SequenceKV) -> None:
+        """Add what continues a sequence that ends with a complete block."""
+        groups = zip(self._store.groups, kv.tables, strict=True)
+        self._add_quantized(kv.hashes[-1], [group.keep_end(table, kv.length) for group, table in groups])
 
     def discard(self, kv: SequenceKV) -> None:
         """Release a sequence whose K/V are damaged, and remove every block that it may have shared from the cache."""

@@ -27,8 +27,45 @@ class ArraySpec(NamedTuple):
     dtype: np.dtype
 
 
+class TokenBlocks:
+    """The blocks of a state that has something of every token in its window: K/V, or the inputs of a convolution."""
+
+    window: int | None
+
+    def held_blocks(self, tokens: int, block_size: int) -> tuple[int, int]:
+        """Return the quantized blocks and the full-precision blocks of a sequence of `tokens`."""
+        complete, rest = divmod(tokens, block_size)
+        first = 0 if self.window is None else max(0, tokens - self.window + 1) // block_size  # first visible block
+        return max(0, complete - max(1, first)), (rest > 0) + (complete > 0 and first == 0)
+
+    def needed_blocks(self, tokens: int, block_size: int) -> int:
+        """Return the quantized blocks that a sequence needs until it has `tokens`. Block 0 is never quantized.
+
+        A window needs its blocks twice: a prompt's first tokens see old blocks while its last ones are encoded.
+        """
+        complete = max(0, tokens // block_size - 1)
+        return complete if self.window is None else min(complete, 2 * (self.window // block_size + 2))
+
+    def slots(self, full_slots: int) -> int:
+        """Return the number of full-precision slots in a store that has `full_slots` of K/V."""
+        return full_slots
+
+    def more_blocks(self, full_slots: int) -> int:
+        """Return the number of quantized blocks that such a store has for what no sequence needs."""
+        return 0
+
+
 class StateShape(Protocol):
     """How one layer stores its state, in blocks of `block_size` tokens. That of K/V is LayerShape."""
+
+    def held_blocks(self, tokens: int, block_size: int) -> tuple[int, int]:
+        """See `TokenBlocks`, as for the next three."""
+
+    def needed_blocks(self, tokens: int, block_size: int) -> int: ...
+
+    def slots(self, full_slots: int) -> int: ...
+
+    def more_blocks(self, full_slots: int) -> int: ...
 
     @property
     def group(self) -> Hashable:
@@ -63,7 +100,7 @@ class OwnShape(StateShape, Protocol):
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class LayerShape(TokenBlocks):
     """How one layer stores its K/V."""
 
     codec_k: Codec
@@ -113,7 +150,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class SharedShape:
+class SharedShape(TokenBlocks):
     """A layer that stores nothing: its K/V are those of the last layer before it with a LayerShape of its group."""
 
     kv_heads: int  # K
@@ -224,10 +261,8 @@ class CacheShape:
 
     def _blocks(self, tokens: int) -> Iterator[tuple[Sequence[int], int, int]]:
         """Yield, for each group, (layers, quantized blocks, full-precision blocks) of a sequence of `tokens`."""
-        complete, rest = divmod(tokens, self.block_size)
-        for window, layers in self.groups:
-            first = 0 if window is None else max(0, tokens - window + 1) // self.block_size  # first visible block
-            yield layers, max(0, complete - max(1, first)), (rest > 0) + (complete > 0 and first == 0)
+        for _, layers in self.groups:
+            yield layers, *self.layers[layers[0]].held_blocks(tokens, self.block_size)
 
     @property
     def bits_per_value(self) -> float:
@@ -236,19 +271,17 @@ class CacheShape:
         return 8 * sum(self._quantized_bytes[layer] for layer in self.kv_layers) / values
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Return how many quantized blocks a sequence of `tokens` needs, per group. Block 0 is never quantized.
+        """Return how many quantized blocks a sequence needs until it has `tokens`, per group."""
+        return tuple(self.layers[layers[0]].needed_blocks(tokens, self.block_size) for _, layers in self.groups)
 
-        A window needs its blocks twice: a prompt's first tokens see old blocks while its last ones are encoded.
-        """
-        complete = max(0, tokens // self.block_size - 1)
-        return tuple(
-            complete if window is None else min(complete, 2 * (window // self.block_size + 2))
-            for window, _ in self.groups
-        )
+    def more_blocks(self, full_slots: int) -> tuple[int, ...]:
+        """Return how many quantized blocks a store has besides those that sequences need, per group."""
+        return tuple(self.layers[layers[0]].more_blocks(full_slots) for _, layers in self.groups)
 
     def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
-        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` in every group."""
+        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` in groups of K/V."""
         return sum(
-            quantized * self.quantized_bytes(layers) + full_slots * self.full_bytes(layers)
+            quantized * self.quantized_bytes(layers)
+            + self.layers[layers[0]].slots(full_slots) * self.full_bytes(layers)
             for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)
         )

@@ -109,7 +109,8 @@ class KVStore:
             self._group_of |= dict.fromkeys(layers, len(self.groups))
             is_shared = any(self._source[layer] != layer for layer in layers)
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
-            shape, blocks = plan.shape.layers[layers[0]], (quantized, plan.full_slots)
+            shape = plan.shape.layers[layers[0]]
+            blocks = quantized, shape.slots(plan.full_slots)
             if not isinstance(shape, LayerShape):
                 assert not isinstance(shape, SharedShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
@@ -144,13 +145,16 @@ class KVStore:
 
     def new_sequence(self) -> SequenceKV:
         """Return an empty sequence."""
-        return SequenceKV(0, [BlockTable() for _ in self.groups])
+        return SequenceKV(0, self._new_tables())
 
     def release(self, sequence: SequenceKV) -> None:
         """Release all blocks of a sequence; it is empty afterwards."""
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
-        sequence.length, sequence.tables, sequence.hashes = 0, [BlockTable() for _ in self.groups], []
+        sequence.length, sequence.tables, sequence.hashes = 0, self._new_tables(), []
+
+    def _new_tables(self) -> list[BlockTable]:
+        return [group.new_table() for group in self.groups]
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 

@@ -56,6 +56,14 @@ class TableGroup:
         """Return the first position that the token after `length` tokens, or a later one, can see."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
+    def new_table(self) -> BlockTable:
+        """Return the table of an empty sequence."""
+        return BlockTable()
+
+    def keep_end(self, table: BlockTable, length: int) -> int | None:
+        """Return the last of the complete blocks that a sequence of `length` tokens consists of."""
+        return table.block(length // self.block_size - 1)
+
     def grow(self, table: BlockTable, start: int, count: int) -> Growth:
         """Reserve blocks for a prompt's `count` tokens from position `start`, all of which will be kept.
 

@@ -23,6 +23,15 @@ EXPERTS: Names = {
     ),
     "experts_down": (("mlp.experts.{}.down_proj", "ffn_down_exps"),),
 }
+SHARED: Names = {  # Qwen's shared network
+    "shared_gate": (("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),),
+    "shared_gate_up": (
+        ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+        ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ),
+    "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
+}
+SHARED_GGUF_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 _COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file
 _MOST_EXPERTS = 4096
 

@@ -2,23 +2,13 @@
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, gated_mlp, qwen_windows
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts, qwen_layers
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts, qwen_layers
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
-GGUF = GgufLayout(
-    "qwen2moe", keys={**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
-)
-_SHARED = {
-    "shared_gate": (("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),),
-    "shared_gate_up": (
-        ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
-        ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
-    ),
-    "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
-}
+GGUF = GgufLayout("qwen2moe", keys={**GGUF_KEYS, **SHARED_GGUF_KEYS})
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -33,4 +23,4 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**PRE_NORMS, **PROJECTIONS, **EXPERTS, **_SHARED})
+    return tensor_table(config, {**PRE_NORMS, **PROJECTIONS, **EXPERTS, **SHARED})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,7 +220,12 @@ def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
 
 def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors under their Hugging Face names; tensors that the family lacks keep their own."""
-    names = {spec.gguf: spec.name for spec in tensors(replace(config, tied_head=False)).specs()}
+    specs = [*tensors(replace(config, tied_head=False)).specs()]
+    of_label = Counter(spec.gguf for spec in specs)  # tensors that are parts of one in the file have its name
+    names = {
+        spec.gguf: spec.taken.source if spec.taken is not None and of_label[spec.gguf] > 1 else spec.name
+        for spec in specs
+    }
     found = {}
     for label, entry in gguf.tensors.items():
         weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")

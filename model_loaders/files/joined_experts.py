@@ -121,13 +121,17 @@ def taken_apart(
     return found
 
 
-def split(whole: StoredTensor, name: str, shape: tuple[int, int, int]) -> dict[str, StoredTensor]:
+def split(
+    whole: StoredTensor, name: str, shape: tuple[int, int, int], experts: int | None = None
+) -> dict[str, StoredTensor]:
     """The matrices of experts, which follow each other in `whole`, by the names that `name` makes of their number.
 
-    name: with {} for the number. shape: experts, rows, columns. Raises LoadError for a tensor of another shape or type.
+    name: with {} for the number. shape: matrices, rows, columns. experts: how many there are; None: one for each matrix.
+    Raises LoadError for a tensor of another shape or type.
     """
-    _check(whole, shape, PLAIN)
     count, *one = shape
+    experts = count if experts is None else experts
+    _check(whole, (experts, count // experts * one[0], one[1]), PLAIN)
     size = size_of(whole.dtype, int(np.prod(one)))
     return {
         f"{name.format(expert)}.weight": replace(whole, shape=tuple(one), offset=whole.offset + expert * size)

@@ -10,13 +10,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Mixer, ModelConfig, ShortConv
+from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedDelta, GatedMLP, Mixer, ModelConfig, ShortConv
 
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's, with {} for the number of an expert, and
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
 _OF_EXPERTS = ("experts_gate_up", "experts_down")
-_WHOLE_NAMES = ("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale")
+_WHOLE_NAMES = (
+    *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale"),
+    *("delta_decay", "delta_dt_bias"),
+)
+_WITHOUT_OFFSET = ("delta_out_norm",)  # norms whose weights are stored as they are
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """Rows of another tensor. The rows there are groups; each has parts of `sizes` rows, one after another.
+
+    Of each group's parts, those numbered `parts` are taken: first the first one of every group, then the next.
+    """
+
+    source: str  # the name of the other tensor
+    sizes: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    def rows(self, count: int) -> np.ndarray:
+        """The numbers of the rows to take of a tensor that has `count`, int64."""
+        groups = np.arange(count).reshape(-1, sum(self.sizes))
+        ends = np.cumsum(self.sizes)
+        return np.concatenate([groups[:, ends[part] - self.sizes[part] : ends[part]].ravel() for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -27,7 +49,8 @@ class TensorSpec:
     their rows differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
     more dimensions, which is read as a vector. copy_of: the name of the tensor that stands
-    for this one, which files lack; empty if they have it.
+    for this one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
+    taken: how to make this tensor of a file that lacks it.
     """
 
     name: str  # Hugging Face's
@@ -39,6 +62,8 @@ class TensorSpec:
     factor: float = 1.0
     copy_of: str = ""
     flat: bool = False
+    negated_exp: bool = False
+    taken: RowParts | None = None
 
 
 Slots = Mapping[str, tuple[TensorSpec, ...]]
@@ -50,7 +75,9 @@ class TensorTable:
     layers also layer_embedding, layer_projection and layer_projection_norm.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
-    attention_post_norm, or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out; and ffn_norm,
+    attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out; or, if it is a
+    gated delta rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay, delta_dt_bias,
+    delta_out_norm, delta_out; and ffn_norm,
     gate_up, down, ffn_post_norm. A mixture of experts has, in the place of gate_up and down, router, choice_bias,
     experts_gate_up and experts_down (all tensors of the first expert, then those of the next), expert_factors,
     shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm, experts_post_norm,
@@ -128,10 +155,11 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
                     shape if kind != ".bias" else (e,) if slot == "conv" else shape[:1],
                     heads,
                     mixer if heads and isinstance(mixer, Attention) else None,
-                    norm_offset if slot.endswith("norm") else 0.0,
+                    norm_offset if slot.endswith("norm") and slot not in _WITHOUT_OFFSET else 0.0,
                     config.hidden_size**-0.5 if slot == "router_norm" else 1.0,
                     f"model.layers.{layer}.{tensors[1][0]}{kind}" if is_copy and theirs == tensors[-1][0] else "",
-                    flat=slot == "conv" and kind == ".weight",
+                    flat=slot in ("conv", "delta_conv") and kind == ".weight",
+                    negated_exp=slot == "delta_decay",
                 )
                 for expert in of_experts
                 for (theirs, ggml), (shape, heads) in zip(tensors, shapes[len(tensors)], strict=True)
@@ -151,6 +179,17 @@ def _mixer_shapes(e: int, mixer: Mixer) -> dict[str, tuple[_Shapes, bool]]:
             "conv_in": (_one(3 * e, e), mixer.bias),
             "conv": (_one(e * mixer.width), mixer.bias),
             "conv_out": (_one(e, e), mixer.bias),
+        }
+    if isinstance(mixer, GatedDelta):
+        values = mixer.value_heads * mixer.value_dim
+        of_head: _Shape = (mixer.value_heads, e), 0
+        return {
+            "delta_norm": (_one(e), False),
+            "delta_in": ({4: [((mixer.channels, e), 0), ((values, e), 0), of_head, of_head]}, False),
+            "delta_conv": (_one(mixer.channels * mixer.width), False),
+            **dict.fromkeys(("delta_decay", "delta_dt_bias"), (_one(mixer.value_heads), False)),
+            "delta_out_norm": (_one(mixer.value_dim), False),
+            "delta_out": (_one(e, values), False),
         }
     assert isinstance(mixer, Attention)
     return _attention_shapes(e, mixer)

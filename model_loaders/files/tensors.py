@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +28,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     offset: int  # from the start of the file
-    row_order: np.ndarray | None = None  # int64 (rows,): row r of the file is row row_order[r] of the tensor
+    file_rows: np.ndarray | None = None  # int64 (rows,): each row's number in the file; None: they are the same
     factor: float = 1.0  # a number to multiply every value by
     added: float = 0.0  # a number to add to every value afterwards
+    negated_exp: bool = False  # of every value x, −exp(x) is taken
 
     @property
     def columns(self) -> int:
@@ -42,10 +42,10 @@ class StoredTensor:
     def row_bytes(self) -> int:
         return size_of(self.dtype, self.columns)
 
-    @cached_property
-    def file_rows(self) -> np.ndarray | None:
-        """For each row of the tensor, its row in the file, int64 (rows,); None if the order is the same."""
-        return None if self.row_order is None else np.argsort(self.row_order)
+    def taking(self, rows: np.ndarray) -> StoredTensor:
+        """The tensor that has only these rows of this one, int64 (count,), in this order."""
+        in_file = rows if self.file_rows is None else self.file_rows[rows]
+        return replace(self, shape=(len(rows), *self.shape[1:]), file_rows=in_file)
 
     def raw(self, rows: slice) -> np.ndarray:
         """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous.
@@ -115,7 +115,7 @@ class StoredWeights:
 
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
         tensor = self._tensors[name]
-        if tensor.added or tensor.factor != 1:
+        if tensor.added or tensor.factor != 1 or tensor.negated_exp:
             change = f"{tensor.added:g} is added to" if tensor.added else f"{tensor.factor:g} multiplies"
             raise ValueError(f"{name} differs from the file: {change} its values")
         return tensor.raw(rows)
@@ -134,14 +134,17 @@ class StoredWeights:
         """The weights with the tensors that `change` makes of these."""
         return StoredWeights(self.where, change(self._tensors), self._files)
 
-    def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float, float]]) -> StoredWeights:
-        """Only these tensors, each with the given order of rows, its values times a number plus another."""
+    def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float, float, bool]]) -> StoredWeights:
+        """Only these tensors, each with the given order of rows, its values times a number plus another, or −exp of
+        them. The order of row r of the stored tensor is its number in the arranged one."""
         tensors = {}
-        for name, (order, factor, added) in changes.items():
+        for name, (order, factor, added, negated_exp) in changes.items():
             tensor = self._tensors[name]
-            unchanged = order is None and factor == 1 and not added  # as those of thousands of experts are
-            factor *= tensor.factor
-            tensors[name] = tensor if unchanged else replace(tensor, row_order=order, factor=factor, added=added)
+            if order is not None:
+                tensor = tensor.taking(np.argsort(order))
+            if factor != 1 or added or negated_exp:  # not so the tensors of thousands of experts
+                tensor = replace(tensor, factor=factor * tensor.factor, added=added, negated_exp=negated_exp)
+            tensors[name] = tensor
         return StoredWeights(self.where, tensors, self._files)
 
     def close(self) -> None:
@@ -158,6 +161,8 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
         part = values[start : start + step]
         rows = slice(first + start, first + start + len(part))
         part[...] = _values(tensor.raw(rows).reshape(-1), tensor.dtype).reshape(part.shape)
+        if tensor.negated_exp:
+            np.negative(np.exp(part, out=part), out=part)
         if tensor.factor != 1:
             part *= np.float32(tensor.factor)
         if tensor.added:

@@ -75,10 +75,12 @@ def fit(
     expected = {spec.name: spec for spec in families.tensors(config).specs()}
     copies = {name: spec.copy_of for name, spec in expected.items() if spec.copy_of in names}
     weights = weights.changed(lambda stored: {**stored, **{name: stored[copied] for name, copied in copies.items()}})
+    weights = weights.changed(lambda stored: {**stored, **_taken(expected.values(), stored)})
     weights = weights.changed(lambda stored: {**stored, **_flat(expected.values(), stored)})
     names = weights.names()
+    sources = {spec.taken.source for spec in expected.values() if spec.taken is not None}
     if missing := [name for name in expected if name not in names]:
-        listed = ", ".join(expected[name].gguf if is_gguf else name for name in missing[:_LISTED])
+        listed = ", ".join(_called(expected[name], is_gguf) for name in missing[:_LISTED])
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise LoadError(
             f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {len(config.layers)} "
@@ -86,7 +88,7 @@ def fit(
         )
     for name, spec in expected.items():
         _check(weights, name, spec.shape)
-    for name in sorted(names - expected.keys() - unused(config)):
+    for name in sorted(names - expected.keys() - sources - unused(config)):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < len(config.layers):
             raise LoadError(
                 f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "
@@ -96,16 +98,40 @@ def fit(
         config = replace(config, embedding_scale=as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
     return config, weights.arranged(
         {
-            name: (row_order(spec, interleaved), spec.factor, 0.0 if is_gguf else spec.offset)
+            name: (
+                row_order(spec, interleaved),
+                spec.factor,
+                0.0 if is_gguf else spec.offset,
+                spec.negated_exp and not is_gguf,
+            )
             for name, spec in expected.items()
         }
     )
+
+
+def _taken(specs: Iterable[TensorSpec], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors that the file lacks, and that are rows of others. Those of other shapes are left out."""
+    found = {}
+    for spec in specs:
+        if spec.taken is None or spec.name in stored or spec.taken.source not in stored:
+            continue
+        whole = stored[spec.taken.source]
+        if whole.shape[0] % sum(spec.taken.sizes):
+            found[spec.name] = whole  # whose shape is then found to be wrong
+        else:
+            found[spec.name] = whole.taking(spec.taken.rows(whole.shape[0]))
+    return found
 
 
 def _flat(specs: Iterable[TensorSpec], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of flat specs, as vectors."""
     found = ((spec.name, stored[spec.name]) for spec in specs if spec.flat and spec.name in stored)
     return {name: replace(tensor, shape=(prod(tensor.shape),)) for name, tensor in found}
+
+
+def _called(spec: TensorSpec, is_gguf: bool) -> str:
+    """The name in a file of a tensor that is missing."""
+    return spec.gguf if is_gguf else spec.name if spec.taken is None else spec.taken.source
 
 
 def as_stored(number: float, dtype: str) -> float:

@@ -78,6 +78,8 @@ class NativeOps:
         self.gate = experts.gate
 
         self.short_conv = ConvOps(launch).short_conv
+        self.gated_delta = plain.gated_delta
+        self.advance_delta = plain.advance_delta
         self.empty = plain.empty
 
         heads = HeadOps(launch)

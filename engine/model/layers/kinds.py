@@ -9,6 +9,7 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Eps, Tap
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
+from polarlm.engine.model.layers.gated_delta import GatedDelta
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbedding, LayerEmbeddingWeights
 from polarlm.engine.model.layers.short_conv import ShortConv
@@ -46,7 +47,11 @@ class Mixer(Protocol):
 
 
 # The class of a kind in a configuration → the class that computes it, a Mixer.
-MIXERS: dict[type[config.Mixer], Any] = {config.Attention: Attention, config.ShortConv: ShortConv}
+MIXERS: dict[type[config.Mixer], Any] = {
+    config.Attention: Attention,
+    config.ShortConv: ShortConv,
+    config.GatedDelta: GatedDelta,
+}
 FFNS: dict[type[config.Ffn], Any] = {config.GatedMLP: GatedMLP, config.Experts: Experts}
 
 

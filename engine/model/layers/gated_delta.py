@@ -1,0 +1,80 @@
+"""A gated delta rule: a matrix for each head, which tokens decay, change with their keys and read with their queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polarlm.engine.backends.delta import DeltaSlots, DeltaWeights
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of
+from polarlm.engine.state.delta import DeltaShape, PromptRows
+from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders import config
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """Matrices are (out, in). C: channels of queries, keys and values; H: value heads; D: value dim."""
+
+    norm: Array | None  # (E,)
+    inputs: Linear  # (C + H·D + 2H, E): q, k, v, z, b, a
+    conv: Array  # (C · width,): the numbers of each channel, that of the oldest token first
+    decay: Array  # (H,)
+    dt_bias: Array  # (H,)
+    out_norm: Array  # (D,)
+    out: Linear  # (E, H·D)
+
+    @classmethod
+    def read(cls, read: ReadSlot) -> GatedDeltaWeights:
+        """Read the weights in the slots of a layer."""
+        conv, decay, dt_bias, out_norm = map(
+            read.vector, ("delta_conv", "delta_decay", "delta_dt_bias", "delta_out_norm")
+        )
+        assert conv is not None and decay is not None and dt_bias is not None and out_norm is not None
+        return cls(
+            norm=read.vector("delta_norm"),
+            inputs=read.linear("delta_in"),
+            conv=conv,
+            decay=decay,
+            dt_bias=dt_bias,
+            out_norm=out_norm,
+            out=read.linear("delta_out"),
+        )
+
+
+class GatedDelta:
+    """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
+
+    Weights = GatedDeltaWeights
+    in_order = True
+
+    def __init__(
+        self,
+        ops: Ops,
+        shape: config.GatedDelta,
+        eps: Eps,
+        weights: GatedDeltaWeights,
+        cache: DeltaSlots,
+        transform: None,
+    ):
+        self._ops, self._weights, self._slots = ops, weights, cache
+        self._norm = norm_of(weights.norm, eps.before)
+        by_channel = ops.to_host(weights.conv).reshape(shape.channels, shape.width)
+        conv = ops.to_device(by_channel.T)
+        self._own = DeltaWeights(conv, weights.decay, weights.dt_bias, weights.out_norm, eps.before, shape.tiled)
+
+    @staticmethod
+    def state_shape(shape: config.GatedDelta, block_size: int) -> DeltaShape:
+        return DeltaShape(shape)
+
+    def project(self, x: Array, rope: None, spans: Any, *, recorded: bool, tap: Tap | None = None) -> Array:
+        """Add the rows x (T, E) to the layer's states, and return the gated results of its heads (T, H·D)."""
+        projected = self._ops.linear(x, self._weights.inputs, norm=self._norm, recorded=recorded)
+        if isinstance(spans, PromptRows):
+            return spans.compute(projected, self._own)
+        return self._ops.gated_delta(projected, self._own, self._slots, spans)
+
+    def mix(self, x: Array, y: Array, spans: Any, *, recorded: bool, tap: Tap | None = None) -> None:
+        """Add the projection of y (T, H·D) to x (T, E), in place."""
+        add_projected(self._ops, x, y, self._weights.out, None, recorded=recorded)

@@ -1,0 +1,386 @@
+"""The state of gated delta rules: a slot for each running sequence, and snapshots at the ends of some blocks.
+
+A slot has the matrices at the start of the current block, and what each of its tokens adds (`backends.delta`), so a
+sequence can be cut anywhere in its current block, and rows that are not kept leave nothing behind. When a block is
+complete, its slot advances to the next one. A snapshot is a quantized block: it stands for all tokens before its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.layer_state import BlockArrays, Buffers
+from polarlm.engine.state.shapes import ArraySpec
+from polarlm.engine.state.snapshots import decode, encode, ends_to_keep
+from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.model_loaders.config import GatedDelta
+
+_F32, _I8 = np.dtype(np.float32), np.dtype(np.int8)
+_SNAPSHOTS = 2  # for each slot
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """How one layer stores its state."""
+
+    mixer: GatedDelta
+    window: None = None
+    values: int = 0  # of K/V
+
+    @property
+    def group(self) -> Hashable:
+        return type(self), self.mixer
+
+    def held_blocks(self, tokens: int, block_size: int) -> tuple[int, int]:
+        return 0, int(tokens > 0)
+
+    def needed_blocks(self, tokens: int, block_size: int) -> int:
+        return 0
+
+    def slots(self, full_slots: int) -> int:
+        """One for each sequence, which has at least two of K/V, and a spare one."""
+        return (full_slots + 1) // 2
+
+    def more_blocks(self, full_slots: int) -> int:
+        return _SNAPSHOTS * self.slots(full_slots)
+
+    def quantized_bytes(self, block_size: int) -> int:
+        return _bytes(self.block_arrays(block_size, ""))
+
+    def full_bytes(self, block_size: int) -> int:
+        return _bytes(self.full_arrays(block_size))
+
+    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
+        one = self.mixer
+        heads, keys, values = one.value_heads, one.key_dim, one.value_dim
+        return [
+            ArraySpec("codes", (heads, keys, values), _I8),
+            ArraySpec("scales", (heads, values), _F32),
+            ArraySpec("inputs", (one.width - 1, one.channels), _F32),
+        ]
+
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        one = self.mixer
+        shapes = DeltaSlots(
+            matrices=(one.value_heads, one.key_dim, one.value_dim),
+            keys=(one.key_heads, tokens, one.key_dim),
+            updates=(one.value_heads, tokens, one.value_dim),
+            decays=(one.value_heads, tokens),
+            inputs=(one.width - 1 + tokens, one.channels),
+        )
+        return [ArraySpec(name, shape, _F32) for name, shape in shapes._asdict().items()]
+
+    def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> DeltaState:
+        return DeltaState(ops, self, block_size, layers, blocks)
+
+
+def _bytes(arrays: Sequence[ArraySpec]) -> int:
+    return sum(int(np.prod(one.shape)) * one.dtype.itemsize for one in arrays)
+
+
+@dataclass
+class DeltaTable(BlockTable):
+    """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
+
+    snapshots: number of a block → the snapshot of its end; those of the newest growth alone. branch: the number of the
+    block at whose end other sequences leave this one.
+    """
+
+    snapshots: dict[int, int] = field(default_factory=dict)
+    branch: int | None = None
+
+    def block(self, number: int) -> int | None:
+        return self.snapshots.get(number)
+
+
+class _Prompt(NamedTuple):
+    """The buffer of a prompt's growth, for the layer that is being computed. ends: with numbers in the sequence."""
+
+    slot: DeltaSlots  # one
+    ends: DeltaEnds
+
+
+class _View(NamedTuple):
+    """Rows of a span; see `LayerState.view`. prompt: None for a step, whose slot has the number `slot`."""
+
+    prompt: _Prompt | None
+    slot: int
+    rows: slice
+    position: int
+
+
+class PromptRows(NamedTuple):
+    """Rows of prompts, in the form that `GatedDelta` takes."""
+
+    ops: Ops
+    views: Sequence[_View]
+    block_size: int
+
+    def compute(self, projected: Array, w: DeltaWeights) -> Array:
+        """Add rows to their growths; see `Ops.gated_delta`."""
+        results = [self._of_one(view, projected[view.rows], w) for view in self.views]
+        if len(results) == 1:
+            return results[0]
+        y = self.ops.empty((len(projected), results[0].shape[1]))
+        for view, result in zip(self.views, results, strict=True):
+            y[view.rows] = result
+        return y
+
+    def _of_one(self, view: _View, projected: Array, w: DeltaWeights) -> Array:
+        assert view.prompt is not None
+        slot, ends = view.prompt
+        number, place = divmod(view.position, self.block_size)
+        spans = np.array([DeltaSpan(0, 0, len(projected), place)], np.int32)
+        return self.ops.gated_delta(
+            projected, w, slot, spans, ends._replace(numbers=[end - number for end in ends.numbers])
+        )
+
+
+class DeltaState:
+    """A `LayerState`."""
+
+    can_cut = True
+
+    def __init__(
+        self, ops: Ops, shape: DeltaShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
+    ) -> None:
+        self.layers, self.block_size = layers, block_size
+        self.quantized, self.full = map(BlockAllocator, blocks)
+        self._ops, self._shape = ops, shape
+        quantized, full = blocks
+        self._slots = {layer: self._new_slots(full) for layer in layers}
+        self._snapshots = {
+            layer: {
+                name: np.zeros((quantized, *shape), dtype) for name, shape, dtype in shape.block_arrays(block_size, "")
+            }
+            for layer in layers
+        }
+
+    def _new_slots(self, count: int) -> DeltaSlots:
+        arrays = self._shape.full_arrays(self.block_size)
+        return DeltaSlots(*(self._ops.to_device(np.zeros((count, *one.shape), one.dtype)) for one in arrays))
+
+    def cache(self, layer: int) -> DeltaSlots:
+        """Return the slots of one layer."""
+        return self._slots[layer]
+
+    def new_table(self) -> DeltaTable:
+        return DeltaTable()
+
+    # -- growing -----------------------------------------------------------------------------------------------
+
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+        """Reserve a slot, and snapshots where there is room for them."""
+        assert isinstance(table, DeltaTable)
+        n, end = self.block_size, start + count
+        own = table.current if end // n == start // n else None
+        new = [] if own is not None else self.full.allocate()
+        growth = Growth({end // n: new[0] if own is None else own}, {}, new)
+        try:
+            numbers = ends_to_keep(start // n, end // n, table.branch)
+            numbers = numbers[max(0, len(numbers) - self.quantized.free) :]
+            growth.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
+            matrices, inputs = (
+                self._ops.empty((len(numbers), *one.shape))
+                for name in ("matrices", "inputs")
+                for one in self._shape.full_arrays(0)
+                if one.name == name
+            )
+            growth.buffer = _Prompt(self._new_slots(1), DeltaEnds(numbers, matrices, inputs))
+        except BaseException:  # there is no memory for the buffer
+            self.abort(growth)
+            raise
+        return growth
+
+    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+        """Reserve a slot, if the sequence has none yet; it then begins with the snapshot that the sequence has."""
+        if table.current is not None:
+            return Growth({start // self.block_size: table.current}, {}, [])
+        new = self.full.allocate()
+        for layer, slots in self._slots.items():
+            self._begin(layer, table, start, _one(slots, new[0]))
+        return Growth({start // self.block_size: new[0]}, {}, new)
+
+    def _begin(self, layer: int, table: BlockTable, start: int, slot: DeltaSlots) -> None:
+        """Write what a sequence begins with, that has no slot: nothing, or the snapshot at `start`."""
+        if start == 0:
+            slot.matrices[0] = 0
+            slot.inputs[0, : self._shape.mixer.width - 1] = 0
+            return
+        block = table.block(start // self.block_size - 1)
+        assert block is not None and start % self.block_size == 0
+        kept = self._snapshots[layer]
+        slot.matrices[0] = self._ops.to_device(decode(kept["codes"][block], kept["scales"][block]))
+        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"][block])
+
+    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> _View:
+        return _View(growth.buffer, next(iter(growth.slots.values())), rows, position)
+
+    def spans(self, views: Sequence[_View]) -> np.ndarray | PromptRows:
+        if views and views[0].prompt is not None:
+            return PromptRows(self._ops, views, self.block_size)
+        spans = [
+            DeltaSpan(view.slot, view.rows.start, view.rows.stop - view.rows.start, view.position % self.block_size)
+            for view in views
+        ]
+        return np.array(spans, np.int32).reshape(-1, len(DeltaSpan._fields))
+
+    def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
+        if growth.buffer is None:
+            return
+        if table.current is None:
+            self._begin(layer, table, start, growth.buffer.slot)
+        else:
+            _copy(growth.buffer.slot, _one(self._slots[layer], table.current), start % self.block_size)
+
+    def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """Copy the state after a prompt to the growth's slot, and encode its snapshots."""
+        if growth.buffer is None:
+            return
+        slot, ends = growth.buffer
+        (target,) = growth.slots.values()
+        _copy(_one(self._slots[layer], target), slot, (start + count) % self.block_size)
+        for index, block in enumerate(growth.quantized.values()):
+            self._keep(layer, block, ends.matrices[index], ends.inputs[index])
+
+    def _keep(self, layer: int, block: int, matrices: Array, inputs: Array) -> None:
+        """Write a snapshot."""
+        kept = self._snapshots[layer]
+        kept["codes"][block], kept["scales"][block] = encode(self._ops.to_host(matrices))
+        kept["inputs"][block] = self._ops.to_host(inputs)
+
+    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """Nothing: what the next tokens read is exact."""
+
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> None:
+        return None
+
+    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
+        """Take the growth's slot, which advances if a step has completed its block, and its snapshots."""
+        assert isinstance(table, DeltaTable)
+        ((number, slot),) = growth.slots.items()
+        if growth.buffer is None and length // self.block_size > number:
+            self._ops.advance_delta([*self._slots.values()], [slot], tiled=self._shape.mixer.tiled)
+        if table.current not in (None, slot):
+            self.full.release(table.current)
+        table.current = slot
+        self._release_snapshots(table)
+        table.snapshots = growth.quantized
+
+    def abort(self, growth: Growth) -> None:
+        for block in growth.quantized.values():
+            self.quantized.release(block)
+        for slot in growth.new_slots:
+            self.full.release(slot)
+
+    def release(self, table: BlockTable) -> None:
+        assert isinstance(table, DeltaTable)
+        self._release_snapshots(table)
+        if table.current is not None:
+            self.full.release(table.current)
+            table.current = None
+
+    def _release_snapshots(self, table: DeltaTable) -> None:
+        for _, block in sorted(table.snapshots.items(), reverse=True):
+            self.quantized.release(block)
+        table.snapshots = {}
+
+    # -- prefixes ----------------------------------------------------------------------------------------------
+
+    def first_visible(self, length: int) -> int:
+        """Return the number of the block whose end is at `length`, or of the current block, where nothing is needed."""
+        return max(0, length - 1) // self.block_size
+
+    def share(self, blocks: Sequence[int | None], length: int) -> DeltaTable:
+        if length == 0 or length % self.block_size:
+            return DeltaTable()  # a slot follows
+        block = blocks[-1]
+        assert block is not None
+        self.quantized.retain(block)
+        return DeltaTable(snapshots={len(blocks) - 1: block})
+
+    def keep_end(self, table: BlockTable, length: int) -> int | None:
+        assert isinstance(table, DeltaTable)
+        number = length // self.block_size - 1
+        if number not in table.snapshots and table.current is not None:
+            try:
+                (block,) = self.quantized.allocate()
+            except OutOfBlocks:
+                return None
+            for layer, slots in self._slots.items():
+                own = _one(slots, table.current)
+                self._keep(layer, block, own.matrices[0], own.inputs[0, : self._shape.mixer.width - 1])
+            table.snapshots[number] = block
+        return table.block(number)
+
+    def copy_full(self, target: int, source: int, tokens: int) -> None:
+        for slots in self._slots.values():
+            _copy(_one(slots, target), _one(slots, source), tokens)
+
+    # -- blocks on the host ------------------------------------------------------------------------------------
+
+    def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
+        ids = list(blocks)
+        return {(layer, name): array[ids] for layer, own in self._snapshots.items() for name, array in own.items()}
+
+    def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        for layer, own in self._snapshots.items():
+            for name, array in own.items():
+                array[list(blocks)] = arrays[layer, name]
+
+    def read_full(self, slot: int, tokens: int) -> BlockArrays:
+        return {
+            (layer, name): self._ops.to_host(array[0]).copy()
+            for layer, slots in self._slots.items()
+            for name, array in _first(_one(slots, slot), tokens)._asdict().items()
+        }
+
+    def write_full(self, slot: int, arrays: BlockArrays) -> None:
+        for layer, slots in self._slots.items():
+            tokens = arrays[layer, "decays"].shape[1]
+            for name, array in _first(_one(slots, slot), tokens)._asdict().items():
+                array[0] = self._ops.to_device(arrays[layer, name])
+
+    def reserve_table(self, length: int, dropped: int, with_sink: bool) -> DeltaTable:
+        complete = length // self.block_size
+        has_snapshot = max(0, complete - 1) > dropped
+        if with_sink or (has_snapshot and (dropped != complete - 2 or length % self.block_size)):
+            raise ValueError(f"{length} tokens do not have {complete - 1 - dropped} snapshots")
+        if has_snapshot:
+            return DeltaTable(snapshots={complete - 1: self.quantized.allocate()[0]})
+        return DeltaTable(current=self.full.allocate()[0] if length else None)
+
+    def bytes(self, table: BlockTable) -> int:
+        assert isinstance(table, DeltaTable)
+        full = (table.current is not None) * self._shape.full_bytes(self.block_size)
+        return len(self.layers) * (full + len(table.snapshots) * self._shape.quantized_bytes(self.block_size))
+
+
+def _one(slots: DeltaSlots, slot: int) -> DeltaSlots:
+    """One of the slots, as views."""
+    return DeltaSlots(*(array[slot : slot + 1] for array in slots))
+
+
+def _first(slot: DeltaSlots, tokens: int) -> DeltaSlots:
+    """What one slot has of the first `tokens` tokens of its block, as views."""
+    before = slot.inputs.shape[1] - slot.decays.shape[2]
+    return DeltaSlots(
+        slot.matrices,
+        slot.keys[:, :, :tokens],
+        slot.updates[:, :, :tokens],
+        slot.decays[:, :, :tokens],
+        slot.inputs[:, : before + tokens],
+    )
+
+
+def _copy(target: DeltaSlots, source: DeltaSlots, tokens: int) -> None:
+    """Copy one slot with the first `tokens` tokens of its block."""
+    for to, given in zip(_first(target, tokens), _first(source, tokens), strict=True):
+        to[:] = given

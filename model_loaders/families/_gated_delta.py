@@ -1,0 +1,128 @@
+"""What families have in common whose layers have a gated delta rule, or every few layers attention with a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from polarlm.model_loaders.config import Attention, Ffn, GatedDelta, Layer, ModelConfig
+from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Names, RowParts, TensorSpec, TensorTable, tensor_table
+from polarlm.model_loaders.rope import rope_config, rotary_dim
+
+_DELTA, _ATTENTION = "linear_attention", "full_attention"
+_MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
+GGUF_KEYS = {  # of `GgufLayout`
+    "full_attention_interval": "full_attention_interval",
+    "rotary_dim": "rope.dimension_count",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_inner_size": "ssm.inner_size",
+    "layers_after_last": "nextn_predict_layers",  # which the number of layers counts, too
+}
+_NORM = ("input_layernorm", "attn_norm")
+NAMES: Names = {
+    "attention_norm": (_NORM,),
+    **QK_NORMS,
+    **PROJECTIONS,
+    "output_gate": (("self_attn.q_proj", "attn_q"),),
+    "ffn_norm": (("post_attention_layernorm", "post_attention_norm"),),
+    "delta_norm": (_NORM,),
+    "delta_in": (
+        ("linear_attn.in_proj_qkv", "attn_qkv"),
+        ("linear_attn.in_proj_z", "attn_gate"),
+        ("linear_attn.in_proj_b", "ssm_beta"),
+        ("linear_attn.in_proj_a", "ssm_alpha"),
+    ),
+    "delta_conv": (("linear_attn.conv1d", "ssm_conv1d"),),
+    "delta_decay": (("linear_attn.A_log", "ssm_a"),),
+    "delta_dt_bias": (("linear_attn.dt_bias", "ssm_dt.bias"),),
+    "delta_out_norm": (("linear_attn.norm", "ssm_norm"),),
+    "delta_out": (("linear_attn.out_proj", "ssm_out"),),
+}
+
+
+def implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    """What GGUF files say in other words."""
+    layers, after_last = values["num_hidden_layers"], values["layers_after_last"]
+    inner, heads = values["linear_inner_size"], values["linear_num_value_heads"]
+    found: dict[str, object] = {}
+    if isinstance(layers, int) and isinstance(after_last, int):
+        found["num_hidden_layers"] = layers - after_last
+    if isinstance(inner, int) and isinstance(heads, int) and heads:
+        found["linear_value_head_dim"] = inner // heads
+    return found
+
+
+def configure(fields: Fields, family: str, ffns: Sequence[Ffn] = (), *, tiled: bool = False) -> ModelConfig:
+    """The configuration of a hybrid. tiled: see `GatedDelta`."""
+    fields = fields.completed({"partial_rotary_factor": 0.25, "rope_theta": 10_000_000.0, "rms_norm_eps": 1e-6})
+    config = decoder(
+        fields,
+        family,
+        rope=rope_config(fields, fields.integer("max_position_embeddings"), partial=True),
+        qkv_bias=fields.flag("attention_bias", False),
+        out_bias=fields.flag("attention_bias", False),
+        qk_norm="head",
+        output_gate=True,
+        ffns=ffns,
+    )
+    rotated = rotary_dim(fields, config.attention.head_dim)
+    config = config.with_attention(lambda mixer: replace(mixer, rotary_dim=rotated))
+    delta = _delta(fields, tiled)
+    layers = (
+        Layer(delta, layer.ffn) if kind == _DELTA else layer
+        for kind, layer in zip(_kinds(fields), config.layers, strict=True)
+    )
+    return replace(config, layers=tuple(layers))
+
+
+def _kinds(fields: Fields) -> Sequence[str]:
+    """The kind of each layer."""
+    count = layer_count(fields)
+    every = fields.integer("full_attention_interval", 4)
+    kinds = fields.texts("layer_types") or [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(count)]
+    if len(kinds) != count or not set(kinds) <= {_DELTA, _ATTENTION}:
+        raise fields.refuse("layer_types", f"but must say {_DELTA} or {_ATTENTION} for {count} layers")
+    if _ATTENTION not in kinds:
+        raise fields.refuse("layer_types", "but a model without attention in any layer is not supported")
+    return kinds
+
+
+def _delta(fields: Fields, tiled: bool) -> GatedDelta:
+    keys = fields.integer("linear_num_key_heads", 16, maximum=_MAX_HEADS)
+    values = fields.integer("linear_num_value_heads", 32, maximum=_MAX_HEADS)
+    if values % keys:
+        raise fields.refuse("linear_num_value_heads", f"which is not a multiple of the {keys} key heads")
+    return GatedDelta(
+        keys,
+        values,
+        fields.integer("linear_key_head_dim", 128, maximum=_MAX_DIM),
+        fields.integer("linear_value_head_dim", 128, maximum=_MAX_DIM),
+        fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=_MAX_WIDTH),
+        tiled and values > keys,
+    )
+
+
+def tensors(config: ModelConfig, names: Names) -> TensorTable:
+    """The tensors of a hybrid. The rows of a head's gate follow those of its queries."""
+    table, layers = tensor_table(config, names, norm_offset=1.0), []
+    for layer, slots in zip(config.layers, table.layers, strict=True):
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            sizes = mixer.head_dim, mixer.head_dim
+            queries, *others = slots["qkv"]
+            slots = {**slots, "qkv": (taken(queries, sizes, 0), *others)}
+            slots["output_gate"] = (taken(slots["output_gate"][0], sizes, 1),)
+        layers.append(slots)
+    return replace(table, layers=tuple(layers))
+
+
+def taken(spec: TensorSpec, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
+    """The spec of a tensor that consists of parts of another; see `RowParts`. source: what to call the other tensor in
+    the place of the spec's own name."""
+    whole = spec.name if not source else f"{spec.name.rpartition('.linear_attn.')[0]}.linear_attn.{source}.weight"
+    return replace(spec, name=f"{whole}[{','.join(map(str, parts))}]", taken=RowParts(whole, sizes, parts))

@@ -1,0 +1,59 @@
+"""Qwen3.5, 3.6 and 3.8 with a mixture of experts and a shared one with a gate: 35B-A3B, 122B-A10B.
+
+Of models for images it loads the text part. The layer that predicts several tokens is not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from polarlm.model_loaders.config import Experts, ModelConfig
+from polarlm.model_loaders.families import _gated_delta
+from polarlm.model_loaders.families._decoder import gated_mlp
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.joined_experts import split
+from polarlm.model_loaders.files.tensor_table import TensorTable
+from polarlm.model_loaders.files.tensors import StoredTensor
+
+MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
+ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+PREFIXES = {"model.language_model.": "model."}
+GGUF = GgufLayout(
+    "qwen35moe",
+    keys={**_gated_delta.GGUF_KEYS, **GGUF_KEYS, **SHARED_GGUF_KEYS},
+    implied=lambda values: {**_gated_delta.implied(values), "tiled": True},
+)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = fields.section("text_config") or fields
+    of_experts = experts(
+        fields,
+        renormalize=True,
+        shared=gated_mlp(fields, size_key="shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    ffns = [of_experts] * fields.integer("num_hidden_layers")
+    return _gated_delta.configure(fields, "qwen3_5_moe", ffns, tiled=fields.flag("tiled", False))
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return _gated_delta.tensors(config, {**_gated_delta.NAMES, **EXPERTS, **SHARED})
+
+
+def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Files have the matrices of all experts in two tensors, and the up projection of an expert after its gate."""
+    ffn, size = config.ffn, config.hidden_size
+    assert isinstance(ffn, Experts)
+    found = dict(stored)
+    for layer in range(len(config.layers)):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        if whole := found.pop(f"{prefix}gate_up_proj", None):
+            halves = split(whole, "{}", (2 * ffn.count, ffn.size, size), ffn.count)
+            for number, tensor in enumerate(halves.values()):
+                found[f"{prefix}{number // 2}.{('gate_proj', 'up_proj')[number % 2]}.weight"] = tensor
+        if whole := found.pop(f"{prefix}down_proj", None):
+            found |= split(whole, f"{prefix}{{}}.down_proj", (ffn.count, size, ffn.size))
+    return found

@@ -1,0 +1,62 @@
+"""Qwen3-Next and Qwen3-Coder-Next: gated delta rules, attention with a gate in every fourth layer, and experts.
+
+The layer that predicts several tokens is not loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polarlm.model_loaders.config import GatedDelta, ModelConfig
+from polarlm.model_loaders.families import _gated_delta
+from polarlm.model_loaders.families._decoder import gated_mlp
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts, qwen_layers
+from polarlm.model_loaders.families._gated_delta import taken
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Slots, TensorTable
+
+ARCHITECTURES = ("Qwen3NextForCausalLM",)
+_HALVES = ("linear_attn.in_proj_ba", "ssm_ba")
+_NAMES = {
+    **_gated_delta.NAMES,
+    "delta_in": (*_gated_delta.NAMES["delta_in"][:2], _HALVES, _HALVES),
+    **EXPERTS,
+    **SHARED,
+}
+GGUF = GgufLayout(
+    "qwen3next", keys={**_gated_delta.GGUF_KEYS, **GGUF_KEYS, **SHARED_GGUF_KEYS}, implied=_gated_delta.implied
+)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    of_experts = experts(
+        fields,
+        renormalize=fields.flag("norm_topk_prob", True),
+        shared=gated_mlp(fields, size_key="shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return _gated_delta.configure(fields, "qwen3_next", qwen_layers(fields, of_experts))
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    """The projections of a delta rule are in two tensors, which have the rows of one key head after the other."""
+    table = _gated_delta.tensors(config, _NAMES)
+    layers = (
+        _split(slots, layer.mixer) if isinstance(layer.mixer, GatedDelta) else slots
+        for layer, slots in zip(config.layers, table.layers, strict=True)
+    )
+    return replace(table, layers=tuple(layers))
+
+
+def _split(slots: Slots, mixer: GatedDelta) -> Slots:
+    shared = mixer.value_heads // mixer.key_heads
+    sizes = mixer.key_dim, mixer.key_dim, shared * mixer.value_dim, shared * mixer.value_dim
+    qkv, z, b, a = slots["delta_in"]
+    parts = (
+        taken(qkv, sizes, 0, 1, 2, source="in_proj_qkvz"),
+        taken(z, sizes, 3, source="in_proj_qkvz"),
+        taken(b, (shared, shared), 0),
+        taken(a, (shared, shared), 1),
+    )
+    return {**slots, "delta_in": parts}
