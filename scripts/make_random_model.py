@@ -22,6 +22,7 @@ from polarlm.model_loaders import LoadError
 from polarlm.model_loaders.demo import demo_model
 
 _CONV_WIDTH = 3  # tokens
+_DELTA_WIDTH, _DELTA_DIM, _KEY_HEADS, _ATTENDING = 4, 128, 16, 4  # as Qwen3.5 has them
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 
 
@@ -49,6 +50,7 @@ class Shape:
     window: int = 0  # of every second layer, in a model with sink scores and biases as gpt-oss has them; 0: none
 
     attending: tuple[int, ...] = ()  # layers with attention; the others have short convolutions. Empty: all
+    value_heads: int = 0  # of the gated delta rules that three layers of four have, with 16 key heads; 0: none
 
     @property
     def head_dim(self) -> int:
@@ -64,6 +66,16 @@ SHAPES = {
         *("lfm2", 16, 1024, 4608, 16, 8, 65_536, 128_000, 1e6),
         **{"tied": True, "qk_norm": "head", "attending": (2, 5, 8, 10, 12, 14)},
     ),
+    **{
+        f"qwen3.5-{name}": Shape(
+            *("qwen35", layers, hidden, ffn, heads, kv_heads, 248_320, 262_144, 1e7, 1e-6),
+            **{"tied": tied, "head_size": 256, "qk_norm": "head", "value_heads": value_heads},
+        )
+        for name, layers, hidden, ffn, heads, kv_heads, value_heads, tied in (
+            ("0.8b", 24, 1024, 3584, 8, 2, 16, True),
+            ("4b", 32, 2560, 9216, 16, 4, 32, True),
+        )
+    },
     "olmoe-1b-7b": Shape(
         "olmoe", 16, 2048, 1024, 16, 16, 50_304, 4096, qk_norm="all", experts=64, experts_used=8, expert_ffn=1024
     ),
@@ -129,7 +141,15 @@ def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> Non
         writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim // 4 if shape.value_heads else shape.head_dim)
+    if shape.value_heads:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(_DELTA_WIDTH)
+        writer.add_ssm_state_size(_DELTA_DIM)
+        writer.add_ssm_group_count(_KEY_HEADS)
+        writer.add_ssm_time_step_rank(shape.value_heads)
+        writer.add_ssm_inner_size(shape.value_heads * _DELTA_DIM)
+        writer.add_full_attention_interval(_ATTENDING)
     if shape.experts:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.experts_used)
@@ -185,8 +205,13 @@ def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, in
         mixed = better if _has_better_matrices(layer, shape.layers) else usual
         for name, rows, columns, type in (
             ("attn_norm.weight", 0, shape.hidden, Type.F32),
-            *(_attention(shape, usual, mixed) if layer in (shape.attending or [layer]) else _convolution(shape, usual)),
-            ("post_attention_norm.weight" if shape.window else "ffn_norm.weight", 0, shape.hidden, Type.F32),
+            *_mixer(shape, layer, usual, mixed),
+            (
+                f"{'post_attention' if shape.window or shape.value_heads else 'ffn'}_norm.weight",
+                0,
+                shape.hidden,
+                Type.F32,
+            ),
             *(_of_experts(shape, of_experts, mixed) if shape.experts else _dense(shape, usual, mixed)),
             *(_of_gpt_oss(shape) if shape.window else ()),
         ):
@@ -199,11 +224,34 @@ def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, in
         yield "output.weight", vocabulary, shape.hidden, better
 
 
+def _mixer(shape: Shape, layer: int, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:
+    if shape.value_heads and (layer + 1) % _ATTENDING:
+        return _delta(shape, usual, mixed)
+    attends = layer in (shape.attending or [layer])
+    return _attention(shape, usual, mixed) if attends else _convolution(shape, usual)
+
+
+def _delta(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:
+    heads, values = shape.value_heads, shape.value_heads * _DELTA_DIM
+    channels = 2 * _KEY_HEADS * _DELTA_DIM + values
+    return [
+        ("attn_qkv.weight", channels, shape.hidden, mixed),
+        ("attn_gate.weight", values, shape.hidden, usual),
+        ("ssm_beta.weight", heads, shape.hidden, Type.Q8_0),
+        ("ssm_alpha.weight", heads, shape.hidden, Type.Q8_0),
+        ("ssm_conv1d.weight", channels, _DELTA_WIDTH, Type.F32),
+        ("ssm_a", 0, heads, Type.F32),
+        ("ssm_dt.bias", 0, heads, Type.F32),
+        ("ssm_norm.weight", 0, _DELTA_DIM, Type.F32),
+        ("ssm_out.weight", shape.hidden, values, mixed),
+    ]
+
+
 def _attention(shape: Shape, usual: Type, mixed: Type) -> list[tuple[str, int, int, Type]]:
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = {"head": (shape.head_dim,) * 2, "all": (heads, kv)}.get(shape.qk_norm, ())
     return [
-        ("attn_q.weight", heads, shape.hidden, usual),
+        ("attn_q.weight", heads * (2 if shape.value_heads else 1), shape.hidden, usual),  # with gates
         ("attn_k.weight", kv, shape.hidden, usual),
         ("attn_v.weight", kv, shape.hidden, mixed),
         ("attn_output.weight", shape.hidden, heads, usual),
@@ -267,6 +315,8 @@ def _stored(rows: int, columns: int, type: Type) -> tuple[list[int], np.dtype, i
 
 
 def _norm_or_bias(name: str, length: int) -> np.ndarray:
+    if name.endswith("ssm_a"):  # from two tokens to a few hundred until half has decayed
+        return -np.geomspace(0.5, 0.002, length, dtype=np.float32)
     return np.full(length, name.endswith("norm.weight"), np.float32)
 
 

@@ -28,6 +28,7 @@ NEW = [
         "olmo2_post_norms",
         "phi3_longrope_partial",
         "phi3_window",
+        "qwen3_5_tied",
         "smollm3_no_rope_tied",
     ),
     *("glm4_moe_qk_norm", "mixtral_window", "olmoe_all_heads", "qwen2_moe_shared", "qwen3_moe_normed"),
@@ -64,7 +65,7 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
     assert np.abs(found[32] - found[0]).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["gemma2_capped_tied", "gemma4_shared_kv", "lfm2_tied"])
+@pytest.mark.parametrize("name", ["gemma2_capped_tied", "gemma4_shared_kv", "lfm2_tied", "qwen3_next_mixed"])
 def test_models_with_other_layers_find_prefixes_and_sessions_and_drafts(name: str, tmp_path: Path) -> None:
     """An answer after a stored prefix is that of another engine after a session, with drafts."""
     path = make_model(tmp_path, name)

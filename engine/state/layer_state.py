@@ -81,9 +81,9 @@ class LayerState(Protocol):
         """Release everything the table holds."""
 
     def keep_end(self, table: BlockTable, length: int) -> int | None:
-        """Return a quantized block with which a sequence that ends here, with a complete block, can be continued.
+        """Return a quantized block of the table that continues a sequence that ends here, with a complete block.
 
-        None if there is no room for one. `length` is at least two blocks.
+        None if the blocks that it has had until now do so, or if there is no room. `length` is at least two blocks.
         """
 
     def first_visible(self, length: int) -> int:

@@ -98,13 +98,15 @@ class PrefixCache:
             before = self._before(kv.root, kv.hashes)
             self.add_full(before, ids[start : kv.length], [table.current for table in kv.tables])
         elif self._enabled and len(kv.hashes) > 1:
-            self._keep_end(kv)
+            self._keep_end(kv, ids)
         self._store.release(kv)
 
-    def _keep_end(self, kv: SequenceKV) -> None:
-        """Add what continues a sequence that ends with a complete block."""
-        groups = zip(self._store.groups, kv.tables, strict=True)
-        self._add_quantized(kv.hashes[-1], [group.keep_end(table, kv.length) for group, table in groups])
+    def _keep_end(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+        """Add what continues a sequence that ends with a complete block, where the blocks of its tokens do not."""
+        blocks = [group.keep_end(table, kv.length) for group, table in zip(self._store.groups, kv.tables, strict=True)]
+        if blocks != [None] * len(blocks):
+            last = ids[kv.length - self._store.shape.block_size : kv.length]
+            self.add(kv.root or self._root, kv.hashes[-2], last, blocks)
 
     def discard(self, kv: SequenceKV) -> None:
         """Release a sequence whose K/V are damaged, and remove every block that it may have shared from the cache."""

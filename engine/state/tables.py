@@ -61,8 +61,7 @@ class TableGroup:
         return BlockTable()
 
     def keep_end(self, table: BlockTable, length: int) -> int | None:
-        """Return the last of the complete blocks that a sequence of `length` tokens consists of."""
-        return table.block(length // self.block_size - 1)
+        """Return None: the blocks of a sequence's tokens continue it."""
 
     def grow(self, table: BlockTable, start: int, count: int) -> Growth:
         """Reserve blocks for a prompt's `count` tokens from position `start`, all of which will be kept.

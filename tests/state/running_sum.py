@@ -13,7 +13,7 @@ import numpy as np
 
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.state.layer_state import BlockArrays
-from polarlm.engine.state.shapes import ArraySpec
+from polarlm.engine.state.shapes import ArraySpec, TokenBlocks
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 from polarlm.model_loaders.config import Mixer
 
@@ -26,7 +26,7 @@ class RunningSum(Mixer):
 
 
 @dataclass(frozen=True)
-class SumShape:
+class SumShape(TokenBlocks):
     """Of a layer's state: a sum for each block."""
 
     size: int
