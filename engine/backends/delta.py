@@ -1,6 +1,6 @@
 """What the ops of gated delta rules take.
 
-Letters: Q key heads, H value heads, A key dim, D value dim, C channels of queries, keys and values, N tokens of a block.
+Letters: Q key heads, H value heads, A key dim, D value dim, C channels of q, k and v, N tokens in a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeltaSlots(NamedTuple):
     """
 
     matrices: Array  # (S, H, A, D)
-    keys: Array  # (S, Q, N, A)
+    keys: Array  # (S, Q, A, N)
     updates: Array  # (S, H, N, D)
     decays: Array  # (S, H, N)
     inputs: Array  # (S, width − 1 + N, C): of the convolution, those of the tokens before the block first

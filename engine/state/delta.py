@@ -70,7 +70,7 @@ class DeltaShape:
         one = self.mixer
         shapes = DeltaSlots(
             matrices=(one.value_heads, one.key_dim, one.value_dim),
-            keys=(one.key_heads, tokens, one.key_dim),
+            keys=(one.key_heads, one.key_dim, tokens),
             updates=(one.value_heads, tokens, one.value_dim),
             decays=(one.value_heads, tokens),
             inputs=(one.width - 1 + tokens, one.channels),
@@ -215,7 +215,7 @@ class DeltaState:
             slot.inputs[0, : self._shape.mixer.width - 1] = 0
             return
         block = table.block(start // self.block_size - 1)
-        assert block is not None and start % self.block_size == 0
+        assert block is not None
         kept = self._snapshots[layer]
         slot.matrices[0] = self._ops.to_device(decode(kept["codes"][block], kept["scales"][block]))
         slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"][block])
@@ -373,7 +373,7 @@ def _first(slot: DeltaSlots, tokens: int) -> DeltaSlots:
     before = slot.inputs.shape[1] - slot.decays.shape[2]
     return DeltaSlots(
         slot.matrices,
-        slot.keys[:, :, :tokens],
+        slot.keys[:, :, :, :tokens],
         slot.updates[:, :, :tokens],
         slot.decays[:, :, :tokens],
         slot.inputs[:, : before + tokens],

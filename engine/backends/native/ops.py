@@ -10,7 +10,6 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.native.attention.heads import HeadOps
 from polarlm.engine.backends.native.attention.steps import AttentionOps
-from polarlm.engine.backends.native.conv import ConvOps
 from polarlm.engine.backends.native.experts import ExpertOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
@@ -19,6 +18,7 @@ from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.self_test import choose
+from polarlm.engine.backends.native.recurrent import ConvOps, DeltaOps
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.backends.native.warm_up import WarmUpLauncher
 from polarlm.engine.backends.numpy import host_memory
@@ -78,8 +78,9 @@ class NativeOps:
         self.gate = experts.gate
 
         self.short_conv = ConvOps(launch).short_conv
-        self.gated_delta = plain.gated_delta
-        self.advance_delta = plain.advance_delta
+        delta = DeltaOps(launch)
+        self.gated_delta = delta.gated_delta
+        self.advance_delta = delta.advance_delta
         self.empty = plain.empty
 
         heads = HeadOps(launch)

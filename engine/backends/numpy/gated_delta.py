@@ -22,7 +22,7 @@ def gated_delta(
 ) -> np.ndarray:
     """See `Ops.gated_delta`."""
     heads, dim = slots.updates.shape[1], slots.updates.shape[3]
-    block, channels = slots.keys.shape[2], slots.inputs.shape[2]
+    block, channels = slots.keys.shape[3], slots.inputs.shape[2]
     y = np.empty((len(projected), heads, dim), np.float32)
     for span in map(DeltaSpan._make, spans.tolist()):
         row, place, left, number = span.first, span.place, span.count, 0
@@ -53,7 +53,7 @@ def advance_delta(layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: 
 
 def _add_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, slot: int, place: int, y: np.ndarray) -> None:
     """Add rows of one block to a slot, and compute what their queries read: y (count, H, D)."""
-    _, key_heads, block, key_dim = slots.keys.shape
+    _, key_heads, key_dim, _ = slots.keys.shape
     _, heads, _, dim = slots.updates.shape
     count, end, channels = len(rows), place + len(rows), slots.inputs.shape[2]
     q, k, v = _convolved(rows[:, :channels], w.conv, slots.inputs[slot], place, key_heads * key_dim)
@@ -65,18 +65,18 @@ def _add_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, slot: int, p
     decays, updates = slots.decays[slot], slots.updates[slot]
     before = decays[:, place - 1 : place] if place else np.zeros((heads, 1), np.float32)
     decays[:, place:end] = before + np.cumsum(w.decay[:, None] * _softplus(a + w.dt_bias[:, None]), axis=1)
-    slots.keys[slot, :, place:end] = k
-    keys, matrix, own = slots.keys[slot, :, :end], slots.matrices[slot], decays[:, place:end]
+    slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
+    keys, matrix, own = slots.keys[slot, :, :, :end], slots.matrices[slot], decays[:, place:end]
     since = np.exp(own)[..., None]  # the decay of the matrix: (H, count, 1)
     sees = np.tri(count, end, place, dtype=bool)
     between = np.exp(np.where(sees, own[..., None] - decays[:, None, :end], -np.inf))  # (H, count, end)
     beta = 1 / (1 + np.exp(-b[..., None]))
-    weights = beta * between * (k @ keys.transpose(0, 2, 1))[of_head]
+    weights = beta * between * (k @ keys)[of_head]
     new = beta * (v - since * (k[of_head] @ matrix)) - weights[..., :place] @ updates[:, :place]
     system = np.tril(weights[..., place:], -1) + np.eye(count, dtype=np.float32)
     updates[:, place:end] = np.linalg.solve(system, new)
     read = since * (q[of_head] @ matrix)
-    read += between * (q @ keys.transpose(0, 2, 1))[of_head] @ updates[:, :end]
+    read += between * (q @ keys)[of_head] @ updates[:, :end]
     y[...] = read.transpose(1, 0, 2) * np.float32(key_dim**-0.5)
 
 
@@ -101,7 +101,7 @@ def _advance(slots: DeltaSlots, slot: int, tiled: bool) -> None:
     of_head = _keys_of_heads(slots.keys.shape[1], len(matrix), tiled=tiled)
     to_end = np.exp(decays[:, -1:] - decays)[..., None]  # (H, N, 1)
     matrix *= np.exp(decays[:, -1])[:, None, None]
-    matrix += slots.keys[slot].transpose(0, 2, 1)[of_head] @ (to_end * slots.updates[slot])
+    matrix += slots.keys[slot][of_head] @ (to_end * slots.updates[slot])
     inputs[:before] = inputs[block:].copy()
 
 

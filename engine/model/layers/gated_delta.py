@@ -1,4 +1,4 @@
-"""A gated delta rule: a matrix for each head, which tokens decay, change with their keys and read with their queries."""
+"""A gated delta rule: each head has a matrix, which tokens decay, change with keys and read with queries."""
 
 from __future__ import annotations
 
@@ -28,17 +28,13 @@ class GatedDeltaWeights:
     @classmethod
     def read(cls, read: ReadSlot) -> GatedDeltaWeights:
         """Read the weights in the slots of a layer."""
-        conv, decay, dt_bias, out_norm = map(
-            read.vector, ("delta_conv", "delta_decay", "delta_dt_bias", "delta_out_norm")
-        )
-        assert conv is not None and decay is not None and dt_bias is not None and out_norm is not None
         return cls(
             norm=read.vector("delta_norm"),
             inputs=read.linear("delta_in"),
-            conv=conv,
-            decay=decay,
-            dt_bias=dt_bias,
-            out_norm=out_norm,
+            conv=read.vector("delta_conv"),
+            decay=read.vector("delta_decay"),
+            dt_bias=read.vector("delta_dt_bias"),
+            out_norm=read.vector("delta_out_norm"),
             out=read.linear("delta_out"),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, vector
 

@@ -16,7 +16,7 @@ from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles
 from polarlm.engine.backends.native.kernels.encode.formats import without_metric
 from polarlm.engine.backends.native.kernels.encode.groups import encode_halves
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
-from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.jit.compile.compiler import Kernel

@@ -7,7 +7,8 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.attention.spans import RowPlace
-from polarlm.engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
+from polarlm.engine.backends.native.kernels.multiply import pieces
+from polarlm.engine.backends.native.kernels.rotation import rotate, rotate_dense
 from polarlm.engine.backends.native.kernels.rows import inverse_rms
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.compile.compiler import Kernel

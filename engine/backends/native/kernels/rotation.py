@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polarlm.engine.backends.native.kernels.multiply import multiply
+from polarlm.engine.backends.native.kernels.multiply import multiply, pieces
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, vector
-
-
-def pieces(channels: int) -> Iterator[tuple[int, int]]:
-    """Yields (first channel, lanes) of vectors of 16, 8, 4, 2 or 1 lanes that together cover the channels."""
-    first = 0
-    for lanes in (16, 8, 4, 2, 1):
-        while channels - first >= lanes:
-            yield first, lanes
-            first += lanes
 
 
 def rotate(e: Emitter, x: Value, target: Value, memory: Value, dim: int, order: int) -> None:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer

@@ -13,7 +13,8 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.attention.spans import SpanHeader
-from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
+from polarlm.engine.backends.native.kernels.multiply import pieces
+from polarlm.engine.backends.native.kernels.rotation import rotate
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer, read

@@ -8,8 +8,8 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
-from polarlm.engine.backends.native.kernels.multiply import multiply
-from polarlm.engine.backends.native.kernels.rotation import pieces, rotate
+from polarlm.engine.backends.native.kernels.multiply import multiply, pieces
+from polarlm.engine.backends.native.kernels.rotation import rotate
 from polarlm.engine.backends.native.kernels.rows import capped
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter

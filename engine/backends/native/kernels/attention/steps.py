@@ -16,7 +16,7 @@ from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueT
 from polarlm.engine.backends.native.kernels.attention import full_blocks
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, WEIGHTED, padded, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.softmax import Query, cap_scores, mask, softmax
-from polarlm.engine.backends.native.kernels.rotation import pieces
+from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
