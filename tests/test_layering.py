@@ -55,8 +55,18 @@ ROOMS: dict[str, set[str]] = {
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
     "storage.tiers": {"codecs", "state", "storage.copies", "storage.objects", "storage.payloads"} | TOLD,
-    "state": {"backends.kv", "backends.ops", "backends.transfer", "codecs", "quantization", "sampling"} | TOLD,
-    "model": {"backends.kv", "backends.ops", "state", "quantization", "sampling", "weight_formats"} | TOLD,
+    "state": {
+        "backends.delta",
+        "backends.kv",
+        "backends.ops",
+        "backends.transfer",
+        "codecs",
+        "quantization",
+        "sampling",
+    }
+    | TOLD,
+    "model": {"backends.delta", "backends.kv", "backends.ops", "state", "quantization", "sampling", "weight_formats"}
+    | TOLD,
     "requests": {"state", "model", "sampling", "storage.tiers"} | TOLD,
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}

@@ -45,7 +45,7 @@ class DeltaSpan(NamedTuple):
 
     slot: int
     first: int  # row
-    count: int  # of rows
+    rows: int
     place: int  # of the first row's token in its block
 
 

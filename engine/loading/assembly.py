@@ -28,6 +28,7 @@ from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     cache_shape,
+    check_layers,
     draft_bytes,
     draft_config,
     fits_beside,
@@ -123,6 +124,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             bar.set_description(f"Loading {source.name}", refresh=False)
         plan: StorePlan | None = None
         try:
+            check_layers(ops, source.config)
             shape = cache_shape(config, encoding, ops, source.config)
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class OutOfBlocks(Exception):
@@ -87,3 +87,16 @@ class BlockAllocator:
         if self._references[block] == 0:
             self._free[block] = None
             self._free.move_to_end(block, last=block in self._kept)
+
+
+def allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
+    """Allocate a block of each allocator; return None, and allocate nothing, if one has no free block."""
+    taken: list[int] = []
+    try:
+        for allocator in allocators:
+            taken += allocator.allocate(1)
+    except OutOfBlocks:
+        for allocator, block in zip(allocators, taken, strict=False):
+            allocator.release(block)
+        return None
+    return taken

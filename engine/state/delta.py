@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.delta_slots import (
+    Prompt,
+    PromptRows,
+    View,
+    copy_slot,
+    decode,
+    encode,
+    ends_to_keep,
+    first_tokens,
+    one_slot,
+)
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.shapes import ArraySpec
-from polarlm.engine.state.snapshots import decode, encode, ends_to_keep
 from polarlm.engine.state.tables import BlockTable, Growth
 from polarlm.model_loaders.config import GatedDelta
 
@@ -100,49 +109,6 @@ class DeltaTable(BlockTable):
         return self.snapshots.get(number)
 
 
-class _Prompt(NamedTuple):
-    """The buffer of a prompt's growth, for the layer that is being computed. ends: with numbers in the sequence."""
-
-    slot: DeltaSlots  # one
-    ends: DeltaEnds
-
-
-class _View(NamedTuple):
-    """Rows of a span; see `LayerState.view`. prompt: None for a step, whose slot has the number `slot`."""
-
-    prompt: _Prompt | None
-    slot: int
-    rows: slice
-    position: int
-
-
-class PromptRows(NamedTuple):
-    """Rows of prompts, in the form that `GatedDelta` takes."""
-
-    ops: Ops
-    views: Sequence[_View]
-    block_size: int
-
-    def compute(self, projected: Array, w: DeltaWeights) -> Array:
-        """Add rows to their growths; see `Ops.gated_delta`."""
-        results = [self._of_one(view, projected[view.rows], w) for view in self.views]
-        if len(results) == 1:
-            return results[0]
-        y = self.ops.empty((len(projected), results[0].shape[1]))
-        for view, result in zip(self.views, results, strict=True):
-            y[view.rows] = result
-        return y
-
-    def _of_one(self, view: _View, projected: Array, w: DeltaWeights) -> Array:
-        assert view.prompt is not None
-        slot, ends = view.prompt
-        number, place = divmod(view.position, self.block_size)
-        spans = np.array([DeltaSpan(0, 0, len(projected), place)], np.int32)
-        return self.ops.gated_delta(
-            projected, w, slot, spans, ends._replace(numbers=[end - number for end in ends.numbers])
-        )
-
-
 class DeltaState:
     """A `LayerState`."""
 
@@ -193,7 +159,7 @@ class DeltaState:
                 for one in self._shape.full_arrays(0)
                 if one.name == name
             )
-            growth.buffer = _Prompt(self._new_slots(1), DeltaEnds(numbers, matrices, inputs))
+            growth.buffer = Prompt(self._new_slots(1), DeltaEnds(numbers, matrices, inputs))
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise
@@ -205,7 +171,7 @@ class DeltaState:
             return Growth({start // self.block_size: table.current}, {}, [])
         new = self.full.allocate()
         for layer, slots in self._slots.items():
-            self._begin(layer, table, start, _one(slots, new[0]))
+            self._begin(layer, table, start, one_slot(slots, new[0]))
         return Growth({start // self.block_size: new[0]}, {}, new)
 
     def _begin(self, layer: int, table: BlockTable, start: int, slot: DeltaSlots) -> None:
@@ -220,10 +186,10 @@ class DeltaState:
         slot.matrices[0] = self._ops.to_device(decode(kept["codes"][block], kept["scales"][block]))
         slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"][block])
 
-    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> _View:
-        return _View(growth.buffer, next(iter(growth.slots.values())), rows, position)
+    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
+        return View(growth.buffer, next(iter(growth.slots.values())), rows, position)
 
-    def spans(self, views: Sequence[_View]) -> np.ndarray | PromptRows:
+    def spans(self, views: Sequence[View]) -> np.ndarray | PromptRows:
         if views and views[0].prompt is not None:
             return PromptRows(self._ops, views, self.block_size)
         spans = [
@@ -238,7 +204,7 @@ class DeltaState:
         if table.current is None:
             self._begin(layer, table, start, growth.buffer.slot)
         else:
-            _copy(growth.buffer.slot, _one(self._slots[layer], table.current), start % self.block_size)
+            copy_slot(growth.buffer.slot, one_slot(self._slots[layer], table.current), start % self.block_size)
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Copy the state after a prompt to the growth's slot, and encode its snapshots."""
@@ -246,7 +212,7 @@ class DeltaState:
             return
         slot, ends = growth.buffer
         (target,) = growth.slots.values()
-        _copy(_one(self._slots[layer], target), slot, (start + count) % self.block_size)
+        copy_slot(one_slot(self._slots[layer], target), slot, (start + count) % self.block_size)
         for index, block in enumerate(growth.quantized.values()):
             self._keep(layer, block, ends.matrices[index], ends.inputs[index])
 
@@ -315,14 +281,14 @@ class DeltaState:
             except OutOfBlocks:
                 return None
             for layer, slots in self._slots.items():
-                own = _one(slots, table.current)
+                own = one_slot(slots, table.current)
                 self._keep(layer, block, own.matrices[0], own.inputs[0, : self._shape.mixer.width - 1])
             table.snapshots[number] = block
         return table.block(number)
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for slots in self._slots.values():
-            _copy(_one(slots, target), _one(slots, source), tokens)
+            copy_slot(one_slot(slots, target), one_slot(slots, source), tokens)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 
@@ -339,13 +305,13 @@ class DeltaState:
         return {
             (layer, name): self._ops.to_host(array[0]).copy()
             for layer, slots in self._slots.items()
-            for name, array in _first(_one(slots, slot), tokens)._asdict().items()
+            for name, array in first_tokens(one_slot(slots, slot), tokens)._asdict().items()
         }
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer, slots in self._slots.items():
             tokens = arrays[layer, "decays"].shape[1]
-            for name, array in _first(_one(slots, slot), tokens)._asdict().items():
+            for name, array in first_tokens(one_slot(slots, slot), tokens)._asdict().items():
                 array[0] = self._ops.to_device(arrays[layer, name])
 
     def reserve_table(self, length: int, dropped: int, with_sink: bool) -> DeltaTable:
@@ -361,26 +327,3 @@ class DeltaState:
         assert isinstance(table, DeltaTable)
         full = (table.current is not None) * self._shape.full_bytes(self.block_size)
         return len(self.layers) * (full + len(table.snapshots) * self._shape.quantized_bytes(self.block_size))
-
-
-def _one(slots: DeltaSlots, slot: int) -> DeltaSlots:
-    """One of the slots, as views."""
-    return DeltaSlots(*(array[slot : slot + 1] for array in slots))
-
-
-def _first(slot: DeltaSlots, tokens: int) -> DeltaSlots:
-    """What one slot has of the first `tokens` tokens of its block, as views."""
-    before = slot.inputs.shape[1] - slot.decays.shape[2]
-    return DeltaSlots(
-        slot.matrices,
-        slot.keys[:, :, :, :tokens],
-        slot.updates[:, :, :tokens],
-        slot.decays[:, :, :tokens],
-        slot.inputs[:, : before + tokens],
-    )
-
-
-def _copy(target: DeltaSlots, source: DeltaSlots, tokens: int) -> None:
-    """Copy one slot with the first `tokens` tokens of its block."""
-    for to, given in zip(_first(target, tokens), _first(source, tokens), strict=True):
-        to[:] = given

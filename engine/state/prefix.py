@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from polarlm.engine.state.block_events import BlockRemoved, BlockStored, Watch
-from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.blocks import BlockAllocator, allocate_each
 from polarlm.engine.state.store import KVStore, SequenceKV
 
 Blocks = list[int | None]  # one per group of layers; None if the cache has none
@@ -287,7 +287,7 @@ class PrefixCache:
     def _copies(self, slots: Sequence[int], count: int) -> list[int] | None:
         """Return copies of `slots`, one per group, with their first `count` tokens; None if no slot is free."""
         full = [group.full for group in self._store.groups]
-        copies = _allocate_each(full)
+        copies = allocate_each(full)
         if copies is None:
             return None
         try:
@@ -321,19 +321,6 @@ def _add(
         known[index] = block
         allocator.keep(block, forget(index))
     return added
-
-
-def _allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
-    """Allocate a block of each allocator; return None, and allocate nothing, if one has no free block."""
-    taken: list[int] = []
-    try:
-        for allocator in allocators:
-            taken += allocator.allocate(1)
-    except OutOfBlocks:
-        for allocator, block in zip(allocators, taken, strict=False):
-            allocator.release(block)
-        return None
-    return taken
 
 
 def _hash(before: bytes, ids: Sequence[int]) -> bytes:

@@ -126,8 +126,8 @@ def split(
 ) -> dict[str, StoredTensor]:
     """The matrices of experts, which follow each other in `whole`, by the names that `name` makes of their number.
 
-    name: with {} for the number. shape: matrices, rows, columns. experts: how many there are; None: one for each matrix.
-    Raises LoadError for a tensor of another shape or type.
+    name: with {} for the number. shape: matrices, rows, columns. experts: how many there are; None: as many as
+    matrices. Raises LoadError for a tensor of another shape or type.
     """
     count, *one = shape
     experts = count if experts is None else experts

@@ -48,9 +48,9 @@ class TensorSpec:
     rotated_heads: the number of heads, from the first row on, that the RoPE of `attention` rotates; a file may order
     their rows differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
-    more dimensions, which is read as a vector. copy_of: the name of the tensor that stands
-    for this one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
-    taken: how to make this tensor of a file that lacks it.
+    more dimensions, which is read as a vector. copy_of: the name of the tensor that stands for this one, which files
+    lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x). taken: how to make this
+    tensor of a file that lacks it.
     """
 
     name: str  # Hugging Face's

@@ -70,6 +70,8 @@ class CudaOps:
         self.scale = rows.scale
         self.gate = rows.gate
         self.short_conv = rows.short_conv
+        self.gated_delta = rows.gated_delta
+        self.advance_delta = rows.advance_delta
 
         of_host = None if host is None else HostExperts(device, host)
         self._experts = ExpertOps(device, launch, matrices, of_host)

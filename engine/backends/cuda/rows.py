@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
+from polarlm.engine.errors import KernelError
 
 
 class RowOps:
@@ -35,6 +39,14 @@ class RowOps:
         config = LaunchConfig({"ACT": "float", "WHOLE": int(logits.shape[1] == 1)}, threads_for(n))
         strides = row_stride(x), row_stride(logits)
         self._launch("gate", (-(-n // config.threads), rows), config, x, logits, n, *strides)
+
+    def gated_delta(
+        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
+    ) -> Array:
+        raise KernelError("There is no kernel of gated delta rules for a GPU")
+
+    def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
+        raise KernelError("There is no kernel of gated delta rules for a GPU")
 
     def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
         (width, n), y = conv.shape, self._device.empty((len(inputs), conv.shape[1]), np.float32)

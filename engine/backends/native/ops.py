@@ -17,8 +17,8 @@ from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
-from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.recurrent import ConvOps, DeltaOps
+from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.backends.native.warm_up import WarmUpLauncher
 from polarlm.engine.backends.numpy import host_memory

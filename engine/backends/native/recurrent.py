@@ -9,7 +9,8 @@ import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
 from polarlm.engine.backends.native.kernels.conv import ConvArguments, short_conv
-from polarlm.engine.backends.native.kernels.delta import Delta, DeltaArguments, gated_delta, supports
+from polarlm.engine.backends.native.kernels.delta import gated_delta
+from polarlm.engine.backends.native.kernels.delta_unit import Delta, DeltaArguments, supports
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy import gated_delta as plain
 

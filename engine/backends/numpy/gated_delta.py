@@ -25,7 +25,7 @@ def gated_delta(
     block, channels = slots.keys.shape[3], slots.inputs.shape[2]
     y = np.empty((len(projected), heads, dim), np.float32)
     for span in map(DeltaSpan._make, spans.tolist()):
-        row, place, left, number = span.first, span.place, span.count, 0
+        row, place, left, number = span.first, span.place, span.rows, 0
         while left:
             count = min(left, block - place)
             _add_rows(projected[row : row + count], w, slots, span.slot, place, y[row : row + count])

@@ -1,0 +1,114 @@
+"""Slots and snapshots of gated delta rules: rows that are added, copies, codes, and which snapshots are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
+from polarlm.engine.backends.ops import Array, Ops
+
+_STEP = 4  # of the distances, in blocks, between the end of a prompt and the snapshots before it
+_CODES = 127
+_LEAST = 1e-30  # a scale whose codes are 0
+
+
+class Prompt(NamedTuple):
+    """The buffer of a prompt's growth, for the layer that is being computed. ends: with numbers in the sequence."""
+
+    slot: DeltaSlots  # one
+    ends: DeltaEnds
+
+
+class View(NamedTuple):
+    """Rows of a span; see `LayerState.view`. prompt: None for a step, whose slot has the number `slot`."""
+
+    prompt: Prompt | None
+    slot: int
+    rows: slice
+    position: int
+
+
+class PromptRows(NamedTuple):
+    """Rows of prompts, in the form that `GatedDelta` takes."""
+
+    ops: Ops
+    views: Sequence[View]
+    block_size: int
+
+    def compute(self, projected: Array, w: DeltaWeights) -> Array:
+        """Add rows to their growths; see `Ops.gated_delta`."""
+        results = [self._ofone_slot(view, projected[view.rows], w) for view in self.views]
+        if len(results) == 1:
+            return results[0]
+        y = self.ops.empty((len(projected), results[0].shape[1]))
+        for view, result in zip(self.views, results, strict=True):
+            y[view.rows] = result
+        return y
+
+    def _ofone_slot(self, view: View, projected: Array, w: DeltaWeights) -> Array:
+        assert view.prompt is not None
+        slot, ends = view.prompt
+        number, place = divmod(view.position, self.block_size)
+        spans = np.array([DeltaSpan(0, 0, len(projected), place)], np.int32)
+        return self.ops.gated_delta(
+            projected, w, slot, spans, ends._replace(numbers=[end - number for end in ends.numbers])
+        )
+
+
+def one_slot(slots: DeltaSlots, slot: int) -> DeltaSlots:
+    """Return one of the slots, as views."""
+    return DeltaSlots(*(array[slot : slot + 1] for array in slots))
+
+
+def first_tokens(slot: DeltaSlots, tokens: int) -> DeltaSlots:
+    """Return what one slot has of the first `tokens` tokens of its block, as views."""
+    before = slot.inputs.shape[1] - slot.decays.shape[2]
+    return DeltaSlots(
+        slot.matrices,
+        slot.keys[:, :, :, :tokens],
+        slot.updates[:, :, :tokens],
+        slot.decays[:, :, :tokens],
+        slot.inputs[:, : before + tokens],
+    )
+
+
+def copy_slot(target: DeltaSlots, source: DeltaSlots, tokens: int) -> None:
+    """Copy one slot with the first `tokens` tokens of its block."""
+    for to, given in zip(first_tokens(target, tokens), first_tokens(source, tokens), strict=True):
+        to[:] = given
+
+
+def ends_to_keep(first: int, complete: int, branch: int | None) -> list[int]:
+    """Return the blocks with a snapshot at their end, of a prompt's complete blocks first … complete − 1.
+
+    These are the last one, those 4, 16, 64, … blocks before it, and the block `branch`, at whose end another prompt
+    has left this one. Ascending, without block 0: it is computed again in less time than reading its state takes.
+
+    >>> ends_to_keep(0, 30, None)
+    [13, 25, 29]
+    """
+    distances, distance = [0], _STEP
+    while distance < complete:
+        distances.append(distance)
+        distance *= _STEP
+    wanted = {complete - 1 - one for one in distances} | ({branch} if branch is not None else set())
+    return sorted(number for number in wanted if max(1, first) <= number < complete)
+
+
+@np.errstate(invalid="ignore", over="ignore")  # of damaged weights, which the check of logits finds
+def encode(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes int8 (..., A, D) of matrices (..., A, D), and scales (..., D): one for each value channel.
+
+    A channel of values that is larger than the others then costs these no precision.
+    """
+    scales = np.abs(matrices).max(axis=-2) / np.float32(_CODES)
+    factors = np.divide(1, scales, out=np.zeros_like(scales), where=scales > _LEAST)
+    return np.rint(matrices * factors[..., None, :]).astype(np.int8), scales
+
+
+def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the matrices (..., A, D) that were encoded."""
+    return codes * scales[..., None, :]

@@ -1,0 +1,188 @@
+"""The state of gated delta rules in any order of prompts, steps, rejected rows, aborts, snapshots and copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from polarlm.engine.backends.delta import DeltaWeights
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.delta import DeltaShape, DeltaState, DeltaTable
+from polarlm.engine.state.delta_slots import PromptRows, decode, encode, ends_to_keep
+from polarlm.model_loaders.config import GatedDelta
+from tests.recurrence import make_rows, make_weights, recurrence
+
+N = 4
+SHAPE = GatedDelta(1, 2, 4, 3, 3)
+
+
+@dataclass
+class Running:
+    """A sequence: its rows, and for each layer what it began with at position `base`, a multiple of N."""
+
+    rows: np.ndarray
+    table: DeltaTable
+    base: int = 0
+    start: dict[int, tuple[np.ndarray, np.ndarray]] | None = None
+
+
+class Schedules(RuleBasedStateMachine):
+    """Sequences whose results are those of the recurrence from the beginning, or from the snapshot they began with."""
+
+    @initialize(seed=st.integers(0, 99))
+    def start(self, seed: int) -> None:
+        self.rng, self.ops = np.random.default_rng(seed), NumpyOps(1)
+        self.state = DeltaState(self.ops, DeltaShape(SHAPE), N, (3, 5), (6, 5))
+        self.weights = {layer: make_weights(self.rng, SHAPE) for layer in self.state.layers}
+        self.running: list[Running] = []
+
+    def check(self, one: Running, rows: np.ndarray, found: np.ndarray, layer: int, w: DeltaWeights) -> None:
+        """Whether `found` are the results of the last rows of a sequence."""
+        wanted, _ = recurrence(rows[one.base :], w, SHAPE, one.start and one.start[layer])
+        wanted = wanted[len(wanted) - len(found) :]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-5 * max(1, np.abs(wanted).max()))
+
+    @rule()
+    def begin(self) -> None:
+        if len(self.running) < 3:
+            self.running.append(Running(make_rows(self.rng, SHAPE, 0), self.state.new_table()))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 25), unit=st.integers(1, 9), aborts=st.booleans())
+    def prompt(self, data: st.DataObject, count: int, unit: int, aborts: bool) -> None:
+        one = data.draw(st.sampled_from(self.running))
+        begin, rows = len(one.rows), np.concatenate([one.rows, make_rows(self.rng, SHAPE, count)])
+        try:
+            growth = self.state.open(one.table, begin, count, {}, as_steps=False)
+        except OutOfBlocks:
+            return
+        for layer, w in self.weights.items():
+            self.state.begin_layer(layer, one.table, growth, begin)
+            for first in range(0, count, unit):
+                part = slice(first, min(first + unit, count))
+                view = self.state.view(layer, one.table, growth, begin, slice(0, part.stop - first), begin + first)
+                spans = self.state.spans([view])
+                assert isinstance(spans, PromptRows)
+                own = slice(begin + first, begin + part.stop)
+                self.check(one, rows[: own.stop], spans.compute(rows[own], w), layer, w)
+            self.state.seal(layer, growth, begin, count)
+        if aborts:
+            self.state.abort(growth)
+            return
+        one.rows = rows
+        self.state.commit(one.table, growth, len(rows))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, N), kept=st.integers(0, N))
+    def step(self, data: st.DataObject, count: int, kept: int) -> None:
+        one = data.draw(st.sampled_from(self.running))
+        begin = len(one.rows)
+        count = min(count, N - begin % N)
+        rows = np.concatenate([one.rows, make_rows(self.rng, SHAPE, count)])
+        try:
+            growth = self.state.open_step(one.table, begin, count)
+        except OutOfBlocks:
+            return
+        for layer, w in self.weights.items():
+            view = self.state.view(layer, one.table, growth, begin, slice(0, count), begin)
+            spans = self.state.spans([view])
+            assert isinstance(spans, np.ndarray)
+            self.check(one, rows, self.ops.gated_delta(rows[begin:], w, self.state.cache(layer), spans), layer, w)
+        one.rows = rows[: begin + min(kept, count)]
+        self.state.commit(one.table, growth, len(one.rows))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def begin_with_a_snapshot(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.running))
+        if len(self.running) == 3 or not one.table.snapshots:
+            return
+        number, block = data.draw(st.sampled_from(sorted(one.table.snapshots.items())))
+        end = (number + 1) * N
+        table = self.state.share([None] * number + [block], end)
+        found = self.state.read_blocks([block])
+        start = {}
+        for layer, w in self.weights.items():
+            codes, scales, inputs = (found[layer, name][0] for name in ("codes", "scales", "inputs"))
+            before = one.start and one.start[layer]
+            if end > one.base:
+                exact = recurrence(one.rows[one.base : end], w, SHAPE, before)[1][-1]
+                assert (np.abs(decode(codes, scales) - exact) <= 0.51 * scales[:, None] + 1e-5).all()
+            start[layer] = decode(codes, scales), inputs
+        self.running.append(Running(one.rows[:end], table, end, start))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def begin_with_a_copy(self, data: st.DataObject) -> None:
+        """A copy of a sequence that is cut anywhere in its current block."""
+        one = data.draw(st.sampled_from(self.running))
+        if len(self.running) == 3 or one.table.current is None:
+            return
+        length = data.draw(st.integers(len(one.rows) // N * N, len(one.rows)))
+        try:
+            (slot,) = self.state.full.allocate(1)
+        except OutOfBlocks:
+            return
+        self.state.copy_full(slot, one.table.current, length % N)
+        self.running.append(Running(one.rows[:length], DeltaTable(current=slot), one.base, one.start))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def keep_the_end(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.running))
+        if len(one.rows) >= 2 * N and len(one.rows) % N == 0:
+            block = self.state.keep_end(one.table, len(one.rows))
+            assert block is not None or not self.state.quantized.free
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def moves(self, data: st.DataObject) -> None:
+        """Slots and snapshots that are read and written back into others are the same."""
+        table = data.draw(st.sampled_from(self.running)).table
+        try:
+            for number, block in table.snapshots.items():
+                (other,) = self.state.quantized.allocate(1)
+                self.state.write_blocks([other], self.state.read_blocks([block]))
+                self.state.quantized.release(block)
+                table.snapshots[number] = other
+            if table.current is not None:
+                (slot,) = self.state.full.allocate(1)
+                self.state.write_full(slot, self.state.read_full(table.current, N))
+                self.state.full.release(table.current)
+                table.current = slot
+        except OutOfBlocks:
+            pass
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        self.state.release(self.running.pop(index).table)
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if getattr(self, "running", None) == []:
+            assert self.state.quantized.free == self.state.quantized.size
+            assert self.state.full.free == self.state.full.size
+
+
+TestSchedules = Schedules.TestCase
+
+
+def test_a_channel_of_large_values_costs_the_others_no_precision() -> None:
+    matrices = np.random.default_rng(0).standard_normal((2, 8, 5)).astype(np.float32)
+    matrices[..., 3] *= 1000
+    error = np.abs(decode(*encode(matrices)) - matrices).max(axis=-2)
+    assert (error <= 0.51 * np.abs(matrices).max(axis=-2) / 127).all()
+    assert not decode(*encode(np.zeros_like(matrices))).any()
+
+
+def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:
+    assert ends_to_keep(0, 2, None) == [1]
+    assert ends_to_keep(0, 1, None) == []  # the first block is computed again
+    assert ends_to_keep(20, 300, 24) == [24, 43, 235, 283, 295, 299]
+    assert ends_to_keep(20, 300, 7) == [43, 235, 283, 295, 299]  # another span has computed that block
