@@ -285,18 +285,16 @@ MODELS = {
             "projector_hidden_size": 16,
         },
     ),
-    # A head of keys for each two heads of values, whose dims differ; experts in every second layer.
-    "qwen3_next_mixed": (
+    # A head of keys for each two heads of values, whose dims differ.
+    "qwen3_next_shared_keys": (
         "qwen3_next",
         "bfloat16",
         "new",
         {
             **DELTA,
             **DELTA_EXPERTS,
-            "num_hidden_layers": 3,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "layer_types": ["linear_attention", "full_attention"],
             "linear_value_head_dim": 12,
-            "decoder_sparse_step": 2,
         },
     ),
     "qwen3_5_tied": (

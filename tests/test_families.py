@@ -65,7 +65,7 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
     assert np.abs(found[32] - found[0]).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["gemma2_capped_tied", "gemma4_shared_kv", "lfm2_tied", "qwen3_next_mixed"])
+@pytest.mark.parametrize("name", ["gemma2_capped_tied", "gemma4_shared_kv", "lfm2_tied", "qwen3_next_shared_keys"])
 def test_models_with_other_layers_find_prefixes_and_sessions_and_drafts(name: str, tmp_path: Path) -> None:
     """An answer after a stored prefix is that of another engine after a session, with drafts."""
     path = make_model(tmp_path, name)

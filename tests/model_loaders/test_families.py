@@ -426,8 +426,15 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
 
 IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
 IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
-# Dense layers, and biases of convolutions, for which their architectures have no names.
-WITHOUT_GGUF = ("qwen3_moe_mixed_tied", "lfm2_biases")
+# Dense layers, and biases of convolutions, for which their architectures have no names. Those of gated delta rules have
+# tests of their own.
+WITHOUT_GGUF = (
+    "qwen3_moe_mixed_tied",
+    "lfm2_biases",
+    "qwen3_5_moe_with_images",
+    "qwen3_5_tied",
+    "qwen3_next_shared_keys",
+)
 every_gguf = pytest.mark.parametrize(
     "name", [name for name in NAMES if stored(name).family in IN_GGUF and name not in WITHOUT_GGUF]
 )
