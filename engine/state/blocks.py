@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+Blocks = list[int | None]  # one per group of layers; None if there is none
+
 
 class OutOfBlocks(Exception):
     """No free block is left."""
@@ -100,3 +102,21 @@ def allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
             allocator.release(block)
         return None
     return taken
+
+
+def add_blocks(
+    known: Blocks, blocks: Blocks, allocators: Sequence[BlockAllocator], forget: Callable[[int], Callable[[], None]]
+) -> list[int]:
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds, and return where None was."""
+    added = []
+    for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
+        old = known[index]
+        if block is None or (old is not None and allocator.references(old)):
+            continue
+        if old is not None:
+            allocator.drop(old)
+        else:
+            added.append(index)
+        known[index] = block
+        allocator.keep(block, forget(index))
+    return added

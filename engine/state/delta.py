@@ -98,12 +98,10 @@ def _bytes(arrays: Sequence[ArraySpec]) -> int:
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
 
-    snapshots: number of a block → the snapshot of its end; those of the newest growth alone. branch: the number of the
-    block at whose end other sequences leave this one.
+    snapshots: number of a block → the snapshot of its end; those of the newest growth alone.
     """
 
     snapshots: dict[int, int] = field(default_factory=dict)
-    branch: int | None = None
 
     def block(self, number: int) -> int | None:
         return self.snapshots.get(number)
@@ -112,6 +110,7 @@ class DeltaTable(BlockTable):
 class DeltaState:
     """A `LayerState`."""
 
+    is_sparse = True
     can_cut = True
 
     def __init__(

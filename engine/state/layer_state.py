@@ -31,6 +31,8 @@ class LayerState(Protocol):
     layers: tuple[int, ...]
     quantized: BlockAllocator
     full: BlockAllocator
+    is_sparse: bool
+    """Whether a quantized block stands for all tokens before its end, and only some complete blocks have one."""
     can_cut: bool
     """Whether the first tokens of a full-precision block can be used without those that follow them."""
 

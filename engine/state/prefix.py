@@ -14,17 +14,15 @@ a sequence and its current block) match in part as well: the tokens in common wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from polarlm.engine.state.block_events import BlockRemoved, BlockStored, Watch
-from polarlm.engine.state.blocks import BlockAllocator, allocate_each
+from polarlm.engine.state.blocks import Blocks, add_blocks, allocate_each
 from polarlm.engine.state.store import KVStore, SequenceKV
-
-Blocks = list[int | None]  # one per group of layers; None if the cache has none
 
 
 @dataclass(eq=False)
@@ -136,7 +134,7 @@ class PrefixCache:
         """Add a quantized block, and return the groups that had none."""
         allocators = [group.quantized for group in self._store.groups]
         known = self._quantized.setdefault(key, [None] * len(blocks))
-        added = _add(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
+        added = add_blocks(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if known == [None] * len(blocks):
             del self._quantized[key]
         return added
@@ -149,7 +147,7 @@ class PrefixCache:
             known = _Full(before, ids, [None] * len(slots))
             entries.append(known)
         allocators = [group.full for group in self._store.groups]
-        added = _add(known.slots, slots, allocators, lambda index: partial(self._forget_full, known, index))
+        added = add_blocks(known.slots, slots, allocators, lambda index: partial(self._forget_full, known, index))
         self._remove_if_empty(known)
         return added
 
@@ -191,8 +189,10 @@ class PrefixCache:
         """
         n, root = self._store.shape.block_size, self._salted_root(salt)
         hashes, known = self._known(ids, salt)
-        runs = self._runs(known)
+        runs, reach = self._runs(known), 0
         for count in range(len(known), -1, -1):
+            if not reach and self._is_complete(runs[count], count, count * n, sparse=False):
+                reach = count
             partly, common = self._best_match(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
                 if self._is_complete(runs[count], count, count * n + rest):
@@ -200,6 +200,7 @@ class PrefixCache:
                     try:
                         found = rest == 0 or self._set_current(kv, partly, rest)
                         if found:
+                            _remember_branch(kv, reach, n)
                             return kv
                     finally:
                         if not found:
@@ -242,10 +243,16 @@ class PrefixCache:
             runs.append([0 if block is None else run + 1 for run, block in zip(runs[-1], blocks, strict=True)])
         return runs
 
-    def _is_complete(self, runs: Sequence[int], count: int, length: int) -> bool:
-        """Whether every group has all of the `count` blocks that the token after `length` tokens can see."""
-        groups = self._store.groups
-        return all(run >= count - group.first_visible(length) for run, group in zip(runs, groups, strict=True))
+    def _is_complete(self, runs: Sequence[int], count: int, length: int, *, sparse: bool = True) -> bool:
+        """Whether every group has all of the `count` blocks that the token after `length` tokens can see.
+
+        sparse: whether sparse groups must have them, too.
+        """
+        return all(
+            run >= count - group.first_visible(length)
+            for run, group in zip(runs, self._store.groups, strict=True)
+            if sparse or not group.is_sparse
+        )
 
     def _share(self, known: Sequence[Blocks], hashes: list[bytes], length: int, root: bytes) -> SequenceKV:
         groups = enumerate(self._store.groups)
@@ -300,27 +307,19 @@ class PrefixCache:
         return copies
 
 
+def _remember_branch(kv: SequenceKV, reach: int, block_size: int) -> None:
+    """Note where other sequences leave this one, if it has to be computed again up to there for want of a snapshot.
+
+    reach: the number of complete blocks that all other groups have.
+    """
+    if reach * block_size > kv.length:
+        for table in kv.tables:
+            table.branch = reach - 1
+
+
 def _set_current_slots(kv: SequenceKV, slots: Sequence[int]) -> None:
     for table, slot in zip(kv.tables, slots, strict=True):
         table.current = slot
-
-
-def _add(
-    known: Blocks, blocks: Blocks, allocators: Sequence[BlockAllocator], forget: Callable[[int], Callable[[], None]]
-) -> list[int]:
-    """Put `blocks` into `known` in place of None and of blocks that no sequence holds, and return where None was."""
-    added = []
-    for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
-        old = known[index]
-        if block is None or (old is not None and allocator.references(old)):
-            continue
-        if old is not None:
-            allocator.drop(old)
-        else:
-            added.append(index)
-        known[index] = block
-        allocator.keep(block, forget(index))
-    return added
 
 
 def _hash(before: bytes, ids: Sequence[int]) -> bytes:

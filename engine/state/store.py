@@ -137,6 +137,11 @@ class KVStore:
             for (what, why), own in layers.items()
         ]
 
+    @property
+    def sparse_groups(self) -> int:
+        """The groups whose state is sparse, as bits."""
+        return sum(1 << index for index, group in enumerate(self.groups) if group.is_sparse)
+
     def group_of(self, layer: int) -> int:
         """Return the number of a layer's group. The layers of a group share block tables."""
         return self._group_of[layer]

@@ -22,6 +22,7 @@ class BlockTable:
     quantized: list[int] = field(default_factory=list)
     dropped: int = 0  # quantized blocks at the front that left the window
     current: int | None = None  # full-precision slot, held while the current block has tokens
+    branch: int | None = None  # number of a block up to whose end other groups had blocks, when the sequence began
 
     def block(self, number: int) -> int | None:
         """Return the id of the complete block `number` ≥ 1; None if it has left the window."""
@@ -45,6 +46,8 @@ class Growth:
 
 class TableGroup:
     """Grows the block tables of all layers with the same window, and allocates their blocks."""
+
+    is_sparse = False
 
     def __init__(self, block_size: int, window: int | None, quantized: int, full: int):
         self.block_size = block_size

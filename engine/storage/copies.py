@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
+from polarlm.engine.state.blocks import Blocks
 from polarlm.engine.state.layer_state import LayerState
-from polarlm.engine.state.prefix import Blocks
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
@@ -18,6 +18,11 @@ from polarlm.engine.storage.payloads import Payloads
 def groups_of(blocks: Blocks) -> int:
     """Return the groups of layers that have a block, as bits."""
     return sum(1 << index for index, block in enumerate(blocks) if block is not None)
+
+
+def within(blocks: Blocks, groups: int) -> Blocks:
+    """Return the blocks of these groups, given as bits, and None for the others."""
+    return [block if groups >> index & 1 else None for index, block in enumerate(blocks)]
 
 
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:

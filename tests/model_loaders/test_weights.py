@@ -5,6 +5,7 @@ import os
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -22,8 +23,8 @@ from polarlm.model_loaders.files.folder import generation_defaults
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.strings import Strings
-from polarlm.model_loaders.files.tensor_table import head_order
-from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders.files.tensor_table import RowParts, head_order
+from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from tests.model_loaders.checkpoints import (
     MODELS,
     NAMES,
@@ -210,8 +211,8 @@ def test_rows_can_be_reordered_across_slabs(tmp_path: Path) -> None:
     one_tensor(path, "F32", values, values.shape, True)
     plain = read_header(FileBytes(path, True))["x"]
     order = np.random.default_rng(5).permutation(3000)
-    tensor = StoredTensor(plain.source, "x", plain.shape, "F32", plain.offset, order)
-    np.testing.assert_array_equal(read(StoredWeights(path, {"x": tensor}, []), "x")[order], values)
+    tensor = plain.taking(order)
+    np.testing.assert_array_equal(read(StoredWeights(path, {"x": tensor}, []), "x"), values[order])
 
 
 def test_reads_into_a_part_of_a_larger_array_only(tmp_path: Path) -> None:
@@ -275,10 +276,8 @@ def test_raw_rows_come_in_the_order_of_the_tensor(mmap: bool, tmp_path: Path) ->
     plain = read_header(FileBytes(path, mmap))["x"]
     heads = (8 * np.arange(3)[:, None] + head_order(8, 8, True)).ravel()
     for order in (heads, np.random.default_rng(8).permutation(24)):
-        wanted = np.empty_like(values)
-        wanted[order] = values
-        tensor = StoredTensor(plain.source, "x", plain.shape, "F32", plain.offset, order)
-        weights = StoredWeights(path, {"x": tensor}, [])
+        wanted = values[order]
+        weights = StoredWeights(path, {"x": plain.taking(order)}, [])
         for rows in (slice(0, 24), slice(5, 19), slice(23, 24)):
             np.testing.assert_array_equal(weights.read_raw("x", rows).view("<f4"), wanted[rows])
             weights.release("x", rows)
@@ -293,11 +292,22 @@ def test_the_offset_is_added_to_every_row_in_any_order(tmp_path: Path) -> None:
     one_tensor(path, "F32", values, values.shape, True)
     plain = read_header(FileBytes(path, True))["x"]
     order = np.array([5, 3, 1, 0, 2, 4])
-    tensor = StoredTensor(plain.source, "x", plain.shape, "F32", plain.offset, order, added=1.0)
+    tensor = replace(plain.taking(order), added=1.0)
     weights = StoredWeights(path, {"x": tensor}, [])
-    np.testing.assert_array_equal(read(weights, "x")[order], values + 1)
+    np.testing.assert_array_equal(read(weights, "x"), values[order] + 1)
     with pytest.raises(ValueError, match="is added to its values"):
         weights.read_raw("x", slice(0, 2))
+
+
+def test_a_part_of_the_rows_of_a_tensor_is_a_tensor(tmp_path: Path) -> None:
+    values = np.random.default_rng(9).normal(size=(24, 8)).astype(np.float32)
+    path = tmp_path / "x"
+    one_tensor(path, "F32", values, values.shape, True)
+    plain = read_header(FileBytes(path, True))["x"]
+    gates = plain.taking(RowParts("x", (3, 5), (1,)).rows(24)).taking(np.arange(15)[::-1])
+    weights = StoredWeights(path, {"gates": replace(gates, negated_exp=True)}, [])
+    wanted = values.reshape(3, 8, 8)[:, 3:].reshape(15, 8)[::-1]
+    np.testing.assert_allclose(read(weights, "gates"), -np.exp(wanted), rtol=1e-6)
 
 
 # Product: a source is one file or several, each of which is mapped or read.

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
-from polarlm.engine.state.prefix import Blocks, PrefixCache
+from polarlm.engine.state.blocks import BlockAllocator, Blocks, OutOfBlocks
+from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.copies import put
 from polarlm.engine.storage.objects import Object

@@ -11,7 +11,8 @@ from itertools import groupby
 from threading import Thread, current_thread
 from typing import Any
 
-from polarlm.engine.state.prefix import Blocks, PrefixCache
+from polarlm.engine.state.blocks import Blocks
+from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.objects import DamagedObject, Object, unpack
 from polarlm.engine.storage.payloads import Payloads
@@ -68,9 +69,13 @@ class Lookup:
         root, hashes = self.prefixes.hashes(ids, salt)
         n, stored = self.store.shape.block_size, 0
         for number in range(len(hashes)):
-            stored += n * (None not in self.known(root, hashes, ids, number))
+            stored += n * self.has_dense(self.known(root, hashes, ids, number))
         rest = ids[len(hashes) * n :]
         return len(ids) - stored - (self.prefixes.common(hashes[-1], rest) if hashes and rest else 0)
+
+    def has_dense(self, blocks: Blocks) -> bool:
+        """Whether a block is stored in all groups of layers but sparse ones."""
+        return all(one is not None or group.is_sparse for one, group in zip(blocks, self.store.groups, strict=True))
 
     def known(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int], number: int) -> Blocks:
         """Return the store's blocks of complete block `number`: for each group of layers its id, or None."""
@@ -121,13 +126,22 @@ class _Search:
     hashes: Sequence[bytes]
     wanted: Callable[[], bool]
     taken: list[int] = field(default_factory=list)  # bytes of the budget
+    unread: set[int] = field(default_factory=set)  # counts of blocks after which a snapshot could not be read
 
     def __post_init__(self) -> None:
         self._store, self._prefixes = self.lookup.store, self.lookup.prefixes
-        self._n = self._store.shape.block_size
+        self._n, self._sparse = self._store.shape.block_size, self._store.sparse_groups
 
     def run(self) -> TierHit | None:
-        count, tail, length = self._longest()
+        state: tuple[Object, str] | None = None
+        while True:
+            count, tail, length = self._longest()
+            if length % self._n or not count or self._stores_state(count):
+                break
+            state = self._state(count) if self.wanted() else None
+            if state is not None and self._claim(state[0]):
+                break
+            self.unread.add(count)
         found = TierHit(self._store, self._prefixes, self.lookup.payloads, self.root, self.hashes[:count])
         budget, taken = self.lookup.budget, self.taken
         found.give_back = weakref.finalize(found, lambda: budget.give_back(sum(taken)))
@@ -138,10 +152,12 @@ class _Search:
                 continue
             read = self._block(number) if self.wanted() else None
             if read is None or read[0].groups & needed != needed or not self._claim(read[0]):
-                count, tail, length = number, None, number * self._n  # later blocks are of no use
+                count, tail, state, length = number, None, None, number * self._n  # later blocks are of no use
                 break
             held.append((number, *read))
         self._add_blocks(found, held, length)
+        if state is not None:
+            found.parts.append(Run([self._found(count - 1, state[0])], state[0].groups))
         if tail is not None and self._claim(tail.block):
             found.parts.append(Run([FoundBlock(self.hashes[count - 1], None, tail.ids, tail.block)], tail.block.groups))
             found.spans.append((count * self._n, count * self._n + len(tail.ids), tail.label))
@@ -159,9 +175,33 @@ class _Search:
             count = max((c for c, run in enumerate(runs) if run >= c - self._first(c * self._n + follow)), default=0)
             tail, common = self._tail(count)
             length = count * self._n + common
-            if runs[count] >= count - self._first(length):
+            if runs[count] >= count - self._first(length) and (common or self._has_state(count)):
                 return count, tail, length
-        return 0, None, 0
+        usable = (c for c, run in enumerate(runs) if run >= c - self._first(c * self._n) and self._has_state(c))
+        count = max(usable, default=0)
+        return count, None, count * self._n
+
+    def _has_state(self, count: int) -> bool:
+        """Whether the store or a tier has the snapshots at the end of the first `count` blocks, if there are such."""
+        if self._stores_state(count):
+            return True
+        return count not in self.unread and self.lookup.has(self.names.state(self.hashes[count - 1]))
+
+    def _stores_state(self, count: int) -> bool:
+        """Whether nothing has to be read for sparse groups to continue after `count` blocks."""
+        if not count or not self._sparse:
+            return True
+        return not self._store_lacks(count - 1, self._sparse)
+
+    def _state(self, count: int) -> tuple[Object, str] | None:
+        """Return the object of the snapshots after `count` blocks, and its tier's label; None if no tier has it."""
+
+        def check(found: Object) -> None:
+            self.lookup.payloads.check_block(found)
+            if found.groups != self._sparse:
+                raise DamagedObject("it is another object")
+
+        return self.lookup.read(self.names.state(self.hashes[count - 1]), check)
 
     def _runs(self) -> list[int]:
         """Return, as [i], the length of the run of blocks in the store or in tiers that ends with block i − 1."""
@@ -169,7 +209,7 @@ class _Search:
         skips = self._first(len(self.ids)) > 0
         runs = [0]
         for number, key in enumerate(self.hashes):
-            is_there = None not in self._known(number) or self.lookup.has(self.names.block(key))
+            is_there = self.lookup.has_dense(self._known(number)) or self.lookup.has(self.names.block(key))
             if not is_there and not skips:
                 break
             runs.append(runs[-1] + 1 if is_there else 0)
@@ -182,13 +222,13 @@ class _Search:
         return any(block is None and needed >> index & 1 for index, block in enumerate(self._known(number)))
 
     def _needed(self, number: int, length: int) -> int:
-        """Return the groups, as bits, in which the token after `length` tokens sees block `number`."""
+        """Return the groups, as bits, in which the token after `length` tokens sees block `number`, but sparse ones."""
         groups = enumerate(self._store.groups)
-        return sum(1 << index for index, group in groups if number >= group.first_visible(length))
+        return sum(1 << i for i, group in groups if number >= group.first_visible(length) and not group.is_sparse)
 
     def _first(self, length: int) -> int:
-        """Return the number of the first block that the token after `length` tokens sees."""
-        return min(group.first_visible(length) for group in self._store.groups)
+        """Return the number of the first block that the token after `length` tokens sees, in groups that have all."""
+        return min(group.first_visible(length) for group in self._store.groups if not group.is_sparse)
 
     # -- reading -----------------------------------------------------------------------------------------------
 

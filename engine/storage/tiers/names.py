@@ -30,6 +30,10 @@ class Names:
         """Return the name of the complete block with this hash in the prefix cache."""
         return self._name(key, b"block")
 
+    def state(self, key: bytes) -> bytes:
+        """Return the name of the snapshot at the end of the block with this hash, of sparse groups of layers."""
+        return self._name(key, b"state")
+
     def tail(self, before: bytes) -> bytes:
         """Return the name of the newest block with fewer than N tokens after the block with this hash."""
         return self._name(before, b"tail")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.copies import groups_of, take_blocks, take_full
+from polarlm.engine.storage.copies import groups_of, take_blocks, take_full, within
 from polarlm.engine.storage.objects import Object, pack_ids
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
@@ -164,10 +164,14 @@ class Writer:
             self._write_full(first, chain.root, chain.first)
         missing = [(key, name) for key, name in quantized if self._is_missing(name)]
         for start in range(0, len(missing), _AT_ONCE):
-            self._write_blocks(missing[start : start + _AT_ONCE])
+            self._write_blocks(missing[start : start + _AT_ONCE], ~self._store.sparse_groups)
+        states = self._states(chain.hashes[1:], names)
+        for one in states:
+            if self._is_missing(one[1]):
+                self._write_blocks([one], self._store.sparse_groups)
         if chain.last:
             self._write_full(tail, chain.hashes[-1], chain.last, replaces=True)
-        known = [first, *(name for _, name in quantized), *([tail] if chain.last else [])]
+        known = [first, *(name for _, name in [*quantized, *states]), *([tail] if chain.last else [])]
         for tier in self._tiers:
             tier.used(known)
 
@@ -176,10 +180,23 @@ class Writer:
         self._done += 1
         return any(not tier.has(name) and tier.takes_writes for tier in self._tiers)
 
-    def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]]) -> None:
+    def _states(self, hashes: Sequence[bytes], names: Names) -> list[tuple[bytes, bytes]]:
+        """Return the hashes of blocks at whose end the store has a snapshot, and the snapshots' names."""
+        if not self._store.sparse_groups:
+            return []
+        with self._brief():
+            return [
+                (key, names.state(key))
+                for key in hashes
+                if groups_of(self._prefixes.quantized(key)) & self._store.sparse_groups
+            ]
+
+    def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]], groups: int) -> None:
+        """Write the blocks with these hashes under these names. groups: those to take of each block, as bits."""
         copied: list[tuple[bytes, Object]] = []
         with self._brief():
-            there = [(name, blocks) for key, name in missing if groups_of(blocks := self._prefixes.quantized(key))]
+            found = ((name, within(self._prefixes.quantized(key), groups)) for key, name in missing)
+            there = [(name, blocks) for name, blocks in found if groups_of(blocks)]
             for _, members in groupby(there, lambda one: groups_of(one[1])):
                 names, blocks_of = zip(*members, strict=True)
                 copied += zip(names, take_blocks(self._store, self._payloads, blocks_of), strict=True)
