@@ -87,6 +87,18 @@ class EngineConfig:
         metavar="SIZE",
         help="memory for the KV store, such as 512M or 2G; without it, as much as the context needs",
     )
+    state_type: str = setting(
+        "8bit",
+        "--state-type",
+        choices=("8bit", "f32"),
+        help="how snapshots of recurrent layers are kept, from which a conversation continues: in 8 bits, or exactly",
+    )
+    state_cache: str | None = setting(
+        None,
+        "--state-cache",
+        metavar="SIZE",
+        help="memory for snapshots of recurrent layers, such as 500M; without it, two for each sequence",
+    )
     key_conditioning: bool = setting(
         True,
         "--no-key-conditioning",

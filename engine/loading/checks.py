@@ -69,7 +69,7 @@ def _check_values(config: EngineConfig) -> None:
         raise _wrong("spec_ngram_size_n", config, "give the number of newest tokens to look for, 1 or more")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
-    for setting in ("kv_memory", "cache_disk", "cache_ram", "tile_cache", "expert_cache"):
+    for setting in ("kv_memory", "state_cache", "cache_disk", "cache_ram", "tile_cache", "expert_cache"):
         if (size := getattr(config, setting)) is not None:
             parse_size(size, setting)
     if config.cpu_moe not in (None, AUTO) and not str(config.cpu_moe).isdecimal():

@@ -15,6 +15,7 @@ from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.state import cache_types
+from polarlm.engine.state.delta import DeltaShape
 from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size, plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape, SharedShape
 from polarlm.engine.weight_formats import WeightFormat
@@ -86,11 +87,22 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
         layers.append(LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window))
-    shape = CacheShape(config.block_size, tuple(layers))
+    shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers)))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:
         raise EngineError(str(error)) from None
+
+
+def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
+    """Return the shape with the snapshots of recurrent layers that `config` asks for."""
+    exact = config.state_type == "f32"
+    layers = [replace(one, exact=exact) if isinstance(one, DeltaShape) else one for one in shape.layers]
+    if config.state_cache is not None:
+        each = sum(one.quantized_bytes(shape.block_size) for one in layers if isinstance(one, DeltaShape))
+        count = parse_size(config.state_cache, "state_cache") // max(1, each)
+        layers = [replace(one, snapshots=count) if isinstance(one, DeltaShape) else one for one in layers]
+    return replace(shape, layers=tuple(layers))
 
 
 def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:

@@ -37,9 +37,12 @@ _SNAPSHOTS = 2  # for each slot
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """How one layer stores its state."""
+    """How one layer stores its state. exact: whether snapshots are in float32. snapshots: their number; None: two for
+    each slot."""
 
     mixer: GatedDelta
+    exact: bool = False
+    snapshots: int | None = None
     window: None = None
     values: int = 0  # of K/V
 
@@ -58,7 +61,7 @@ class DeltaShape:
         return (full_slots + 1) // 2
 
     def more_blocks(self, full_slots: int) -> int:
-        return _SNAPSHOTS * self.slots(full_slots)
+        return _SNAPSHOTS * self.slots(full_slots) if self.snapshots is None else self.snapshots
 
     def quantized_bytes(self, block_size: int) -> int:
         return _bytes(self.block_arrays(block_size, ""))
@@ -69,11 +72,10 @@ class DeltaShape:
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         one = self.mixer
         heads, keys, values = one.value_heads, one.key_dim, one.value_dim
-        return [
-            ArraySpec("codes", (heads, keys, values), _I8),
-            ArraySpec("scales", (heads, values), _F32),
-            ArraySpec("inputs", (one.width - 1, one.channels), _F32),
-        ]
+        inputs = ArraySpec("inputs", (one.width - 1, one.channels), _F32)
+        if self.exact:
+            return [ArraySpec("matrices", (heads, keys, values), _F32), inputs]
+        return [ArraySpec("codes", (heads, keys, values), _I8), ArraySpec("scales", (heads, values), _F32), inputs]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
         one = self.mixer
@@ -182,7 +184,8 @@ class DeltaState:
         block = table.block(start // self.block_size - 1)
         assert block is not None
         kept = self._snapshots[layer]
-        slot.matrices[0] = self._ops.to_device(decode(kept["codes"][block], kept["scales"][block]))
+        exact = kept["matrices"][block] if self._shape.exact else decode(kept["codes"][block], kept["scales"][block])
+        slot.matrices[0] = self._ops.to_device(exact)
         slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"][block])
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
@@ -217,8 +220,11 @@ class DeltaState:
 
     def _keep(self, layer: int, block: int, matrices: Array, inputs: Array) -> None:
         """Write a snapshot."""
-        kept = self._snapshots[layer]
-        kept["codes"][block], kept["scales"][block] = encode(self._ops.to_host(matrices))
+        kept, exact = self._snapshots[layer], self._ops.to_host(matrices)
+        if self._shape.exact:
+            kept["matrices"][block] = exact
+        else:
+            kept["codes"][block], kept["scales"][block] = encode(exact)
         kept["inputs"][block] = self._ops.to_host(inputs)
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:

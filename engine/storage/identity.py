@@ -40,7 +40,8 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "name": name,
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
-        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values()),
+        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values())
+        + (" state:f32" if any(getattr(layer, "exact", False) for layer in shape.layers) else ""),
         "conditioning": conditioned.hexdigest(),
     }
 

@@ -1,0 +1,212 @@
+"""Engines whose models have recurrent layers: what they reuse of earlier prompts, and that answers do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.outputs import Completion
+from tests.requests.drafters import Known, Unpaced, drafting
+from tests.tiny import VOCABULARY, assert_idle, make_model, preempt
+
+N = 16
+EXACT = {"device": "cpu", "block_size": N, "ctx_size": 512, "cache_type": "f16", "state_type": "f32"}
+MODELS = ["qwen3_next_shared_keys", "qwen3_5_moe_with_images"]
+Load = Callable[..., Engine]
+
+
+@pytest.fixture(params=MODELS)
+def load(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Load]:
+    """Loads engines that keep everything exactly, unless settings say otherwise, and closes them."""
+    path, engines = make_model(tmp_path, request.param), []
+
+    def load(**settings: Any) -> Engine:
+        engines.append(Engine.load(path, **{**EXACT, **settings}))
+        return engines[-1]
+
+    yield load
+    for engine in engines:
+        engine.close()
+
+
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(5, VOCABULARY, count).tolist()
+
+
+def answer(engine: Engine, ids: Sequence[int], tokens: int = 24, **more: Any) -> Completion:
+    params = SamplingParams(max_tokens=tokens, temperature=1, seed=1, ignore_eos=True)
+    return engine.generate(list(ids), params, **more)
+
+
+def alone(load: Load, ids: Sequence[int], tokens: int = 24) -> tuple[int, ...]:
+    """The answer of an engine that has computed nothing before, and finds nothing."""
+    return answer(load(), ids, tokens).token_ids
+
+
+@pytest.mark.parametrize("length", [N - 1, N, N + 1, 2 * N, 3 * N - 1, 3 * N, 5 * N + 3])
+def test_the_next_turn_computes_its_own_tokens_alone(load: Load, length: int) -> None:
+    """After an answer that ends within a block, and at the end of one, where the state becomes a snapshot."""
+    engine, ids = load(), ids_of(length)
+    for tokens in (9, N - (length + 9) % N + 1, 20):
+        ids += answer(engine, ids, tokens).token_ids
+        ids += ids_of(5, seed=len(ids))
+        found = answer(engine, ids)
+        assert found.usage.cached_tokens == len(ids) - 6  # the newest token of an answer is not computed
+        assert found.token_ids == alone(load, ids)
+        ids += [*found.token_ids, *ids_of(3, seed=1)]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("cut", [1, 5, N])
+def test_an_answer_that_is_replaced_costs_the_tokens_since_the_last_block_of_the_prompt(load: Load, cut: int) -> None:
+    """As when a template leaves out an answer's thoughts."""
+    engine, ids = load(), ids_of(5 * N + 6)
+    answer(engine, ids, tokens=3 * N)
+    prompt = [*ids, *ids_of(7, seed=1)]
+    found = answer(engine, prompt)
+    assert found.usage.cached_tokens == 5 * N
+    assert found.token_ids == alone(load, prompt)
+    prompt = [*ids[: 5 * N - cut], *ids_of(40, seed=2)]  # within the last block: a snapshot four blocks before it
+    found = answer(engine, prompt)
+    assert found.usage.cached_tokens in (0, N)  # block 0 has none
+    assert found.token_ids == alone(load, prompt)
+
+
+def test_where_prompts_part_is_learned(load: Load) -> None:
+    """The first prompt that leaves another one is computed from the beginning, and keeps what they share."""
+    engine, system = load(), ids_of(6 * N + 3)
+    for seed, cached in ((1, 0), (2, 2 * N), (3, 6 * N)):
+        prompt = [*system, *ids_of(5 * N, seed)]
+        found = answer(engine, prompt, tokens=3)
+        assert found.usage.cached_tokens <= cached, seed
+        assert found.token_ids == alone(load, prompt, tokens=3)
+    assert found.usage.cached_tokens == 6 * N
+
+
+def test_coded_snapshots_change_little(load: Load) -> None:
+    ids = ids_of(4 * N)
+    more = [*ids, *ids_of(3 * N, seed=1)]
+    scores = []
+    for settings in ({}, {"state_type": "8bit"}):
+        engine = load(**settings)
+        answer(engine, ids, tokens=1)
+        params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
+        found = engine.generate(more, params)
+        assert found.usage.cached_tokens == 4 * N
+        scores.append(dict(found.logprobs[0].top))
+    exact, coded = scores
+    shared = exact.keys() & coded.keys()
+    assert len(shared) >= 15
+    assert 0 < max(abs(exact[token] - coded[token]) for token in shared) < 0.2
+
+
+@pytest.mark.parametrize("length", [4 * N - 1, 4 * N, 4 * N + 5])
+@pytest.mark.parametrize("state_type", ["f32", "8bit"])
+def test_a_session_continues_to_the_bit(load: Load, tmp_path: Path, length: int, state_type: str) -> None:
+    # Product: an exact state and a coded one, each within a block and at its end, where a session has a snapshot.
+    engine, ids = load(state_type=state_type), ids_of(length)
+    answer(engine, ids, tokens=1)
+    engine.save_session(tmp_path / "session", prompt=ids)
+    prompt = [*ids, *ids_of(3, seed=1)]
+    here = answer(engine, prompt)
+    other = load(state_type=state_type)
+    other.load_session(tmp_path / "session")
+    there = answer(other, prompt)
+    assert here.usage.cached_tokens == there.usage.cached_tokens == length
+    assert here.token_ids == there.token_ids
+
+
+def test_sessions_of_another_state_type_are_refused(load: Load, tmp_path: Path) -> None:
+    engine, ids = load(), ids_of(3 * N)
+    answer(engine, ids, tokens=1)
+    engine.save_session(tmp_path / "session", prompt=ids)
+    with pytest.raises(EngineError, match="state:f32"):
+        load(state_type="8bit").load_session(tmp_path / "session")
+
+
+@pytest.mark.parametrize("kind", ["its answer follows", "its answer is replaced", "it ends with a block"])
+def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, kind: str) -> None:
+    settings = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "disk")}
+    engine, ids = load(**settings), ids_of(5 * N + 6)
+    tokens = N - 5 if kind == "it ends with a block" else 20
+    whole = [*ids, *answer(engine, ids, tokens).token_ids[:-1]]
+    engine.close()
+    prompt = [*(ids if kind == "its answer is replaced" else whole), *ids_of(9, seed=1)]
+    found = answer(load(**settings), prompt)
+    assert found.usage.cached_tokens == (5 * N if kind == "its answer is replaced" else len(whole))
+    assert found.usage.cached_from == {"disk": found.usage.cached_tokens}
+    assert found.token_ids == alone(load, prompt)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed"])
+def test_a_damaged_snapshot_is_computed_again(load: Load, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "disk"
+    settings = {"cache_disk": "50M", "cache_disk_folder": str(folder)}
+    engine, ids = load(**settings), ids_of(5 * N + 6)
+    answer(engine, ids, tokens=2)
+    engine.close()
+    for file in (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1000):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        if damage == "removed":
+            file.unlink()
+        else:
+            file.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
+    prompt = [*ids, *ids_of(9, seed=1)]
+    found = answer(load(**settings), prompt)
+    assert found.usage.cached_tokens == 0
+    assert found.token_ids == alone(load, prompt)
+
+
+def test_drafts_leave_no_trace(load: Load) -> None:
+    ids = ids_of(3 * N + 7)
+    plain = answer(load(), ids, tokens=60)
+    engine = load()
+    drafts = Unpaced(Known([*ids, *plain.token_ids], 0.7, VOCABULARY), lambda: 5)
+    drafting(engine, lambda _: drafts)
+    drafted = answer(engine, ids, tokens=60)
+    assert drafts.drafted > drafts.accepted > 8
+    assert drafted.token_ids == plain.token_ids
+    following = [*ids, *plain.token_ids[:-1], *ids_of(4, seed=1)]
+    assert answer(engine, following).token_ids == alone(load, following)
+
+
+def test_preemption_in_any_step_changes_no_answer(load: Load) -> None:
+    engine, ids = load(), ids_of(2 * N + 9)
+    wanted = alone(load, ids, tokens=30)
+    for steps in (3, 8, 12):
+        params = SamplingParams(max_tokens=30, temperature=1, seed=1, ignore_eos=True)
+        stream = engine.stream(ids, params, PromptOptions(cache_prompt=False))
+        found = [next(stream) for _ in range(steps)]
+        preempt(engine)
+        found += stream
+        assert tuple(token for chunk in found for token in chunk.token_ids) == wanted
+    assert_idle(engine)
+
+
+def test_scores_are_those_of_steps(load: Load) -> None:
+    engine, ids = load(), ids_of(3 * N + 4)
+    scored = engine.score(ids, logits=True).logits
+    again = engine.score(ids[: N + 3], logits=True).logits
+    np.testing.assert_allclose(again, scored[: len(again)], atol=0.02)
+    assert_idle(engine)
+
+
+def test_memory_for_snapshots_is_bounded(load: Load) -> None:
+    engine = load(state_cache="20k")
+    few = [group.quantized.size for group in engine._store.groups if group.is_sparse]
+    more = [group.quantized.size for group in load()._store.groups if group.is_sparse]
+    assert 0 < few[0] < more[0]
+    ids = ids_of(20 * N)
+    for seed in range(4):
+        prompt = [*ids[: 5 * seed * N + N], *ids_of(N, seed)]
+        assert answer(engine, prompt, tokens=3).token_ids == alone(load, prompt, tokens=3)
+    none = load(state_cache="500")
+    for prompt in (ids[:100], ids[:110]):
+        assert answer(none, prompt, tokens=3).token_ids == alone(load, prompt, tokens=3)
+    assert_idle(engine)
