@@ -96,7 +96,7 @@ def starts_table(measured: Measured) -> str:
             continue
         ratio = NOTHING if _is_peer(row) or peer_median is None else f"{row['median'] / peer_median:.2f}"
         sizes = [row["memory"].get(part) for part in ("peak", "weights", "store", "rest")]
-        parts = [NOTHING if size is None else format_bytes(size) for size in sizes]
+        parts = [NOTHING if size is None or size < 0 else format_bytes(size) for size in sizes]  # pages nobody touched
         lines.append([name, f"{row['median']:.2f} s", ratio, *parts])
     return report.table(["", "first token", f"times {PEER}", "peak", "weights", "store", "rest"], lines)
 

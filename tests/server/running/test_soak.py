@@ -21,7 +21,7 @@ import pytest
 from polarlm.engine import Engine
 from tests.server.http_server import Serving, eventually, serving
 from tests.server.lines import PATIENCE
-from tests.tiny import assert_idle
+from tests.tiny import assert_idle, make_model
 
 CLIENTS = 64
 SECONDS = float(os.environ.get("POLARLM_LOAD_SECONDS", "4"))
@@ -137,10 +137,15 @@ def left(server: Serving) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [0, 4], ids=["nothing kept", "prefixes kept"])
-def test_clients_of_all_kinds_at_once(tiny_path: Path, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("llama_gqa_linear", 0), ("llama_gqa_linear", 4), ("qwen3_next_shared_keys", 4)],
+    ids=["nothing kept", "prefixes kept", "recurrent layers"],
+)
+def test_clients_of_all_kinds_at_once(name: str, kept: int, tmp_path: Path) -> None:
+    path = make_model(tmp_path, name)
     plain = {"cache_type": "f16", "calibration": False, "block_size": 8, "parallel": 8, "kept_sequences": kept}
-    with Engine.load(tiny_path, device="cpu", threads=1, **plain) as engine:
+    with Engine.load(path, device="cpu", threads=1, **plain) as engine:
         with serving(engine, max_queue=4 * CLIENTS) as server:
             seen = asyncio.run(soak(server.port, SECONDS / 2))
             eventually(lambda: not left(server))
