@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from polarlm.bench.serving import agents
@@ -97,13 +98,13 @@ def _starts_by_machine() -> dict[str, list[Measured]]:
     return found
 
 
-def conversations() -> str:
-    """Seconds to the first token of conversations that come back, for the README."""
-    measured = newest("agents-demo-????-??-??")
+def conversations(model: str = DEMO, results: str = "agents-demo") -> str:
+    """Seconds to the first token of conversations that come back. results: how the name of the file begins."""
+    measured = newest(f"{results}-????-??-??")
     machine = measured["machine"]
     return (
         f"{agents.format_result(measured)}\n\n"
-        f"{DEMO} on {machine['cores']} cores of an {machine['cpu']}, {machine['system']}; "
+        f"{model} on {machine['cores']} cores of an {machine['cpu']}, {machine['system']}; "
         f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
         f"measured on {measured['date']} with\n`{measured['command']}`."
     )
@@ -129,9 +130,13 @@ def _picture(path: Path, document: Path) -> list[str]:
 
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
+HYBRID = "qwen3.5-0.8b-random-q4-0"
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {"speed": headline, "starts": starts_in_short, "conversations": conversations},
     DOCUMENT: {"speed": all_tables, "starts": starts},
+    ROOT / "docs" / "prefix-tiers.md": {
+        "conversations": partial(conversations, "Random weights of the shape of Qwen3.5 0.8B", f"agents-{HYBRID}")
+    },
 }
 
 

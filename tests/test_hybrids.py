@@ -11,6 +11,8 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Completion
+from tests.bare import bare_model, feed, read_model
+from tests.conftest import FIXTURES
 from tests.requests.drafters import Known, Unpaced, drafting
 from tests.tiny import VOCABULARY, assert_idle, make_model, preempt
 
@@ -210,3 +212,14 @@ def test_memory_for_snapshots_is_bounded(load: Load) -> None:
     for prompt in (ids[:100], ids[:110]):
         assert answer(none, prompt, tokens=3).token_ids == alone(load, prompt, tokens=3)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_tied", *MODELS])
+def test_a_prompt_that_is_cut_anywhere_has_the_logits_of_transformers(name: str) -> None:
+    reference = np.load(FIXTURES / name / "reference.npz")
+    model, ids = bare_model(*read_model(FIXTURES / name), block_size=N), reference["ids"].tolist()
+    for cut in range(1, len(ids)):
+        kv = model.store.new_sequence()
+        found = np.concatenate([feed(model, kv, ids[:cut]), feed(model, kv, ids[cut:])])
+        np.testing.assert_allclose(found, reference["logits"], atol=2**-10 * np.ptp(reference["logits"]))  # halves
+        model.store.release(kv)

@@ -274,6 +274,10 @@ class CacheShape:
         """Return how many quantized blocks a sequence needs until it has `tokens`, per group."""
         return tuple(self.layers[layers[0]].needed_blocks(tokens, self.block_size) for _, layers in self.groups)
 
+    def blocks_of_kv(self, blocks: tuple[int, ...]) -> int:
+        """Return the sum of `blocks`, numbers for each group, over the groups that have K/V."""
+        return sum(count for (_, layers), count in zip(self.groups, blocks, strict=True) if layers[0] in self.kv_layers)
+
     def more_blocks(self, full_slots: int) -> tuple[int, ...]:
         """Return how many quantized blocks a store has besides those that sequences need, per group."""
         return tuple(self.layers[layers[0]].more_blocks(full_slots) for _, layers in self.groups)
