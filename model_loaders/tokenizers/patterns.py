@@ -10,6 +10,8 @@ _WORDS = (
 )
 LLAMA3 = _WORDS.replace("DIGITS", r"\p{N}{1,3}")
 QWEN2 = _WORDS.replace("DIGITS", r"\p{N}")
+# Marks belong to the letters before them.
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 # Mistral's, as published: a new word begins where a capital follows a small letter. llama.cpp considers the case of
@@ -18,6 +20,12 @@ _CAPITALS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]*[{_SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]+[{_SMALL}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# That of gpt-oss, as published: Mistral's, with contractions at the end of a word, and up to three digits in one.
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]*[{_SMALL}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]+[{_SMALL}]*{_ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 # DeepSeek's first models: letters with case, in the ranges of their tokenizer.json, and Chinese, Japanese and Korean.
@@ -42,16 +50,22 @@ _EXPRESSIONS: dict[str, tuple[str, ...]] = {
     # llama.cpp's choice if a file does not say; no model is known to be trained with it.
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "smaug-bpe", "dbrx"), (LLAMA3,)
+        (
+            *("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "smaug-bpe", "dbrx"),
+            *("lfm2", "glm4", "chatglm-bpe"),
+        ),
+        (LLAMA3,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), (QWEN2,)),
     **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "olmo", "phi-2", "trillion"), (_GPT2,)),
     **dict.fromkeys(("smollm", "codeshell", "minerva-7b", "refact", "starcoder"), (r"\p{N}", _GPT2)),
+    "qwen35": (QWEN35,),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+"),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
 }
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "tekken"}
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "lfm2", "tekken"}
 
 KNOWN = sorted(_EXPRESSIONS)
 
