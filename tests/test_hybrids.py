@@ -107,10 +107,11 @@ def test_coded_snapshots_change_little(load: Load) -> None:
     assert 0 < max(abs(exact[token] - coded[token]) for token in shared) < 0.2
 
 
-@pytest.mark.parametrize("length", [4 * N - 1, 4 * N, 4 * N + 5])
-@pytest.mark.parametrize("state_type", ["f32", "8bit"])
-def test_a_session_continues_to_the_bit(load: Load, tmp_path: Path, length: int, state_type: str) -> None:
-    # Product: an exact state and a coded one, each within a block and at its end, where a session has a snapshot.
+@pytest.mark.parametrize(
+    ("state_type", "length"), [("f32", 4 * N), ("8bit", 4 * N - 1), ("8bit", 4 * N), ("8bit", 4 * N + 5)]
+)
+def test_a_session_continues_to_the_bit(load: Load, tmp_path: Path, state_type: str, length: int) -> None:
+    """Within a block, and at the end of one, where a session has a snapshot."""
     engine, ids = load(state_type=state_type), ids_of(length)
     answer(engine, ids, tokens=1)
     engine.save_session(tmp_path / "session", prompt=ids)
