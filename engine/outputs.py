@@ -167,8 +167,18 @@ class ExpertStatus:
 
 
 @dataclass(frozen=True)
+class SnapshotStatus:
+    """Snapshots of recurrent layers, each of them of all these layers."""
+
+    snapshots: int  # that there is room for
+    used: int  # held by requests
+    kept: int  # held by no request; the prefix cache can find them until their room is needed
+
+
+@dataclass(frozen=True)
 class Status:
-    """Counts of requests and of quantized blocks, over all groups of layers. A block is used, kept or free."""
+    """Counts of requests, and of quantized blocks over all groups of layers but recurrent ones. A block is used, kept
+    or free."""
 
     running: int  # requests that take part in steps
     waiting: int  # requests in the queue or in prefill
@@ -181,6 +191,7 @@ class Status:
     backend: str = ""  # "numpy", "native" or "cuda"
     tiers: tuple[TierStatus, ...] = ()  # the fastest first
     experts: ExpertStatus | None = None  # None if all experts are in memory, or there are none
+    snapshots: SnapshotStatus | None = None  # None for a model without recurrent layers
 
 
 @dataclass(frozen=True)

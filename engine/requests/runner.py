@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
-from polarlm.engine.outputs import CacheStats, ExpertStatus, Status
+from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.drafts import StepSeconds
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
-from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.tiers.tiers import Tiers
@@ -88,9 +88,10 @@ class Runner:
 
     def status(self) -> Status:
         """Return counts of requests, blocks and threads."""
-        allocators = [group.quantized for group in self._store.groups]
-        size = sum(blocks.size for blocks in allocators)
-        free, kept = sum(blocks.free for blocks in allocators), sum(blocks.kept for blocks in allocators)
+        groups = self._store.groups
+        size, free, kept = _counts([group.quantized for group in groups if not group.is_sparse])
+        sparse = [group.quantized for group in groups if group.is_sparse]
+        room, unused, found = _counts(sparse)
         running, threads = self._scheduler.running, self._model.ops.threads()
         cache = self._model.weights.expert_cache
         if threads is not None:
@@ -107,6 +108,7 @@ class Runner:
             backend=self._model.ops.backend,
             tiers=() if self._tiers is None else self._tiers.status(),
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
+            snapshots=SnapshotStatus(room, room - unused, found) if sparse else None,
         )
 
     def cache_stats(self) -> CacheStats:
@@ -243,3 +245,8 @@ class Runner:
                 request.finish("length")
             else:
                 request.take(sampled[0])
+
+
+def _counts(allocators: Sequence[BlockAllocator]) -> tuple[int, int, int]:
+    """Return the numbers of all blocks, of those that no request holds, and of those of these that can be found."""
+    return sum(one.size for one in allocators), sum(one.free for one in allocators), sum(one.kept for one in allocators)

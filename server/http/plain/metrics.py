@@ -53,12 +53,19 @@ class _Numbers(Collector):
             ("requests_active", "Requests under way: waiting, computed, or being sent", done.active),
             ("requests_running", "Requests that take part in steps", now.running),
             ("requests_waiting", "Requests in the engine that do not take part in steps yet", now.waiting),
-            ("kv_blocks", "Coded blocks of the KV store, in all groups of layers", now.blocks),
+            ("kv_blocks", "Coded blocks of the KV store, in all groups of layers but recurrent ones", now.blocks),
             ("kv_blocks_used", "Coded blocks that requests hold", now.blocks_used),
             ("kv_blocks_kept", "Coded blocks that no request holds, kept for a next turn to find", now.blocks_kept),
             ("kv_blocks_free", "Coded blocks with nothing in them that a next turn could find", now.blocks_free),
         ):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
+        if (state := now.snapshots) is not None:
+            for name, meaning, value in (
+                ("snapshots", "Snapshots of recurrent layers that there is room for", state.snapshots),
+                ("snapshots_used", "Snapshots that requests hold", state.used),
+                ("snapshots_kept", "Snapshots that no request holds, kept for a next turn to find", state.kept),
+            ):
+                yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 
 
 class _Times(Collector):

@@ -144,6 +144,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "drafted_tokens": 0,
         "accepted_tokens": 0,
         "experts": None,
+        "snapshots": None,
         "threads": {
             "number": status.threads.number,
             "why": status.threads.why,

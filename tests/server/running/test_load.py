@@ -156,16 +156,14 @@ async def load(process: Process, jobs: list[Job], seconds: float, seen: Seen) ->
 
 @pytest.mark.slow
 def test_answers_under_load_are_the_same_as_alone_and_no_memory_is_lost(
-    server: Process, jobs: list[Job], kept: int, weights: Path
+    server: Process, jobs: list[Job], kept: int
 ) -> None:
     seen = Seen()
-    # Recurrent layers have a slot for each sequence and a spare one, and two snapshots for each slot.
-    snapshots = 2 * (16 + kept + 1) if "linear_num_value_heads" in (weights / "config.json").read_text() else 0
     asyncio.run(load(server, jobs, 0, seen))
     before = server.resident()
     asyncio.run(load(server, jobs, SECONDS, seen))
     assert server.resident() - before < MORE_MEMORY
-    assert seen.least_free < 4 + snapshots  # they did get in each other's way
+    assert seen.least_free < 4  # they did get in each other's way
     assert (seen.cached > 0) == (kept > 0)
 
     eventually(server.is_idle)
@@ -173,7 +171,7 @@ def test_answers_under_load_are_the_same_as_alone_and_no_memory_is_lost(
     assert f'polarlm_requests_total{{outcome="length"}} {float(seen.requests)}\n' in done
     assert f"polarlm_completion_tokens_total {float(seen.requests * TOKENS)}\n" in done
     blocks, free = server.blocks()
-    assert blocks == CONTEXT // BLOCK - 1 + snapshots
+    assert blocks == CONTEXT // BLOCK - 1
     assert free == blocks
     # A sequence as long as the context needs every block that there is; what can still be found is in nobody's way.
     for first in (5, 6):
