@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.model_loaders.config import GatedDelta
+from tests.delta_rules import (
+    assert_close,
+    check_prompts_and_steps,
+    check_rows_that_are_not_kept,
+    check_several_sequences,
+    span,
+)
 from tests.recurrence import make_rows, make_slots, make_weights, recurrence
 
 SHAPES = [  # and the tokens of a block
@@ -44,82 +50,22 @@ CASES = [
 every_case = pytest.mark.parametrize(("name", "shape", "block"), CASES)
 
 
-def span(place: int, count: int, slot: int = 0, first: int = 0) -> np.ndarray:
-    return np.array([DeltaSpan(slot, first, count, place)], np.int32)
-
-
-def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Within 100 roundings of the largest value: sums of a few hundred terms, and exponentials of sums of decays."""
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(np.float32).eps * np.abs(wanted).max())
-
-
-def add_steps(ops: Any, rows: np.ndarray, w: Any, slots: DeltaSlots, splits: list[int]) -> np.ndarray:
-    """Add rows to slot 0 in steps of these numbers of rows, which end with blocks, and return their results."""
-    block, position, found = slots.keys.shape[3], 0, []
-    for count in splits:
-        found.append(ops.gated_delta(rows[position : position + count], w, slots, span(position % block, count)))
-        position += count
-        if position % block == 0:
-            ops.advance_delta([slots], [0], tiled=w.tiled)
-    return np.concatenate([each.copy() for each in found])
-
-
 @every_case
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(name: str, shape: GatedDelta, block: int) -> None:
-    ops, rng = BACKENDS[name](), np.random.default_rng(block)
-    w, rows = make_weights(rng, shape), make_rows(rng, shape, 3 * block + 5)
-    wanted, matrices = recurrence(rows, w, shape)
-    slots, position, results = make_slots(shape, 1, block), 0, []
-    inputs = np.empty((2, shape.width - 1, shape.channels), np.float32)
-    ends = DeltaEnds([0, 2], np.empty((2, *slots.matrices.shape[1:]), np.float32), inputs)
-    for count in (3, block + 1, len(rows) - block - 8):
-        own = ends._replace(numbers=[number - position // block for number in ends.numbers])
-        part = rows[position : position + count]
-        results.append(ops.gated_delta(part, w, slots, span(position % block, count), own).copy())
-        position += count
-    for row in rows[position:]:
-        results.append(ops.gated_delta(row[None], w, slots, span(position % block, 1)).copy())
-        position += 1
-    assert_close(np.concatenate(results), wanted)
-    for kept, number in enumerate(ends.numbers):
-        end = (number + 1) * block
-        assert_close(ends.matrices[kept], matrices[end - 1])
-        np.testing.assert_array_equal(ends.inputs[kept], rows[end - shape.width + 1 : end, : shape.channels])
+    check_prompts_and_steps(BACKENDS[name](), shape, block)
 
 
 @every_case
 def test_rows_that_are_not_kept_leave_no_trace(name: str, shape: GatedDelta, block: int) -> None:
     """Compiled kernels compute a row alone as with others; products of NumPy differ by roundings."""
-    ops, rng = BACKENDS[name](), np.random.default_rng(block)
-    w, rows = make_weights(rng, shape), make_rows(rng, shape, 2 * block + 3)
-    alone, together, rejecting = (make_slots(shape, 1, block) for _ in range(3))
-    one_by_one = add_steps(ops, rows, w, alone, [1] * len(rows))
-    at_once = add_steps(ops, rows, w, together, [4] * (2 * block // 4) + [3])
-    kept = []
-    for position, row in enumerate(rows):
-        drafted = np.concatenate([row[None], make_rows(rng, shape, min(3, block - 1 - position % block))])
-        at = span(position % block, len(drafted))
-        kept.append(ops.gated_delta(drafted, w, rejecting, at)[:1].copy())
-        if (position + 1) % block == 0:
-            ops.advance_delta([rejecting], [0], tiled=w.tiled)
+    ops = BACKENDS[name]()
     equal = assert_close if isinstance(ops, NumpyOps) else np.testing.assert_array_equal
-    for found, slots in ((at_once, together), (np.concatenate(kept), rejecting)):
-        equal(found, one_by_one)
-        equal(slots.matrices, alone.matrices)
-        equal(slots.updates[:, :, :3], alone.updates[:, :, :3])
+    check_rows_that_are_not_kept(ops, shape, block, equal)
 
 
 @pytest.mark.parametrize("name", FULL)
 def test_a_step_of_several_sequences_changes_their_slots_alone(name: str) -> None:
-    (shape, block), rng, ops = SHAPES[0], np.random.default_rng(0), BACKENDS[name]()
-    w, rows = make_weights(rng, shape), make_rows(rng, shape, 6)
-    slots = make_slots(shape, 4, block)
-    untouched = [array[[0, 2]].copy() for array in slots]
-    spans = np.array([DeltaSpan(3, 0, 4, 0), DeltaSpan(1, 4, 2, 0)], np.int32)
-    found = ops.gated_delta(rows, w, slots, spans)
-    assert_close(found, np.concatenate([recurrence(part, w, shape)[0] for part in (rows[:4], rows[4:])]))
-    for before, after in zip(untouched, slots, strict=True):
-        np.testing.assert_array_equal(before, after[[0, 2]])
+    check_several_sequences(BACKENDS[name](), *SHAPES[0])
 
 
 def test_heads_without_room_in_scratch_are_computed_by_numpy() -> None:

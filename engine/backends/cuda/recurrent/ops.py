@@ -1,0 +1,107 @@
+"""The ops of layers whose state is not K/V: short convolutions and gated delta rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, scratch
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
+from polarlm.engine.backends.ops import STEP_ROWS
+
+
+class RecurrentOps:
+    """The ops `short_conv`, `gated_delta` and `advance_delta`."""
+
+    def __init__(self, device: Device, launch: Launcher):
+        self._device, self._launch = device, launch
+
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
+        (width, n), y = conv.shape, self._device.empty((len(inputs), conv.shape[1]), np.float32)
+        config = LaunchConfig({"WIDTH": width}, threads_for(n))
+        args = y, inputs, conv, bias, slots, rows, n, slots.shape[1]
+        self._launch("short_conv", (-(-n // config.threads), len(inputs)), config, *args)
+        return y
+
+    def gated_delta(
+        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
+    ) -> Array:
+        heads, dim = slots.updates.shape[1], slots.updates.shape[3]
+        y = self._device.empty((len(projected), heads * dim), np.float32)
+        if ends is None:
+            self._step(y, projected, w, slots, spans)
+        else:
+            for span in map(DeltaSpan._make, spans.tolist()):
+                self._prompt(y, projected, w, slots, span, ends)
+        return y
+
+    def _step(self, y: Array, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array) -> None:
+        count, key_heads, heads = len(spans), slots.keys.shape[1], slots.updates.shape[1]
+        config = DeltaSizes.of(slots).step(1 if count == len(projected) else STEP_ROWS)
+        state = slots.keys, slots.updates, slots.decays, slots.inputs, slots.matrices
+        weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
+        args = y, *state, projected, *weights, self._on_device(spans), row_stride(projected), *numbers
+        self._launch("gated_delta", (heads, count), config, *args)
+
+    def _on_device(self, spans: Array) -> Array:
+        """Spans of a step that is not recorded may be on the host."""
+        return self._device.from_host(spans) if isinstance(spans, np.ndarray) else spans
+
+    def _prompt(
+        self, y: Array, projected: Array, w: DeltaWeights, slots: DeltaSlots, span: DeltaSpan, ends: DeltaEnds
+    ) -> None:
+        """Add the rows of a span, PROMPT_ROWS at most at a time, which end with a block."""
+        block, slot = slots.keys.shape[3], DeltaSlots(*(array[span.slot] for array in slots))
+        first, last, place, number = span.first, span.first + span.rows, span.place, 0
+        while first < last:
+            end = min(last, first + PROMPT_ROWS // block * block - place)
+            blocks = -(-(place + end - first) // block)
+            kept = np.full(blocks, -1, np.int32)
+            for row, wanted in enumerate(ends.numbers):
+                if number <= wanted < number + blocks:
+                    kept[wanted - number] = row
+            self._add_rows(y[first:end], projected[first:end], w, slot, place, kept, ends)
+            number, place, first = number + blocks, (place + end - first) % block, end
+
+    def _add_rows(
+        self,
+        y: Array,
+        projected: Array,
+        w: DeltaWeights,
+        slot: DeltaSlots,
+        place: int,
+        kept: np.ndarray,
+        ends: DeltaEnds,
+    ) -> None:
+        """Add rows to one slot. kept: see `delta_scan.cu`."""
+        (key_heads, _, _), (heads, _, dim), rows = slot.keys.shape, slot.updates.shape, len(projected)
+        sizes, pitch, channels = DeltaSizes.of(slot), row_stride(projected), slot.inputs.shape[1]
+        arrays = [self._device.empty(shape, np.float32) for shape in scratch(sizes, key_heads, heads, len(kept))]
+        known = slot.keys, slot.updates, slot.decays
+        weights = w.conv, w.decay, w.dt_bias
+        numbers = key_heads, heads, int(w.tiled), rows, place
+        args = *arrays, projected, *known, slot.inputs, *weights, pitch, *numbers
+        self._launch("delta_blocks", (len(kept), key_heads), sizes.blocks(), *args)
+
+        config = sizes.scan(heads, self._device.processors)
+        on_device = self._device.from_host(kept)
+        grid = -(-dim // int(config.defines["SLICE"])), heads
+        written = y, slot.matrices, *known, ends.matrices
+        self._launch("delta_scan", grid, config, *written, *arrays, on_device, key_heads, int(w.tiled), rows, place)
+
+        config = sizes.finish()
+        grid = (-(-rows * heads * WARP // config.threads),)
+        args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
+        self._launch("delta_results", grid, config, *args, file="finish_delta")
+        args = slot.inputs, ends.inputs, projected, on_device, pitch, channels, rows, place
+        self._launch("delta_inputs", (-(-channels // config.threads),), config, *args, file="finish_delta")
+
+    def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
+        key_heads, heads = layers[0].keys.shape[1], layers[0].updates.shape[1]
+        config, numbers = DeltaSizes.of(layers[0]).advance(), self._device.from_host(np.array(slots, np.int32))
+        rows = [(one.matrices, one.inputs, one.keys, one.updates, one.decays) for one in layers]
+        grid = heads, len(slots), len(layers)
+        self._launch("advance_delta", grid, config, Addresses(rows, written=2), numbers, key_heads, int(tiled))
