@@ -184,7 +184,7 @@ def close(logits: list[np.ndarray], exact: list[np.ndarray], rounded: list[np.nd
 
 # Half and bfloat16 weights, biases, norms of heads, a group of layers with a window and one without; and what each
 # family alone has: norms behind projections, GELU, RoPE on a part of the channels, in some layers, and of two kinds;
-# soft caps, experts, sink scores, short convolutions.
+# soft caps, experts, sink scores, short convolutions, gated delta rules.
 CASES = [
     ("llama_wide_heads_biases", ("f16", "f16")),
     ("llama_gqa_llama3_tied", ("f16", "f16")),
@@ -205,6 +205,9 @@ CASES = [
     ("gpt_oss_transposed", ("f16", "f16")),
     ("lfm2_tied", ("f16", "f16")),
     ("lfm2_biases", ("f16", "f16")),
+    ("qwen3_next_shared_keys", ("f16", "f16")),
+    ("qwen3_5_tied", ("ring4", "ring3.5")),
+    ("qwen3_5_moe_with_images", ("f16", "f16")),
 ]
 
 
