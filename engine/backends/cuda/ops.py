@@ -71,6 +71,7 @@ class CudaOps:
         self.gate = rows.gate
         self.short_conv = rows.short_conv
         self.gated_delta = rows.gated_delta
+        self.mamba2 = rows.mamba2
         self.advance_delta = rows.advance_delta
 
         of_host = None if host is None else HostExperts(device, host)

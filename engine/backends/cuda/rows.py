@@ -8,7 +8,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
 from polarlm.engine.errors import KernelError
 
 
@@ -44,6 +44,11 @@ class RowOps:
         self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
     ) -> Array:
         raise KernelError("There is no kernel of gated delta rules for a GPU")
+
+    def mamba2(
+        self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
+    ) -> Array:
+        raise KernelError("There is no kernel of Mamba 2 for a GPU")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         raise KernelError("There is no kernel of gated delta rules for a GPU")
