@@ -96,8 +96,8 @@ class ShortConv(Mixer):
 
 
 @dataclass(frozen=True)
-class GatedDelta(Mixer):
-    """A gated delta rule: each value head has a matrix that decays and, where a token's key reads it, gets new values.
+class Recurrent(Mixer):
+    """A mixer with a matrix for each value head, which tokens change and read.
 
     Queries, keys and values are sums over the last `width` tokens, channel by channel.
     """
@@ -113,6 +113,24 @@ class GatedDelta(Mixer):
     def channels(self) -> int:
         """Channels of queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class GatedDelta(Recurrent):
+    """A gated delta rule: a head's matrix decays and, where a token's key reads it, gets new values."""
+
+
+@dataclass(frozen=True)
+class Mamba2(Recurrent):
+    """Mamba 2: a head's matrix decays, and the product of a token's key and value is added to it.
+
+    Its key heads are called groups, its key dim the state size; its keys, queries and values are B, C and x.
+    """
+
+    norm_eps: float = 1e-5  # of its results
+    conv_bias: bool = True
+    bias: bool = False  # of the projections
+    min_step: float = 0.0  # the least Δ
 
 
 @dataclass(frozen=True)

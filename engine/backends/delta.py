@@ -1,6 +1,7 @@
-"""What the ops of gated delta rules take.
+"""What the ops of gated delta rules and of Mamba 2 take.
 
-Letters: Q key heads, H value heads, A key dim, D value dim, C channels of q, k and v, N tokens in a block.
+Letters: Q key heads, H value heads, A key dim, D value dim, C channels of q, k and v, N tokens in a block. Mamba 2
+calls these groups, heads, state size and head dim; its C, B and x are queries, keys and values.
 """
 
 from __future__ import annotations
@@ -20,6 +21,19 @@ class DeltaWeights(NamedTuple):
     norm: Array  # (D,): of each head's result
     eps: float  # of `norm`
     tiled: bool  # see `model_loaders.config.GatedDelta`
+
+
+class Mamba2Weights(NamedTuple):
+    """The weights of a layer, float32, without its projections. I: H·D."""
+
+    conv: Array  # (width, C): the oldest token's numbers first
+    bias: Array | None  # (C,): of the convolution
+    decay: Array  # (H,): negative
+    dt_bias: Array  # (H,)
+    skip: Array  # (H,): how much of its own x each head's result has
+    norm: Array  # (I,): of the results, which are normalized in Q parts
+    eps: float  # of `norm`
+    min_step: float  # the least dt
 
 
 class DeltaSlots(NamedTuple):

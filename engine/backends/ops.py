@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, PreparedTransform
 from polarlm.engine.backends.kv_ops import KVOps
+from polarlm.engine.backends.recurrent_ops import RecurrentOps
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat
@@ -78,7 +78,7 @@ class ExpertCache:
     bytes: int = 0
 
 
-class Ops(KVOps, Protocol):
+class Ops(KVOps, RecurrentOps, Protocol):
     """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
 
     Objects that outlive a call (from `load`, `prepare`, `cache`, `buffer`, `spans`) are passed to the ops that need
@@ -255,32 +255,6 @@ class Ops(KVOps, Protocol):
 
     def gate(self, x: Array, logits: Array) -> None:
         """x (T, n) times σ(logits), in place; logits (T, n) or (T, 1)."""
-
-    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Any) -> Array:
-        """C · (Σ_j conv[j] · u_j + bias) of each row (T, E), where u = B · x, and inputs (T, 3E) is [B | C | x].
-
-        conv (width, E): the oldest token's numbers first. slots (S, width − 1 + N, E): the u of the tokens of blocks,
-        after those of the tokens before each block; this op writes those of its rows. rows: int32 (T, 4): 1 + the slot
-        of each row, 0 for none; its place in the block; 1 + the slot of the next block, in which the u of a block's
-        last tokens are repeated, 0 for none; and how many of the rows before it are the tokens before it.
-        """
-
-    def gated_delta(
-        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Any, ends: DeltaEnds | None = None
-    ) -> Array:
-        """The results (T, H·D) of a gated delta rule for rows that are added to slots; see `backends.delta`.
-
-        projected (T, C + H·D + 2H) is [q | k | v | z | b | a]. q, k and v are convolved, and q and k get the length 1;
-        with β = σ(b), a decay of g = w.decay · softplus(a + w.dt_bias) and the head's matrix S before the token,
-
-            u = β (v − exp(g) Sᵀk),   S ← exp(g) S + k uᵀ,   y = A^-½ Sᵀq
-
-        and the result is RMSNorm(y) · silu(z). spans: int32 (spans, 4), each a DeltaSpan; on the host. ends:
-        given for prompts, whose slots advance to the next block at the end of each block.
-        """
-
-    def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
-        """Let slots whose block is complete advance to the start of the next one, in place. tiled: see DeltaWeights."""
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An uninitialized array of float32."""

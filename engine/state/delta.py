@@ -1,4 +1,4 @@
-"""The state of gated delta rules: a slot for each running sequence, and snapshots at the ends of some blocks.
+"""The state of recurrent layers: a slot for each running sequence, and snapshots at the ends of some blocks.
 
 A slot has the matrices at the start of the current block, and what each of its tokens adds (`backends.delta`), so a
 sequence can be cut anywhere in its current block, and rows that are not kept leave nothing behind. When a block is
@@ -29,7 +29,7 @@ from polarlm.engine.state.delta_slots import (
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.shapes import ArraySpec
 from polarlm.engine.state.tables import BlockTable, Growth
-from polarlm.model_loaders.config import GatedDelta
+from polarlm.model_loaders.config import Recurrent
 
 _F32, _I8 = np.dtype(np.float32), np.dtype(np.int8)
 _SNAPSHOTS = 2  # for each slot
@@ -40,7 +40,7 @@ class DeltaShape:
     """How one layer stores its state. exact: whether snapshots are in float32. snapshots: their number; None: two for
     each slot."""
 
-    mixer: GatedDelta
+    mixer: Recurrent
     exact: bool = False
     snapshots: int | None = None
     window: None = None
@@ -168,6 +168,7 @@ class DeltaState:
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
         """Reserve a slot, if the sequence has none yet; it then begins with the snapshot that the sequence has."""
+        assert start % self.block_size + count <= self.block_size
         if table.current is not None:
             return Growth({start // self.block_size: table.current}, {}, [])
         new = self.full.allocate()

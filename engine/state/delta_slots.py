@@ -1,13 +1,13 @@
-"""Slots and snapshots of gated delta rules: rows that are added, copies, codes, and which snapshots are kept."""
+"""Slots and snapshots of recurrent layers: rows that are added, copies, codes, and which snapshots are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.ops import Array, Ops
 
 _STEP = 4  # of the distances, in blocks, between the end of a prompt and the snapshots before it
@@ -32,15 +32,15 @@ class View(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Rows of prompts, in the form that `GatedDelta` takes."""
+    """Rows of prompts, in the form that recurrent layers take."""
 
     ops: Ops
     views: Sequence[View]
     block_size: int
 
-    def compute(self, projected: Array, w: DeltaWeights) -> Array:
-        """Add rows to their growths; see `Ops.gated_delta`."""
-        results = [self._ofone_slot(view, projected[view.rows], w) for view in self.views]
+    def compute(self, op: Callable[..., Array], projected: Array, w: DeltaWeights | Mamba2Weights) -> Array:
+        """Add rows to their growths with `Ops.gated_delta` or `Ops.mamba2`."""
+        results = [self._of_one_slot(op, view, projected[view.rows], w) for view in self.views]
         if len(results) == 1:
             return results[0]
         y = self.ops.empty((len(projected), results[0].shape[1]))
@@ -48,14 +48,14 @@ class PromptRows(NamedTuple):
             y[view.rows] = result
         return y
 
-    def _ofone_slot(self, view: View, projected: Array, w: DeltaWeights) -> Array:
+    def _of_one_slot(
+        self, op: Callable[..., Array], view: View, projected: Array, w: DeltaWeights | Mamba2Weights
+    ) -> Array:
         assert view.prompt is not None
         slot, ends = view.prompt
         number, place = divmod(view.position, self.block_size)
         spans = np.array([DeltaSpan(0, 0, len(projected), place)], np.int32)
-        return self.ops.gated_delta(
-            projected, w, slot, spans, ends._replace(numbers=[end - number for end in ends.numbers])
-        )
+        return op(projected, w, slot, spans, ends._replace(numbers=[end - number for end in ends.numbers]))
 
 
 def one_slot(slots: DeltaSlots, slot: int) -> DeltaSlots:

@@ -177,7 +177,10 @@ class KVStore:
         return Span(sequence, start, count, growth, round_trip=round_trip)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
-        """Open a span of `count` ≤ STEP_ROWS rows of a step. If it raises OutOfBlocks, nothing has changed."""
+        """Open a span of `count` ≤ STEP_ROWS rows of a step. If it raises OutOfBlocks, nothing has changed.
+
+        If a group is sparse, count ≤ `rows_of_block`.
+        """
         assert 1 <= count <= STEP_ROWS
         growth = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
         return Span(sequence, sequence.length, count, growth, is_step=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from polarlm.bench.serving import load
 from polarlm.bench.serving.client import Answer, ask
 from polarlm.bench.serving.load import Seen, _ask
 from polarlm.bench.serving.plan import Plan, poisson, prompts
+from tests.ports import free_port
 
 OPTIONS = serve.Options()
 
@@ -196,12 +196,6 @@ def test_results_are_kept_when_the_command_is_stopped(
     assert "Requests arrive for 30 s" in printed.err
 
 
-def closed_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -216,7 +210,7 @@ def closed_port() -> int:
 def test_bad_input_is_refused_in_a_sentence(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"port": closed_port(), "tmp": tmp_path}
+    known = {"port": free_port(), "tmp": tmp_path}
     assert serve.main([flag.format(**known) for flag in flags]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

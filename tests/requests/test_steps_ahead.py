@@ -20,6 +20,7 @@ from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.requests.request import Ticket
+from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.engine.sampling.sample import NEWEST, NOT_FINITE, Fetch, Sampled, SamplerInput
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, forget, held, load_tiny, make_model, preemptions
@@ -208,7 +209,11 @@ def test_a_row_without_a_token_fails_alone(engine: Engine, plain: Engine, ops: A
     assert fold(outboxes[1]).token_ids == plain.generate([*range(6, 25)], drawn(seed=1)).token_ids
 
 
-def test_the_next_prompt_waits_for_no_more_than_the_step_that_has_begun(engine: Engine, ops: Ahead) -> None:
+def test_the_next_prompt_waits_for_no_more_than_the_step_that_has_begun(
+    engine: Engine, ops: Ahead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Scheduler.record_time  # all units take equally long, also on a busy machine
+    monkeypatch.setattr(Scheduler, "record_time", lambda self, unit, seconds: record(self, unit, 1e-3))
     first, second = [], []
     engine.submit([*range(5, 25)], drawn(max_tokens=60), into=first)
     for _ in range(6):

@@ -74,6 +74,7 @@ class CudaOps:
         recurrent = RecurrentOps(device, launch)
         self.short_conv = recurrent.short_conv
         self.gated_delta = recurrent.gated_delta
+        self.mamba2 = recurrent.mamba2
         self.advance_delta = recurrent.advance_delta
 
         of_host = None if host is None else HostExperts(device, host)

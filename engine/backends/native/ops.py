@@ -80,6 +80,7 @@ class NativeOps:
         self.short_conv = ConvOps(launch).short_conv
         delta = DeltaOps(launch)
         self.gated_delta = delta.gated_delta
+        self.mamba2 = delta.mamba2
         self.advance_delta = delta.advance_delta
         self.empty = plain.empty
 

@@ -1,4 +1,4 @@
-"""The ops of layers whose state is not K/V: short convolutions and gated delta rules."""
+"""The ops of layers whose state is not K/V: short convolutions, gated delta rules and Mamba 2."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
-from polarlm.engine.backends.native.kernels.conv import ConvArguments, short_conv
-from polarlm.engine.backends.native.kernels.delta import gated_delta
-from polarlm.engine.backends.native.kernels.delta_unit import Delta, DeltaArguments, supports
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.native.kernels.recurrent import delta_unit, mamba2, mamba2_rows
+from polarlm.engine.backends.native.kernels.recurrent.block_end import AdvanceArguments, advance
+from polarlm.engine.backends.native.kernels.recurrent.delta_unit import Delta, DeltaArguments
+from polarlm.engine.backends.native.kernels.recurrent.gated_delta import gated_delta
+from polarlm.engine.backends.native.kernels.recurrent.mamba2 import PartArguments
+from polarlm.engine.backends.native.kernels.recurrent.mamba2_unit import Mamba2, Mamba2Arguments
+from polarlm.engine.backends.native.kernels.recurrent.short_conv import ConvArguments, short_conv
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy import gated_delta as plain
+from polarlm.engine.backends.numpy.gated_delta import gated_delta as plain_gated_delta
+from polarlm.engine.backends.numpy.mamba2 import mamba2 as plain_mamba2
 
 
 class ConvOps:
@@ -40,11 +45,13 @@ class ConvOps:
 
 
 class DeltaOps:
-    """The ops `gated_delta` and `advance_delta`. NumPy computes heads that a thread's scratch has no room for."""
+    """The ops `gated_delta`, `mamba2` and `advance_delta`. NumPy computes heads for which a thread's scratch has no
+    room."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
-        self._plain = launch.unrecorded(plain.gated_delta)
+        self._plain_delta = launch.unrecorded(plain_gated_delta)
+        self._plain_mamba2 = launch.unrecorded(plain_mamba2)
 
     def gated_delta(
         self,
@@ -54,18 +61,10 @@ class DeltaOps:
         spans: np.ndarray,
         ends: DeltaEnds | None = None,
     ) -> np.ndarray:
-        spec = _spec(slots, tiled=w.tiled, is_prompt=ends is not None)
-        if not supports(spec):
-            return self._plain(projected, w, slots, spans, ends)
+        spec = Delta(*_sizes(slots), w.tiled, ends is not None)
+        if not delta_unit.supports(spec):
+            return self._plain_delta(projected, w, slots, spans, ends)
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
-        kept: dict[str, Any] = {"kept": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
-        if ends is not None:
-            blocks = (int(spans[0, 2]) + int(spans[0, 3])) // spec.block
-            rows = np.full(blocks, -1, np.int32)
-            for row, number in enumerate(ends.numbers):
-                if 0 <= number < blocks:
-                    rows[number] = row
-            kept = {"kept": rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}
         arguments = DeltaArguments(
             projected=projected,
             out=y,
@@ -75,27 +74,71 @@ class DeltaOps:
             norm=w.norm,
             **slots._asdict(),
             spans=spans,
-            **kept,
+            **_kept(ends, spans, spec.block),
             eps=w.eps,
         )
         self._launch(gated_delta(spec), len(spans) * spec.key_heads, arguments, grain=1)
         return y
 
+    def mamba2(
+        self,
+        projected: np.ndarray,
+        w: Mamba2Weights,
+        slots: DeltaSlots,
+        spans: np.ndarray,
+        ends: DeltaEnds | None = None,
+    ) -> np.ndarray:
+        spec = Mamba2(*_sizes(slots), w.bias is not None, ends is not None)
+        if not mamba2_rows.supports(spec):
+            return self._plain_mamba2(projected, w, slots, spans, ends)
+        launch, rows = self._launch, len(projected)
+        y, kept = launch.empty((rows, spec.inner)), _kept(ends, spans, spec.block)
+        blocks = 0 if ends is None else kept["blocks"] + 1
+        arguments = Mamba2Arguments(
+            projected=projected,
+            convolved=launch.empty((rows, spec.channels)),
+            block_keys=launch.empty((blocks, spec.groups, spec.size, spec.block)),
+            scores=launch.empty((rows, spec.groups, spec.block)),
+            out=y,
+            conv=w.conv,
+            bias=w.bias,
+            decay=w.decay,
+            dt_bias=w.dt_bias,
+            skip=w.skip,
+            **slots._asdict(),
+            spans=spans,
+            **kept,
+            min_step=w.min_step,
+        )
+        launch(mamba2.convolve(spec), len(spans) * -(-spec.channels // mamba2.PART), arguments)
+        launch(mamba2.multiply_keys(spec), len(spans) * spec.groups, arguments, grain=1)
+        launch(mamba2_rows.add_rows(spec), len(spans) * spec.heads, arguments)
+        parts = PartArguments(y, w.norm, spec.groups, spec.inner // spec.groups, w.eps)
+        launch(mamba2.norm_parts(), rows, parts)
+        return y
+
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
-        spec = _spec(layers[0], tiled=tiled, is_prompt=True)
-        if not supports(spec):
-            plain.advance_delta(layers, slots, tiled=tiled)
-            return
-        spans = np.array([DeltaSpan(slot, 0, 0, spec.block) for slot in slots], np.int32)
-        weights = dict.fromkeys(("projected", "out", "conv", "decay", "dt_bias", "norm"))
-        kept = dict.fromkeys(("kept", "end_matrices", "end_inputs"))
+        sizes, numbers = _sizes(layers[0]), np.array(slots, np.int32)
+        key_heads, shared, *_ = sizes
         for layer in layers:
-            arguments = DeltaArguments(**weights, **layer._asdict(), spans=spans, **kept, eps=0.0, blocks=0)
-            self._launch(gated_delta(spec), len(spans) * spec.key_heads, arguments, grain=1)
+            arguments = AdvanceArguments(**layer._asdict(), slots=numbers, channels=layer.inputs.shape[2])
+            self._launch(advance(*sizes, tiled=tiled), len(slots) * key_heads * shared, arguments)
 
 
-def _spec(slots: DeltaSlots, *, tiled: bool, is_prompt: bool) -> Delta:
+def _sizes(slots: DeltaSlots) -> tuple[int, int, int, int, int, int]:
+    """Key heads, value heads of each, key dim, value dim, tokens of a block, width of the convolution."""
     _, key_heads, key_dim, block = slots.keys.shape
     _, heads, _, value_dim = slots.updates.shape
-    width = slots.inputs.shape[1] - block + 1
-    return Delta(key_heads, heads // key_heads, key_dim, value_dim, block, width, tiled, is_prompt)
+    return key_heads, heads // key_heads, key_dim, value_dim, block, slots.inputs.shape[1] - block + 1
+
+
+def _kept(ends: DeltaEnds | None, spans: np.ndarray, block: int) -> dict[str, Any]:
+    """The arguments of a kernel that say which ends of blocks are kept, of a prompt's only span."""
+    if ends is None:
+        return {"kept": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
+    blocks = (int(spans[0, 2]) + int(spans[0, 3])) // block
+    rows = np.full(blocks, -1, np.int32)
+    for row, number in enumerate(ends.numbers):
+        if 0 <= number < blocks:
+            rows[number] = row
+    return {"kept": rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}

@@ -21,7 +21,9 @@ from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, 
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.backends.numpy.experts import ExpertOps
-from polarlm.engine.backends.numpy.gated_delta import advance_delta, gated_delta
+from polarlm.engine.backends.numpy.gated_delta import gated_delta
+from polarlm.engine.backends.numpy.mamba2 import mamba2
+from polarlm.engine.backends.numpy.recurrence import advance_delta
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, short_conv, softcap
 from polarlm.engine.backends.ops import KeptTiles, Load, Result
 from polarlm.engine.jit.run.zeros import zeros
@@ -48,6 +50,7 @@ class NumpyOps(ExpertOps):
     prefill_rows = 512  # the feed-forward activations about fit the cache
     short_conv = staticmethod(short_conv)
     gated_delta = staticmethod(gated_delta)
+    mamba2 = staticmethod(mamba2)
     advance_delta = staticmethod(advance_delta)
     fetch_later = None
 

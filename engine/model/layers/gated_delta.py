@@ -69,7 +69,7 @@ class GatedDelta:
         """Add the rows x (T, E) to the layer's states, and return the gated results of its heads (T, H·D)."""
         projected = self._ops.linear(x, self._weights.inputs, norm=self._norm, recorded=recorded)
         if isinstance(spans, PromptRows):
-            return spans.compute(projected, self._own)
+            return spans.compute(self._ops.gated_delta, projected, self._own)
         return self._ops.gated_delta(projected, self._own, self._slots, spans)
 
     def mix(self, x: Array, y: Array, spans: Any, *, recorded: bool, tap: Tap | None = None) -> None:

@@ -12,6 +12,7 @@ from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_delta import GatedDelta
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbedding, LayerEmbeddingWeights
+from polarlm.engine.model.layers.mamba2 import Mamba2
 from polarlm.engine.model.layers.short_conv import ShortConv
 from polarlm.engine.state.shapes import OwnShape
 from polarlm.engine.weight_formats import Linear
@@ -51,6 +52,7 @@ MIXERS: dict[type[config.Mixer], Any] = {
     config.Attention: Attention,
     config.ShortConv: ShortConv,
     config.GatedDelta: GatedDelta,
+    config.Mamba2: Mamba2,
 }
 FFNS: dict[type[config.Ffn], Any] = {config.GatedMLP: GatedMLP, config.Experts: Experts}
 

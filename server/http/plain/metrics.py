@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
-from polarlm.engine.outputs import CompilationCounts, ExpertStatus, Status, TierStatus
+from polarlm.engine.outputs import CompilationCounts, ExpertStatus, SnapshotStatus, Status, TierStatus
 from polarlm.engine.state.cache_types import chosen
 from polarlm.server.running.counters import Totals
 
@@ -25,7 +25,7 @@ class _Numbers(Collector):
         self._left_out = {"cached_tokens"} if without_cached else set()
 
     def collect(self) -> Iterator[Metric]:
-        done, now = self._done, self._now
+        done, now, state = self._done, self._now, self._now.snapshots or SnapshotStatus(0, 0, 0)
         requests = CounterMetricFamily("polarlm_requests", "Requests that have ended, by outcome", labels=["outcome"])
         for outcome, count in sorted(done.requests.items()):
             requests.add_metric([outcome], count)
@@ -57,15 +57,11 @@ class _Numbers(Collector):
             ("kv_blocks_used", "Coded blocks that requests hold", now.blocks_used),
             ("kv_blocks_kept", "Coded blocks that no request holds, kept for a next turn to find", now.blocks_kept),
             ("kv_blocks_free", "Coded blocks with nothing in them that a next turn could find", now.blocks_free),
+            ("snapshots", "Snapshots of recurrent layers that there is room for", state.snapshots),
+            ("snapshots_used", "Snapshots that requests hold", state.used),
+            ("snapshots_kept", "Snapshots that no request holds, kept for a next turn to find", state.kept),
         ):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
-        if (state := now.snapshots) is not None:
-            for name, meaning, value in (
-                ("snapshots", "Snapshots of recurrent layers that there is room for", state.snapshots),
-                ("snapshots_used", "Snapshots that requests hold", state.used),
-                ("snapshots_kept", "Snapshots that no request holds, kept for a next turn to find", state.kept),
-            ):
-                yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 
 
 class _Times(Collector):

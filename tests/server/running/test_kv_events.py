@@ -19,6 +19,7 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.server.config import read_command_line
 from polarlm.server.running.kv_events import KVEvents, kv_events
 from polarlm.server.running.listening import ListenError
+from tests.ports import free_port
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.state.test_prefix import findable
 from tests.tiny import PLAIN, forget, load_tiny
@@ -139,8 +140,7 @@ class Subscriber:
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

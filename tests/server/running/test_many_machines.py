@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import pytest
 from polarlm.engine.cli.flags import describe
 from polarlm.engine.config import EngineConfig
 from polarlm.server.config import ServerConfig
+from tests.ports import free_port
 from tests.server.lines import eventually
 from tests.server.process import SMALL_BLOCKS, Process
 
@@ -33,8 +33,7 @@ def block(language: str) -> str:
 @contextmanager
 def nginx(folder: Path, servers: list[Process]) -> Iterator[str]:
     """The URL of an nginx that runs the page's configuration with these servers."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = block("nginx").replace("127.0.0.1:8100", f"127.0.0.1:{port}")
     for number, server in enumerate(servers):
         config = config.replace(f"127.0.0.1:810{number + 1}", server.url.removeprefix("http://"))

@@ -9,8 +9,9 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, scratch
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.errors import KernelError
 
 
 class RecurrentOps:
@@ -37,6 +38,11 @@ class RecurrentOps:
             for span in map(DeltaSpan._make, spans.tolist()):
                 self._prompt(y, projected, w, slots, span, ends)
         return y
+
+    def mamba2(
+        self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
+    ) -> Array:
+        raise KernelError("There is no kernel of Mamba 2 for a GPU")
 
     def _step(self, y: Array, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array) -> None:
         count, key_heads, heads = len(spans), slots.keys.shape[1], slots.updates.shape[1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, product
+from polarlm.engine.backends.native.kernels.recurrent.block_end import Matrix
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import Value
@@ -136,6 +137,19 @@ class Unit:
     def matrix(self, head: Value) -> Value:
         spec = self.spec
         return self.args.matrices + (self.slot * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
+
+    def state(self, head: Value) -> Matrix:
+        """The state of a value head."""
+        spec, of_slot = self.spec, self.slot * self.spec.value_heads + head
+        return Matrix(
+            self.matrix(head),
+            self.keys,
+            self.args.updates + of_slot * (4 * spec.block * spec.value_dim),
+            self.args.decays + of_slot * (4 * spec.block),
+            spec.key_dim,
+            spec.value_dim,
+            spec.block,
+        )
 
     def product(
         self,

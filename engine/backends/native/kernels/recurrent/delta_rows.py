@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from polarlm.engine.backends.native.kernels.delta_unit import Unit
 from polarlm.engine.backends.native.kernels.multiply import Left, pieces
-from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.backends.native.kernels.recurrent.delta_unit import Unit
+from polarlm.engine.backends.native.kernels.recurrent.gates import silu, softplus
 from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 
 _PREFETCHED = 256  # bytes at a time
 _LENGTH_EPS = 1e-6
-_LOG_TERMS = 9  # of atanh(z) / z for z up to 1/3
 
 
 class Rows(Unit):
@@ -75,7 +74,7 @@ class Rows(Unit):
             x = e.load(own, kind, 4 * first + back * row_bytes)
             total = e.fma(x, e.load(weights, kind, 4 * first + back * row_bytes), total)
         total = e.fma(newest, e.load(weights, kind, 4 * first + before * row_bytes), total)
-        return self._silu(total)
+        return silu(e, total)
 
     def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
         """Add rows to a value head, and compute its results; `rows` and `scores` are those of its key head."""
@@ -132,7 +131,7 @@ class Rows(Unit):
             own = args.projected + ((row + i) * spec.columns + head) * 4
             offset = 4 * (spec.channels + spec.value_heads * spec.value_dim)
             b, a = e.load(own, F32, offset), e.load(own, F32, offset + 4 * spec.value_heads)
-            total.add(rate * _softplus(e, a + bias))
+            total.add(rate * softplus(e, a + bias))
             e.store(total.get(), decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.since + i * 4)
             e.store(e.like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
@@ -168,19 +167,6 @@ class Rows(Unit):
             mean = squares.get() * (1.0 / spec.value_dim) + args.eps
             factor = e.like(1.0, mean) / e.sqrt(mean)
             for first, kind in parts:
-                gate = self._silu(e.load(z, kind, 4 * (spec.channels + first)))
+                gate = silu(e, e.load(z, kind, 4 * (spec.channels + first)))
                 x = e.load(own, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
                 e.store(x * gate, target, 4 * first)
-
-    def _silu(self, x: Value) -> Value:
-        return x / (self.e.exp(-x) + 1.0)
-
-
-def _softplus(e: Emitter, x: Value) -> Value:
-    """log(1 + e^x) of a float32: max(x, 0) + 2 atanh(y / (2 + y)) with y = e^−|x|."""
-    y = e.exp(-e.absolute(x))
-    z = y / (y + 2.0)
-    square, total = z * z, e.like(1.0 / (2 * _LOG_TERMS - 1), x)
-    for term in range(_LOG_TERMS - 2, -1, -1):
-        total = e.fma(total, square, e.like(1.0 / (2 * term + 1), x))
-    return e.fmax(x, 0.0) + z * total * 2.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from polarlm.engine.backends.native.kernels.delta_rows import Rows
-from polarlm.engine.backends.native.kernels.delta_unit import Delta, DeltaArguments, Scratch, Unit
-from polarlm.engine.backends.native.kernels.multiply import Left, pieces
+from polarlm.engine.backends.native.kernels.multiply import pieces
+from polarlm.engine.backends.native.kernels.recurrent.delta_rows import Rows
+from polarlm.engine.backends.native.kernels.recurrent.delta_unit import Delta, DeltaArguments, Scratch, Unit
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
@@ -54,36 +54,11 @@ class _BlockEnd(Unit):
             kept.set(e.load(args.kept + number * 4, I32).sext(I64))
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
-            self._advance_matrix(head, kept.get())
+            target = args.end_matrices + (kept.get() * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
+            self.state(head).advance(e, self.scaled, (self.tile, self.vectors), (kept.get() >= 0, target))
             self._advance_inputs(self.value_channel(head), spec.value_dim, kept.get(), before)
         for channel, count in self.parts():
             self._advance_inputs(channel, count, kept.get(), before)
-
-    def _advance_matrix(self, head: Value, kept: Value) -> None:
-        e, spec, args = self.e, self.spec, self.args
-        of_slot, size = self.slot * spec.value_heads + head, 4 * spec.key_dim * spec.value_dim
-        matrix = self.matrix(head)
-        decays = args.decays + of_slot * (4 * spec.block)
-        value_row = 4 * spec.value_dim
-        at_end = e.load(decays, F32, 4 * (spec.block - 1))
-        with e.loop(0, spec.block) as i:
-            factor = e.exp(at_end - e.load(decays + i * 4, F32))
-            update = args.updates + (of_slot * spec.block + i) * value_row
-            for first, lanes in pieces(spec.value_dim):
-                e.store(e.load(update, vector(F32, lanes), 4 * first) * factor, self.scaled + i * value_row, 4 * first)
-        whole = e.exp(at_end)
-        self.product(
-            Left(self.keys, 4 * spec.block, e.i64(spec.key_dim), e.i64(spec.block)),
-            (self.scaled, spec.value_dim),
-            lambda i, first, lanes: e.load(matrix + i * value_row, vector(F32, lanes), 4 * first) * whole,
-            lambda i, first, value: e.store(value, matrix + i * value_row, 4 * first),
-        )
-        with e.when(kept >= 0):
-            target = args.end_matrices + (kept * spec.value_heads + head) * size
-            with e.loop(0, spec.key_dim) as i:
-                for first, lanes in pieces(spec.value_dim):
-                    at = i * value_row
-                    e.store(e.load(matrix + at, vector(F32, lanes), 4 * first), target + at, 4 * first)
 
     def _advance_inputs(self, channel: Value, count: int, kept: Value, before: int) -> None:
         e, spec = self.e, self.spec

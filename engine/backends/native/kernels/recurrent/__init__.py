@@ -1,0 +1,1 @@
+"""Kernels of layers whose state is not K/V."""

@@ -1,0 +1,61 @@
+"""Mamba 2 in NumPy: the op `mamba2`.
+
+Rows of a block are computed together (Dao and Gu, "Transformers are SSMs", 2024, §6): each reads the matrix at the
+start of the block, and the updates of the rows before it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, Mamba2Weights
+from polarlm.engine.backends.numpy.recurrence import (
+    add_by_blocks,
+    add_decays,
+    convolved,
+    decays_between,
+    keys_of_heads,
+    silu,
+    softplus,
+)
+from polarlm.engine.backends.numpy.rows import quiet, rms_norm
+
+
+@quiet
+def mamba2(
+    projected: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
+) -> np.ndarray:
+    """See `Ops.mamba2`."""
+    groups, inner = slots.keys.shape[1], len(w.norm)
+    y = np.empty((len(projected), inner), np.float32)
+
+    def add(rows: slice, slot: int, place: int) -> None:
+        y[rows] = _add_rows(projected[rows, inner:], w, slots, slot, place)
+
+    add_by_blocks(spans, slots, ends, add, tiled=False)
+    y *= silu(projected[:, :inner])
+    parts = y.reshape(len(y), groups, -1)
+    return rms_norm(parts, w.norm.reshape(groups, -1), w.eps).reshape(y.shape)
+
+
+def _add_rows(rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, slot: int, place: int) -> np.ndarray:
+    """Add rows [x | B | C | dt] of one block to a slot, and return what their queries read: (count, I)."""
+    _, groups, size, _ = slots.keys.shape
+    _, heads, _, dim = slots.updates.shape
+    count, end, channels = len(rows), place + len(rows), slots.inputs.shape[2]
+    mixed = convolved(rows[:, :channels], w.conv, w.bias, slots.inputs[slot], place)
+    x, k, q = np.split(mixed, [heads * dim, heads * dim + groups * size], axis=1)
+    x = x.reshape(count, heads, dim).transpose(1, 0, 2)
+    k, q = (part.reshape(count, groups, size).transpose(1, 0, 2) for part in (k, q))
+    step = np.maximum(softplus(rows[:, channels:] + w.dt_bias), np.float32(w.min_step)).T  # (H, count)
+    of_head = keys_of_heads(groups, heads, tiled=False)
+
+    decays, updates = slots.decays[slot], slots.updates[slot]
+    own = add_decays(decays, w.decay[:, None] * step, place)
+    slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
+    updates[:, place:end] = step[..., None] * x
+    read = np.exp(own)[..., None] * (q[of_head] @ slots.matrices[slot])
+    scores = (q @ slots.keys[slot, :, :, :end])[of_head]
+    read += (decays_between(decays, place, count) * scores) @ updates[:, :end]
+    read += w.skip[:, None, None] * x
+    return read.transpose(1, 0, 2).reshape(count, heads * dim)
