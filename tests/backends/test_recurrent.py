@@ -101,8 +101,8 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(name: str, 
 
 @every_case
 def test_rows_that_are_not_kept_leave_no_trace(name: str, shape: Recurrent, block: int) -> None:
-    """Compiled kernels compute a row alone as with others; products of NumPy differ by roundings, and so may kernels that
-    a GPU's compiler has made for one row and for several."""
+    """Compiled kernels compute a row alone as with others. Products of NumPy differ by roundings, and so may kernels
+    that a GPU's compiler has made for one row and for several."""
     ops, rng = BACKENDS[name](), np.random.default_rng(block)
     w, rows = make_weights(rng, shape), make_rows(rng, shape, 2 * block + 3)
     alone, together, rejecting = (make_slots(shape, 1, block) for _ in range(3))

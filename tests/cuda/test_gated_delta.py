@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading import assembly
 from polarlm.model_loaders.config import GatedDelta
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.tiny import VOCABULARY, make_model
+
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
     (GatedDelta(2, 6, 16, 32, 3, tiled=True), 8),
@@ -79,3 +86,52 @@ def test_rows_that_are_not_kept_leave_no_trace(shape: GatedDelta, block: int) ->
 @pytest.mark.parametrize(("shape", "block"), SHAPES[:1])
 def test_a_step_of_several_sequences_changes_their_slots_alone(shape: GatedDelta, block: int) -> None:
     bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
+
+
+def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None:
+    """Also of a column of zeros, and of one of tiny numbers; later changes of the states do not matter."""
+    matrices, inputs = rng.standard_normal((2, 3, 8, 20)), rng.standard_normal((2, 3, 5))
+    matrices[0, 1, :, 3], matrices[1, 2, :, 4] = 0, 1e-31
+    ops, host = CudaOps(open_device()), NumpyOps()
+    ends = DeltaEnds([0, 1], ops.to_device(matrices), ops.to_device(inputs))
+    for exact in (False, True):
+        wanted = host.keep_states(DeltaEnds([0, 1], *map(ops.to_host, ends[1:])), exact=exact)()
+        fetch = ops.keep_states(ends, exact=exact)
+        if exact:
+            ends.matrices[:] = 0
+        found = fetch()
+        assert found.keys() == wanted.keys()
+        for name, array in wanted.items():
+            assert found[name].dtype == array.dtype
+            np.testing.assert_array_equal(found[name], array)
+        one = {name: array[1] for name, array in wanted.items()}
+        np.testing.assert_array_equal(ops.to_host(ops.restore_states(one)), host.restore_states(one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixture", ["qwen3_5_tied", "qwen3_next_shared_keys"])
+def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixture: str
+) -> None:
+    """The next turn, and prompts that leave the first one at a block's end and within one; several at a time."""
+    monkeypatch.setattr(assembly, "select", lambda device, threads: (CudaOps(open_device(checked=False)), ""))
+    path, ids = make_model(tmp_path, fixture), np.random.default_rng(0).integers(5, VOCABULARY, 200).tolist()
+    settings = {"block_size": 16, "ctx_size": 256, "cache_type": "f16", "state_type": "f32"}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    def answer(engine: Engine, prompt: list[int]) -> tuple[tuple[int, ...], int]:
+        found = engine.generate(prompt, params)
+        return found.token_ids, found.usage.cached_tokens
+
+    with Engine.load(path, **settings) as engine:
+        first, cached = answer(engine, ids[:101])
+        assert cached == 0
+        turns = [[*ids[:101], *first, *ids[105:110]], [*ids[:96], *ids[110:130]], [*ids[:70], *ids[130:160]]]
+        found = [answer(engine, turn) for turn in turns]
+        assert [cached for _, cached in found] == [108, 96, 32]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(lambda prompt: answer(engine, prompt)[0], [turns[1], ids[160:190]]))
+    for turn, (tokens, _) in zip(turns, found, strict=True):
+        with Engine.load(path, **settings) as engine:
+            assert answer(engine, turn)[0][:4] == tokens[:4]
+    assert together[0][:4] == found[1][0][:4]

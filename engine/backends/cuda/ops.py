@@ -76,6 +76,9 @@ class CudaOps:
         self.gated_delta = recurrent.gated_delta
         self.mamba2 = recurrent.mamba2
         self.advance_delta = recurrent.advance_delta
+        self.check_recurrent = recurrent.check_recurrent
+        self.keep_states = recurrent.keep_states
+        self.restore_states = recurrent.restore_states
 
         of_host = None if host is None else HostExperts(device, host)
         self._experts = ExpertOps(device, launch, matrices, of_host)

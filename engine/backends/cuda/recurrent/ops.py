@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, scratch
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.delta import (
+    LARGEST_CODE,
+    LEAST_SCALE,
+    DeltaEnds,
+    DeltaSlots,
+    DeltaSpan,
+    DeltaWeights,
+    FetchStates,
+    Mamba2Weights,
+)
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.errors import KernelError
+from polarlm.model_loaders.config import GatedDelta, Recurrent
 
 
 class RecurrentOps:
@@ -19,6 +29,11 @@ class RecurrentOps:
 
     def __init__(self, device: Device, launch: Launcher):
         self._device, self._launch = device, launch
+
+    def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
+        if not isinstance(mixer, GatedDelta):
+            raise ValueError("This model has layers of Mamba 2, for which a GPU has no kernels yet: choose device=cpu")
+        DeltaSizes(mixer.key_dim, mixer.value_dim, block_size, mixer.width).check()
 
     def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
         (width, n), y = conv.shape, self._device.empty((len(inputs), conv.shape[1]), np.float32)
@@ -111,3 +126,26 @@ class RecurrentOps:
         rows = [(one.matrices, one.inputs, one.keys, one.updates, one.decays) for one in layers]
         grid = heads, len(slots), len(layers)
         self._launch("advance_delta", grid, config, Addresses(rows, written=2), numbers, key_heads, int(tiled))
+
+    def keep_states(self, ends: DeltaEnds, *, exact: bool) -> FetchStates:
+        arrays = {"matrices": ends.matrices, "inputs": ends.inputs}
+        if not exact:
+            count, heads, key_dim, dim = ends.matrices.shape
+            codes = self._device.empty(ends.matrices.shape, np.int8)
+            scales = self._device.empty((count, heads, dim), np.float32)
+            self._launch_codes("encode_states", count * heads, key_dim, dim, codes, scales, ends.matrices)
+            arrays = {"codes": codes, "scales": scales, "inputs": ends.inputs}
+        fetch = {name: self._device.to_host_later(array)[1] for name, array in arrays.items()}
+        return lambda: {name: wait() for name, wait in fetch.items()}
+
+    def restore_states(self, kept: Mapping[str, np.ndarray]) -> Array:
+        if "matrices" in kept:
+            return self._device.from_host(kept["matrices"])
+        codes, scales = (self._device.from_host(kept[name]) for name in ("codes", "scales"))
+        matrices, (heads, key_dim, dim) = self._device.empty(codes.shape, np.float32), codes.shape
+        self._launch_codes("decode_states", heads, key_dim, dim, matrices, codes, scales)
+        return matrices
+
+    def _launch_codes(self, kernel: str, count: int, key_dim: int, dim: int, *args: Array) -> None:
+        defines = {"KEY_DIM": key_dim, "VALUE_DIM": dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
+        self._launch(kernel, (count,), LaunchConfig(defines, threads_for(dim)), *args, file="code_states")

@@ -46,7 +46,9 @@ class DeltaSizes:
                 f"not {self.key_dim} and {self.value_dim}: choose device=cpu"
             )
         if self.block % 4 or self.block > _LARGEST_BLOCK or self.width > self.block:
-            raise ValueError(f"On a GPU gated delta rules have no kernels for blocks of {self.block} tokens: choose 64.")
+            raise ValueError(
+                f"On a GPU gated delta rules have no kernels for blocks of {self.block} tokens: choose 64."
+            )
         shared = max(self.blocks().shared, self.scan(1, 1).shared, self.step(16).shared)
         if shared > SHARED_BYTES or self.value_dim > 4 * _STEP_THREADS:
             raise ValueError(
