@@ -20,7 +20,7 @@ __device__ __forceinline__ void shift_inputs(float *inputs, int channels, int ch
             inputs[(BLOCK + back) * static_cast<long long>(channels) + channel];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 advance_delta_kernel(const unsigned long long *layers, const int *slots, int key_heads, int tiled) {
     __shared__ float factors[BLOCK];
     const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.x), tiled};

@@ -87,7 +87,7 @@ __device__ __forceinline__ void solve(BlockMemory &memory, float *out, int pitch
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, float *weights, float *logs,
                     const float *projected, const float *kept_keys, const float *kept_updates,
                     const float *kept_decays, const float *kept_inputs, const float *conv, const float *decay,

@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_products(float (&sums)[ROWS][4], const float
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updates, float *kept_decays,
                   float *end_matrices, const float *queries, const float *keys, const float *reads, const float *news,
                   const float *weights, const float *logs, const int *kept, int key_heads, int tiled, int rows,

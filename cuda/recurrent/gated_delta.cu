@@ -4,11 +4,11 @@
 // of the rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a], `pitch` numbers apart; conv (WIDTH, C),
 // decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
 //
-// A block of threads has a value head of a span. It reads the matrix into registers first, which is most of its bytes,
-// and while that is on its way it convolves. Then it takes row by row: the update u and the result y of a row are sums
-// over rows of the matrix and over earlier updates, which groups of threads add up. So a row's sums have the same order
-// whichever rows are computed with it. What value heads with one key have in common is computed by each of them, and
-// written by the first.
+// A block of threads has a value head of a span. It brings the matrix, which is most of its bytes, and what it needs of
+// the block so far into the L2 cache, and convolves while that is on its way. Then threads hold the matrix in registers,
+// and take row by row: the update u and the result y of a row are sums over rows of the matrix and over earlier updates,
+// which groups of threads add up. So a row's sums have the same order whichever rows are computed with it. What value
+// heads with one key have in common is computed by each of them, and written by the first.
 //
 // With MOST_ROWS 1, span i has row i or none: then y is 0 there.
 // Grid (H, spans), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MOST_ROWS (1 or 16), THREADS, SHARED.
@@ -37,6 +37,7 @@ __device__ __forceinline__ void multiply_keys(StepMemory &memory, const float *k
     const int first = threadIdx.x % TOKENS * 4, group = threadIdx.x / TOKENS;
     if (group >= KEY_GROUPS) return;
     float by_key[4] = {}, by_query[4] = {};
+#pragma unroll 1
     for (int channel = group; channel < KEY_DIM; channel += KEY_GROUPS) {
         const float *const own = keys + channel * BLOCK + first;
         float kept[4] = {};
@@ -66,6 +67,7 @@ __device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
         const int of_query = i / BLOCK, other = i % BLOCK;
         float weight = 0.0f;
         if (other < token + of_query) {
+#pragma unroll 4
             for (int group = 0; group < KEY_GROUPS; ++group) weight += memory.sums[2 * group * BLOCK + i];
             weight *= expf(memory.decays[token] - memory.decays[other]) * (of_query ? 1.0f : -memory.betas[r]);
         }
@@ -73,7 +75,7 @@ __device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *inputs, const float *matrices,
                    const float *projected, const float *conv, const float *decay, const float *dt_bias,
                    const float *norm, const int *spans, long long pitch, int key_heads, int tiled, float eps) {
@@ -95,8 +97,6 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
     }
     const int column = thread % COLUMNS * 4, group = thread / COLUMNS;
     const float *const matrix = matrices + of_slot * KEY_DIM * VALUE_DIM;
-    float held[HELD][4];
-    if (group < GROUPS) load_rows(held, matrix, group, 0, column);
 
     y += (first * static_cast<long long>(heads.values) + head) * VALUE_DIM;
     projected += first * pitch;
@@ -104,6 +104,7 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
     updates += of_slot * BLOCK * VALUE_DIM;
     decays += of_slot * BLOCK;
     inputs += slot * (WIDTH - 1 + BLOCK) * channels;
+    for (int i = thread * 32; i < KEY_DIM * VALUE_DIM; i += THREADS * 32) prefetch_line(matrix + i);
     for (int i = thread * 32; i < place * VALUE_DIM; i += THREADS * 32) prefetch_line(updates + i);
     if (place > 0)
         for (int i = thread * 32; i < KEY_DIM * BLOCK; i += THREADS * 32) prefetch_line(keys + i);
@@ -133,6 +134,8 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
             if (lane == r) memory.decays[place + r] = decays[place + r] = total;
         }
     }
+    float held[HELD][4];
+    if (group < GROUPS) load_rows(held, matrix, group, 0, column);
     __syncthreads();
     for (int i = warp; i < 2 * rows; i += WARPS) {
         const int r = i / 2, of_query = i % 2;
@@ -166,6 +169,7 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
             }
 #pragma unroll
             for (int e = 0; e < 4; ++e) update[e] *= -beta * since, result[e] *= since;
+#pragma unroll 1
             for (int other = group; other < token; other += GROUPS) {
                 const float known = memory.weights[0][other], queried = memory.weights[1][other];
                 float earlier[4];
@@ -180,6 +184,7 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
         __syncthreads();
         for (int i = thread; i < VALUE_DIM; i += THREADS) {
             float update = beta * memory.values[r][i], result = 0.0f;
+#pragma unroll 4
             for (int other = 0; other < GROUPS; ++other) {
                 update += memory.sums[2 * other * VALUE_DIM + i];
                 result += memory.sums[(2 * other + 1) * VALUE_DIM + i];

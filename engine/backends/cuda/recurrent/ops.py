@@ -8,10 +8,8 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, scratch
+from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, scratch, state_codes
 from polarlm.engine.backends.delta import (
-    LARGEST_CODE,
-    LEAST_SCALE,
     DeltaEnds,
     DeltaSlots,
     DeltaSpan,
@@ -133,7 +131,9 @@ class RecurrentOps:
             count, heads, key_dim, dim = ends.matrices.shape
             codes = self._device.empty(ends.matrices.shape, np.int8)
             scales = self._device.empty((count, heads, dim), np.float32)
-            self._launch_codes("encode_states", count * heads, key_dim, dim, codes, scales, ends.matrices)
+            config = state_codes(key_dim, dim)
+            args = codes, scales, ends.matrices
+            self._launch("encode_states", (count * heads,), config, *args, file="code_states")
             arrays = {"codes": codes, "scales": scales, "inputs": ends.inputs}
         fetch = {name: self._device.to_host_later(array)[1] for name, array in arrays.items()}
         return lambda: {name: wait() for name, wait in fetch.items()}
@@ -143,9 +143,6 @@ class RecurrentOps:
             return self._device.from_host(kept["matrices"])
         codes, scales = (self._device.from_host(kept[name]) for name in ("codes", "scales"))
         matrices, (heads, key_dim, dim) = self._device.empty(codes.shape, np.float32), codes.shape
-        self._launch_codes("decode_states", heads, key_dim, dim, matrices, codes, scales)
+        config = state_codes(key_dim, dim)
+        self._launch("decode_states", (heads,), config, matrices, codes, scales, file="code_states")
         return matrices
-
-    def _launch_codes(self, kernel: str, count: int, key_dim: int, dim: int, *args: Array) -> None:
-        defines = {"KEY_DIM": key_dim, "VALUE_DIM": dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
-        self._launch(kernel, (count,), LaunchConfig(defines, threads_for(dim)), *args, file="code_states")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, step_rows
-from polarlm.engine.backends.delta import DeltaSlots
+from polarlm.engine.backends.delta import LARGEST_CODE, LEAST_SCALE, DeltaSlots
 
 _FLOAT = 4
 _STEP_THREADS = 512
@@ -96,6 +96,12 @@ class DeltaSizes:
     def finish(self) -> LaunchConfig:
         """The launches of delta_results and delta_inputs."""
         return LaunchConfig(self.defines, 256)
+
+
+def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
+    """The launches of encode_states and decode_states."""
+    defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
+    return LaunchConfig(defines, threads_for(value_dim))
 
 
 def scratch(sizes: DeltaSizes, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
