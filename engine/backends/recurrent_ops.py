@@ -41,9 +41,9 @@ class RecurrentOps(Protocol):
 
             u = β (v − exp(g) Sᵀk),   S ← exp(g) S + k uᵀ,   y = A^-½ Sᵀq
 
-        and the result is RMSNorm(y) · silu(z). spans: int32 (spans, 4), each a DeltaSpan; on the host,
-        or in a step where `run_graph` has copied them. ends: given for prompts, whose slots advance to the next block
-        at the end of each block. Without them a span has at most STEP_ROWS rows, all of one block.
+        and the result is RMSNorm(y) · silu(z). spans: int32 (spans, 4), each a DeltaSpan; of a
+        prompt on the host, of a step on the device. ends: given for prompts, whose slots advance to the next block at
+        the end of each block. Without them a span has at most STEP_ROWS rows, all of one block.
         CUDA: gated_delta for a step; delta_blocks, delta_scan, delta_results and delta_inputs for a prompt.
         """
 

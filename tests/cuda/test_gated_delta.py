@@ -43,7 +43,7 @@ class OnDevice:
         weights = DeltaWeights(*map(to_device, w[:4]), w.eps, w.tiled)
         held = DeltaSlots(*map(to_device, slots))
         kept = None if ends is None else DeltaEnds(ends.numbers, to_device(ends.matrices), to_device(ends.inputs))
-        y = self._ops.gated_delta(to_device(rows), weights, held, spans, kept)
+        y = self._ops.gated_delta(to_device(rows), weights, held, to_device(spans) if ends is None else spans, kept)
         self._copy_back(slots, held)
         if ends is not None and kept is not None:
             self._copy_back(ends[1:], kept[1:])

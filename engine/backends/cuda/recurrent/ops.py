@@ -62,12 +62,8 @@ class RecurrentOps:
         config = DeltaSizes.of(slots).step(1 if count == len(projected) else STEP_ROWS)
         state = slots.keys, slots.updates, slots.decays, slots.inputs, slots.matrices
         weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
-        args = y, *state, projected, *weights, self._on_device(spans), row_stride(projected), *numbers
+        args = y, *state, projected, *weights, spans, row_stride(projected), *numbers
         self._launch("gated_delta", (heads, count), config, *args)
-
-    def _on_device(self, spans: Array) -> Array:
-        """Spans of a step that is not recorded may be on the host."""
-        return self._device.from_host(spans) if isinstance(spans, np.ndarray) else spans
 
     def _prompt(
         self, y: Array, projected: Array, w: DeltaWeights, slots: DeltaSlots, span: DeltaSpan, ends: DeltaEnds
