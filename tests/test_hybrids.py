@@ -18,7 +18,7 @@ from tests.tiny import VOCABULARY, assert_idle, make_model, preempt
 
 N = 16
 EXACT = {"device": "cpu", "block_size": N, "ctx_size": 512, "cache_type": "f16", "state_type": "f32"}
-MODELS = ["qwen3_next_shared_keys", "qwen3_5_moe_with_images"]
+MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts"]
 Load = Callable[..., Engine]
 
 
@@ -215,7 +215,7 @@ def test_memory_for_snapshots_is_bounded(load: Load) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_tied", *MODELS])
+@pytest.mark.parametrize("name", ["qwen3_5_tied", "granite_hybrid_experts", "nemotron_h_dense", *MODELS])
 def test_a_prompt_that_is_cut_anywhere_has_the_logits_of_transformers(name: str) -> None:
     reference = np.load(FIXTURES / name / "reference.npz")
     model, ids = bare_model(*read_model(FIXTURES / name), block_size=N), reference["ids"].tolist()

@@ -108,7 +108,6 @@ class DeltaOps:
             **slots._asdict(),
             spans=spans,
             **kept,
-            min_step=w.min_step,
         )
         launch(mamba2.convolve(spec), len(spans) * -(-spec.channels // mamba2.PART), arguments)
         launch(mamba2.multiply_keys(spec), len(spans) * spec.groups, arguments, grain=1)
