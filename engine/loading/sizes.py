@@ -20,7 +20,7 @@ from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size, plan_
 from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape, SharedShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
-from polarlm.model_loaders.config import Attention, GatedDelta, ModelConfig
+from polarlm.model_loaders.config import Attention, ModelConfig, Recurrent
 from polarlm.model_loaders.files.tensors import READABLE
 
 CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
@@ -196,9 +196,9 @@ def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:
 
 def check_layers(ops: Ops, model: ModelConfig) -> None:
     """Raises EngineError if the backend lacks kernels of the model's layers."""
-    if ops.backend == "cuda" and any(isinstance(layer.mixer, GatedDelta) for layer in model.layers):
+    if ops.backend == "cuda" and any(isinstance(layer.mixer, Recurrent) for layer in model.layers):
         raise EngineError(
-            "This model has gated delta rules, for which there are no kernels of a GPU yet; use device=cpu",
+            "This model has recurrent layers, for which there are no kernels of a GPU yet; use device=cpu",
             "device_unavailable",
             ("device",),
         )
