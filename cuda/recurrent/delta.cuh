@@ -34,13 +34,14 @@ struct ConvInputs {
     const float *slot, *rows;
     long long pitch;
     int channels, place;
+    const float *bias;  // (C,), or null
 
     __device__ __forceinline__ float at(int token, int channel) const {
         return token >= place ? rows[(token - place) * pitch + channel]
                               : slot[(token + WIDTH - 1) * static_cast<long long>(channels) + channel];
     }
 
-    // Calls keep(token, silu of the sum over WIDTH tokens) for tokens first … end − 1 of a channel. conv (WIDTH, C).
+    // Calls keep(token, silu of bias and the sum over WIDTH tokens) for tokens first … end − 1 of a channel. conv (WIDTH, C).
     template <class Keep>
     __device__ __forceinline__ void convolve(const float *conv, int channel, int first, int end, Keep keep) const {
         float weights[WIDTH], seen[WIDTH];
@@ -49,8 +50,9 @@ struct ConvInputs {
             weights[back] = conv[back * static_cast<long long>(channels) + channel];
             if (back > 0) seen[back] = at(first - WIDTH + back, channel);
         }
+        const float start = bias ? bias[channel] : 0.0f;
         for (int token = first; token < end; ++token) {
-            float sum = 0.0f;
+            float sum = start;
 #pragma unroll
             for (int back = 0; back < WIDTH; ++back) {
                 seen[back] = back < WIDTH - 1 ? seen[back + 1] : at(token, channel);
@@ -60,6 +62,25 @@ struct ConvInputs {
         }
     }
 };
+
+// A warp calls keep(token, g) for the tokens of a block. `known` has g of those before `low`; each of the tokens low …
+// high − 1 adds change(token), and later ones nothing.
+template <class Change, class Keep>
+__device__ __forceinline__ void add_decays(const float *known, int low, int high, Change change, Keep keep) {
+    const int lane = threadIdx.x % 32;
+    float total = low > 0 ? known[low - 1] : 0.0f;
+    for (int first = 0; first < BLOCK; first += 32) {
+        const int token = first + lane;
+        float sum = token >= low && token < high ? change(token) : 0.0f;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const float before = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += before;
+        }
+        if (token < BLOCK) keep(token, token < low ? known[token] : total + sum);
+        total += __shfl_sync(0xffffffffu, sum, 31);
+    }
+}
 
 // A warp gives a vector (KEY_DIM,) in shared memory this length.
 __device__ __forceinline__ void set_length(float *x, float length) {

@@ -11,19 +11,17 @@
 // place `place` in its block. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs
 // (WIDTH − 1 + N, C). conv (WIDTH, C), decay, dt_bias (H,).
 // Grid (blocks, Q), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS, SHARED.
-// JOINS: delta.cuh.
+// JOINS: delta.cuh, delta_pairs.cuh.
 // PRECOND: THREADS >= (N / 4)².
 // Cost: 2N²A FMA for a key head, and N²(A + D) / 2 for a value head.
 
-constexpr int TILE = BLOCK / 4;  // a thread has 4 × 4 products of tokens, TILE tokens apart
-constexpr int ROW = KEY_DIM + 4;  // distance of tokens, so that neighbours are in other banks
 constexpr int SOLVED = BLOCK % 8 ? 4 : 8;  // tokens that are solved together
 constexpr int WARPS = THREADS / 32;
 
 // Shared memory: queries and keys of the block, and then, in their place, the columns that are solved. factors: Lᵀ,
 // negative.
 union Rows {
-    float pairs[2][BLOCK][ROW];
+    Pairs pairs;
     float columns[BLOCK][THREADS];
 };
 struct BlockMemory {
@@ -32,31 +30,6 @@ struct BlockMemory {
     float logs[BLOCK], betas[BLOCK], since[BLOCK];  // since: b_i exp(g_i)
 };
 static_assert(sizeof(BlockMemory) == SHARED, "SHARED is what a block takes");
-
-// A warp computes `logs`, `betas` and `since` of a value head. gates: of the block's token `low`.
-__device__ __forceinline__ void compute_gates(BlockMemory &memory, const DeltaHeads &heads, int head,
-                                              const float *gates, long long pitch, const float *kept_decays,
-                                              float decay, float dt_bias, int low, int high) {
-    const int lane = threadIdx.x % 32;
-    float total = low > 0 ? kept_decays[low - 1] : 0.0f;
-    for (int first = 0; first < BLOCK; first += 32) {
-        const int token = first + lane;
-        const bool is_new = token >= low && token < high;
-        const float *const own = gates + (is_new ? token - low : 0) * pitch;
-        float sum = is_new ? decay * softplus(own[heads.decay(head)] + dt_bias) : 0.0f;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const float before = __shfl_up_sync(0xffffffffu, sum, step);
-            if (lane >= step) sum += before;
-        }
-        if (token < BLOCK) {
-            const float log = token < low ? kept_decays[token] : total + sum;
-            const float beta = is_new ? sigmoid(own[heads.beta(head)]) : 0.0f;
-            memory.logs[token] = log, memory.betas[token] = beta, memory.since[token] = beta * expf(log);
-        }
-        total += __shfl_sync(0xffffffffu, sum, 31);
-    }
-}
 
 // x_i − Σ_j<i L_ij x_j of a thread's own column, in place and to `out`, whose tokens are `pitch` numbers apart.
 __device__ __forceinline__ void solve(BlockMemory &memory, float *out, int pitch) {
@@ -104,14 +77,7 @@ delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, floa
     queries += of_key * BLOCK * KEY_DIM, keys += of_key * BLOCK * KEY_DIM;
     kept_keys += key_head * KEY_DIM * BLOCK;
 
-    for (int i = thread; i < 2 * KEY_DIM; i += THREADS) {
-        const int of_key = i / KEY_DIM, own = i % KEY_DIM;
-        float *const column = &memory.rows.pairs[of_key][0][own];
-        for (int token = 0; token < low; ++token) column[token * ROW] = of_key ? kept_keys[own * BLOCK + token] : 0.0f;
-        seen.convolve(conv, own + (of_key ? heads.key(key_head) : heads.query(key_head)), begin + low, begin + high,
-                      [&](int token, float x) { column[(token - begin) * ROW] = x; });
-        for (int token = high; token < BLOCK; ++token) column[token * ROW] = 0.0f;
-    }
+    load_pairs(memory.rows.pairs, heads, key_head, seen, conv, kept_keys, begin, low, high);
     __syncthreads();
     for (int i = warp; i < 2 * (high - low); i += WARPS) {
         const int of_key = i % 2;
@@ -119,33 +85,10 @@ delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, floa
     }
     __syncthreads();
 
-    float of_keys[4][4] = {}, of_queries[4][4] = {};  // products of tokens i + TILE · r with j + TILE · s
+    float products[2][4][4] = {};  // of queries, and of keys, with keys
     const int own = thread / TILE, other = thread % TILE;
-    if (own < TILE) {
-#pragma unroll 1
-        for (int channel = 0; channel < KEY_DIM; channel += 4) {
-            float right[4][4];
-#pragma unroll
-            for (int s = 0; s < 4; ++s) load_floats(right[s], memory.rows.pairs[1][other + TILE * s] + channel);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                float query[4], key[4];
-                load_floats(query, memory.rows.pairs[0][own + TILE * r] + channel);
-                load_floats(key, memory.rows.pairs[1][own + TILE * r] + channel);
-#pragma unroll
-                for (int s = 0; s < 4; ++s)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        of_queries[r][s] += query[e] * right[s][e];
-                        of_keys[r][s] += key[e] * right[s][e];
-                    }
-            }
-        }
-    }
-    for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS) {
-        queries[i] = memory.rows.pairs[0][i / KEY_DIM][i % KEY_DIM];
-        keys[i] = memory.rows.pairs[1][i % BLOCK][i / BLOCK];
-    }
+    if (own < TILE) multiply_tokens<2>(products, memory.rows.pairs, own, other);
+    write_pairs(queries, keys, memory.rows.pairs);
 
     const float *const gates = projected + (begin + low - place) * pitch;
 #pragma unroll 1
@@ -154,9 +97,19 @@ delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, floa
         const long long of_head = block * static_cast<long long>(value_heads) + head;
         const float *const updates = kept_updates + head * BLOCK * VALUE_DIM;
         __syncthreads();  // all have solved their columns
-        if (warp == 0)
-            compute_gates(memory, heads, head, gates, pitch, kept_decays + head * BLOCK, decay[head], dt_bias[head],
-                          low, high);
+        if (warp == 0) {
+            const float own_decay = decay[head], own_bias = dt_bias[head];
+            add_decays(
+                kept_decays + head * BLOCK, low, high,
+                [&](int token) {
+                    return own_decay * softplus(gates[(token - low) * pitch + heads.decay(head)] + own_bias);
+                },
+                [&](int token, float log) {
+                    const bool is_new = token >= low && token < high;
+                    const float beta = is_new ? sigmoid(gates[(token - low) * pitch + heads.beta(head)]) : 0.0f;
+                    memory.logs[token] = log, memory.betas[token] = beta, memory.since[token] = beta * expf(log);
+                });
+        }
         __syncthreads();
         for (int i = thread; i < BLOCK; i += THREADS) logs[of_head * BLOCK + i] = memory.logs[i];
         if (own < TILE) {
@@ -168,8 +121,8 @@ delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, floa
                 for (int s = 0; s < 4; ++s) {
                     const int j = other + TILE * s;
                     const float between = j <= i ? expf(memory.logs[i] - memory.logs[j]) : 0.0f;
-                    row[j] = i >= low && i < high ? between * of_queries[r][s] : 0.0f;
-                    memory.factors[j][i] = j < i ? -memory.betas[i] * between * of_keys[r][s] : 0.0f;
+                    row[j] = i >= low && i < high ? between * products[0][r][s] : 0.0f;
+                    memory.factors[j][i] = j < i ? -memory.betas[i] * between * products[1][r][s] : 0.0f;
                 }
             }
         }

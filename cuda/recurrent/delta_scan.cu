@@ -1,7 +1,9 @@
-// The op `gated_delta` for a prompt, second part: the blocks of a prompt in their order, after delta_blocks.
+// The ops `gated_delta` and `mamba2` for a prompt, second part: the blocks of a prompt in their order, after delta_blocks
+// or mamba2_blocks.
 //
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
-// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i exp(g_N − g_i) k_i u_iᵀ.
+// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i exp(g_N − g_i) k_i u_iᵀ. With READS 0 the
+// updates are `news`, there are no `reads`, and results are added to what y has.
 //
 // y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N, D),
 // kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D): those
@@ -9,18 +11,20 @@
 //
 // A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. A thread has 4
 // columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory.
-// Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE, THREADS, SHARED.
+// Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE, READS, THREADS, SHARED.
 // JOINS: delta.cuh.
 // PRECOND: SLICE % 4 == 0, THREADS >= N / 2 · SLICE / 4.
-// Cost: for a block of a head 3NAD + N²D FMA, and N(3A + N) numbers read for each slice.
+// Cost: for a block of a head (2 + READS) NAD + N²D FMA, and N((2 + READS) A + N) numbers read for each slice.
 
 constexpr int APART = BLOCK / 2;  // distance of a thread's rows
 constexpr int KEY_ROWS = (KEY_DIM + APART - 1) / APART;  // of the matrix, of a thread
+constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query, after the reads
+constexpr int READ_ROWS = QUERIES / APART;  // of the reads, of a thread
 constexpr int WIDE_ROW = KEY_DIM + 4, ROW = BLOCK + 4;  // distances of rows, so that neighbours are in other banks
 
 // Shared memory. reading: reads, then queries times exp(g); adding: weights, then keys times exp(g_N − g).
 union Left {
-    float reading[2 * BLOCK][WIDE_ROW];
+    float reading[QUERIES + BLOCK][WIDE_ROW];
     float adding[BLOCK + KEY_DIM][ROW];
 };
 struct ScanMemory {
@@ -81,27 +85,29 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
         const long long of_head = block * static_cast<long long>(heads.values) + head;
         const long long of_key = block * static_cast<long long>(key_heads) + key_head;
         const float *const log = logs + of_head * BLOCK;
-        for (int i = 4 * thread; i < 2 * BLOCK * KEY_DIM; i += 4 * THREADS) {
+        for (int i = 4 * thread; i < (QUERIES + BLOCK) * KEY_DIM; i += 4 * THREADS) {
             const int row = i / KEY_DIM, channel = i % KEY_DIM;
-            const bool is_query = row >= BLOCK;
+            const bool is_query = row >= QUERIES;
             float x[4];
-            load_floats(x, is_query ? queries + of_key * BLOCK * KEY_DIM + i - BLOCK * KEY_DIM
+            load_floats(x, is_query ? queries + of_key * BLOCK * KEY_DIM + i - QUERIES * KEY_DIM
                                     : reads + of_head * BLOCK * KEY_DIM + i);
-            const float factor = is_query ? expf(log[row - BLOCK]) : 1.0f;
+            const float factor = is_query ? expf(log[row - QUERIES]) : 1.0f;
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[e] *= factor;
             store_floats(memory.left.reading[row] + channel, x);
         }
         __syncthreads();
-        float sums[4][4] = {};  // two rows of reads M, and of the results
+        float sums[READ_ROWS + 2][4] = {};  // of reads M, and two rows of the results
         if (is_active) {
-            add_products<4, KEY_DIM, WIDE_ROW>(sums, memory.left.reading[0], first, 2 * BLOCK, memory.matrix[0] + own);
+            add_products<READ_ROWS + 2, KEY_DIM, WIDE_ROW>(sums, memory.left.reading[0], first, QUERIES + BLOCK,
+                                                           memory.matrix[0] + own);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float update[4];
                 load_floats(update, news + (of_head * BLOCK + first + APART * i) * VALUE_DIM + column);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) update[e] -= sums[i][e];
+                for (int e = 0; e < 4; ++e)
+                    if (READS) update[e] -= sums[i][e];
                 store_floats(memory.updates[first + APART * i] + own, update);
             }
         }
@@ -125,7 +131,7 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
             const float whole = expf(last);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                added[0][e] = sums[2][e], added[1][e] = sums[3][e];
+                added[0][e] = sums[READ_ROWS][e], added[1][e] = sums[READ_ROWS + 1][e];
 #pragma unroll
                 for (int i = 0; i < KEY_ROWS; ++i) added[2 + i][e] = whole * matrix[i][e];
             }
@@ -135,8 +141,14 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
             for (int i = 0; i < 2; ++i) {
                 const int token = first + APART * i;
                 if (token < low || token >= high) continue;
-                const long long row = block * BLOCK + token - place;
-                store_floats(y + row * heads.values * VALUE_DIM, added[i]);
+                float *const result = y + (block * BLOCK + token - place) * static_cast<long long>(heads.values) * VALUE_DIM;
+                if (!READS) {
+                    float before[4];
+                    load_floats(before, result);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) added[i][e] += before[e];
+                }
+                store_floats(result, added[i]);
             }
             if (high == BLOCK) {
                 const int target = kept[block];

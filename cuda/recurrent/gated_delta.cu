@@ -12,54 +12,21 @@
 //
 // With MOST_ROWS 1, span i has row i or none: then y is 0 there.
 // Grid (H, spans), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MOST_ROWS (1 or 16), THREADS, SHARED.
-// JOINS: delta.cuh, delta_matrix.cuh.
+// JOINS: delta.cuh, delta_matrix.cuh, delta_step.cuh.
 // PRECOND: the rows of a span lie in one block.
 // Cost: a head reads its matrix once, and keys and updates of the block's tokens so far.
 
-constexpr int TOKENS = BLOCK / 4;  // threads of a row of keys
-constexpr int KEY_GROUPS = THREADS / TOKENS < KEY_DIM ? THREADS / TOKENS : KEY_DIM;
 constexpr int WARPS = THREADS / 32;
 constexpr int MATRIX_SUMS = GROUPS * VALUE_DIM, KEY_SUMS = KEY_GROUPS * BLOCK;
 
-// Shared memory. pairs: the key of each row, and its query. values: of each row, then its update. weights: of the
-// block's updates in the row's update, and in its result.
+// Shared memory. A row's value becomes its update. weights: of the block's updates in the row's update, and in its result.
 struct StepMemory {
     float sums[2 * (MATRIX_SUMS > KEY_SUMS ? MATRIX_SUMS : KEY_SUMS)];
-    float pairs[MOST_ROWS][2][KEY_DIM];
-    float values[MOST_ROWS][VALUE_DIM], results[MOST_ROWS][VALUE_DIM];
+    StepRows rows;
+    float results[MOST_ROWS][VALUE_DIM];
     float weights[2][BLOCK], decays[BLOCK], betas[MOST_ROWS];
 };
 static_assert(sizeof(StepMemory) == SHARED, "SHARED is what a block takes");
-
-// The products of row r's key, and of its query, with the block's keys, of which `place` are in the slot and the others
-// among the rows; each group of threads adds up its channels.
-__device__ __forceinline__ void multiply_keys(StepMemory &memory, const float *keys, int r, int place) {
-    const int first = threadIdx.x % TOKENS * 4, group = threadIdx.x / TOKENS;
-    if (group >= KEY_GROUPS) return;
-    float by_key[4] = {}, by_query[4] = {};
-#pragma unroll 1
-    for (int channel = group; channel < KEY_DIM; channel += KEY_GROUPS) {
-        const float *const own = keys + channel * BLOCK + first;
-        float kept[4] = {};
-        if (first + 4 <= place) {
-            load_floats(kept, own);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 3; ++i)
-                if (first + i < place) kept[i] = own[i];
-        }
-        const float key = memory.pairs[r][0][channel], query = memory.pairs[r][1][channel];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = first + i - place;
-            const float other = row < 0 ? kept[i] : row <= r ? memory.pairs[row][0][channel] : 0.0f;
-            by_key[i] += key * other;
-            by_query[i] += query * other;
-        }
-    }
-    store_floats(memory.sums + 2 * group * BLOCK + first, by_key);
-    store_floats(memory.sums + (2 * group + 1) * BLOCK + first, by_query);
-}
 
 // `weights` of row r, the token `token` of its block, from the products.
 __device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
@@ -104,42 +71,25 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
     updates += of_slot * BLOCK * VALUE_DIM;
     decays += of_slot * BLOCK;
     inputs += slot * (WIDTH - 1 + BLOCK) * channels;
-    for (int i = thread * 32; i < KEY_DIM * VALUE_DIM; i += THREADS * 32) prefetch_line(matrix + i);
-    for (int i = thread * 32; i < place * VALUE_DIM; i += THREADS * 32) prefetch_line(updates + i);
-    if (place > 0)
-        for (int i = thread * 32; i < KEY_DIM * BLOCK; i += THREADS * 32) prefetch_line(keys + i);
+    prefetch_state(matrix, keys, updates, place);
 
     // Queries, keys and values of the rows, and their gates.
     const ConvInputs seen = {inputs, projected, pitch, channels, place};
     const bool is_first = heads.is_first(head);
-    for (int i = thread; i < 2 * KEY_DIM + VALUE_DIM; i += THREADS) {
-        const bool is_value = i >= 2 * KEY_DIM;
-        const int of_query = i >= KEY_DIM, own = is_value ? i - 2 * KEY_DIM : i - of_query * KEY_DIM;
-        const int start = is_value ? heads.value(head) : of_query ? heads.query(key_head) : heads.key(key_head);
-        seen.convolve(conv, start + own, place, place + rows, [&](int token, float x) {
-            (is_value ? memory.values[token - place] : memory.pairs[token - place][of_query])[own] = x;
-            if (is_value || is_first)
-                inputs[(token + WIDTH - 1) * static_cast<long long>(channels) + start + own] =
-                    seen.at(token, start + own);
-        });
-    }
+    convolve_rows(memory.rows, inputs, heads, head, seen, conv, rows);
     for (int i = thread; i < place; i += THREADS) memory.decays[i] = decays[i];
     if (warp == 0) {
         const float *const gates = projected + min(lane, rows - 1) * pitch;
         const float own = decay[head] * softplus(gates[heads.decay(head)] + dt_bias[head]);
-        float total = place > 0 ? decays[place - 1] : 0.0f;
         if (lane < rows) memory.betas[lane] = sigmoid(gates[heads.beta(head)]);
-        for (int r = 0; r < rows; ++r) {
-            total += __shfl_sync(0xffffffffu, own, r);
-            if (lane == r) memory.decays[place + r] = decays[place + r] = total;
-        }
+        add_row_decays(memory.decays, decays, own, place, rows);
     }
     float held[HELD][4];
     if (group < GROUPS) load_rows(held, matrix, group, 0, column);
     __syncthreads();
     for (int i = warp; i < 2 * rows; i += WARPS) {
         const int r = i / 2, of_query = i % 2;
-        float *const x = memory.pairs[r][of_query];
+        float *const x = memory.rows.pairs[r][of_query];
         set_length(x, of_query ? rsqrtf(static_cast<float>(KEY_DIM)) : 1.0f);
         if (!of_query && is_first)
             for (int channel = lane; channel < KEY_DIM; channel += 32) keys[channel * BLOCK + place + r] = x[channel];
@@ -148,7 +98,7 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
 
     for (int r = 0; r < rows; ++r) {
         const int token = place + r;
-        multiply_keys(memory, keys, r, place);
+        multiply_keys<2>(memory.sums, memory.rows, keys, r, place);
         __syncthreads();
         weigh(memory, r, token);
         __syncthreads();
@@ -162,7 +112,7 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
                 for (int i = 0; i < HELD; ++i) {
                     const int channel = (start + i) * GROUPS + group;
                     if (KEY_DIM % (GROUPS * HELD) && channel >= KEY_DIM) break;
-                    const float key = memory.pairs[r][0][channel], query = memory.pairs[r][1][channel];
+                    const float key = memory.rows.pairs[r][0][channel], query = memory.rows.pairs[r][1][channel];
 #pragma unroll
                     for (int e = 0; e < 4; ++e) update[e] += key * held[i][e], result[e] += query * held[i][e];
                 }
@@ -174,7 +124,7 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
                 const float known = memory.weights[0][other], queried = memory.weights[1][other];
                 float earlier[4];
                 load_floats(earlier, other < place ? updates + other * VALUE_DIM + column
-                                                   : memory.values[other - place] + column);
+                                                   : memory.rows.values[other - place] + column);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) update[e] += known * earlier[e], result[e] += queried * earlier[e];
             }
@@ -183,13 +133,13 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
         }
         __syncthreads();
         for (int i = thread; i < VALUE_DIM; i += THREADS) {
-            float update = beta * memory.values[r][i], result = 0.0f;
+            float update = beta * memory.rows.values[r][i], result = 0.0f;
 #pragma unroll 4
             for (int other = 0; other < GROUPS; ++other) {
                 update += memory.sums[2 * other * VALUE_DIM + i];
                 result += memory.sums[(2 * other + 1) * VALUE_DIM + i];
             }
-            memory.values[r][i] = updates[token * VALUE_DIM + i] = update;
+            memory.rows.values[r][i] = updates[token * VALUE_DIM + i] = update;
             memory.results[r][i] = result + memory.weights[1][token] * update;
         }
         __syncthreads();

@@ -1,10 +1,11 @@
-"""Gated delta rules on the emulated device, against the recurrence."""
+"""Gated delta rules and Mamba 2 on the emulated device, against the recurrence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ import pytest
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
-from polarlm.model_loaders.config import GatedDelta
+from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.tiny import VOCABULARY, make_model
@@ -25,6 +26,10 @@ SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 6, 16, 32, 3, tiled=True), 8),
     (GatedDelta(1, 1, 32, 16, 2), 12),
     (GatedDelta(1, 2, 68, 72, 4), 64),  # several warps, slices of a matrix, more rows of it than a thread holds
+    (Mamba2(1, 11, 16, 12, 4), 16),  # more heads than a block of threads has
+    (Mamba2(2, 6, 8, 16, 3, conv_bias=False), 8),
+    (Mamba2(3, 3, 32, 16, 2), 12),
+    (Mamba2(1, 2, 68, 72, 4), 64),
 ]
 
 
@@ -39,11 +44,27 @@ class OnDevice:
     def gated_delta(
         self, rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
     ) -> np.ndarray:
+        return self._add(self._ops.gated_delta, rows, w, slots, spans, ends)
+
+    def mamba2(
+        self, rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
+    ) -> np.ndarray:
+        return self._add(self._ops.mamba2, rows, w, slots, spans, ends)
+
+    def _add(
+        self,
+        op: Callable[..., Any],
+        rows: np.ndarray,
+        w: bodies.Weights,
+        slots: DeltaSlots,
+        spans: np.ndarray,
+        ends: DeltaEnds | None,
+    ) -> np.ndarray:
         to_device = self._ops.to_device
-        weights = DeltaWeights(*map(to_device, w[:4]), w.eps, w.tiled)
+        weights = w._replace(**{name: to_device(x) for name, x in w._asdict().items() if isinstance(x, np.ndarray)})
         held = DeltaSlots(*map(to_device, slots))
         kept = None if ends is None else DeltaEnds(ends.numbers, to_device(ends.matrices), to_device(ends.inputs))
-        y = self._ops.gated_delta(to_device(rows), weights, held, to_device(spans) if ends is None else spans, kept)
+        y = op(to_device(rows), weights, held, to_device(spans) if ends is None else spans, kept)
         self._copy_back(slots, held)
         if ends is not None and kept is not None:
             self._copy_back(ends[1:], kept[1:])
@@ -71,7 +92,7 @@ every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
 @every_shape
 @pytest.mark.parametrize("blocks", [1, 100])
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
-    monkeypatch: pytest.MonkeyPatch, shape: GatedDelta, block: int, blocks: int
+    monkeypatch: pytest.MonkeyPatch, shape: Recurrent, block: int, blocks: int
 ) -> None:
     """blocks: of a prompt that are computed at a time, at most."""
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
@@ -79,12 +100,12 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
 
 
 @every_shape
-def test_rows_that_are_not_kept_leave_no_trace(shape: GatedDelta, block: int) -> None:
+def test_rows_that_are_not_kept_leave_no_trace(shape: Recurrent, block: int) -> None:
     bodies.test_rows_that_are_not_kept_leave_no_trace("cuda", shape, block)
 
 
-@pytest.mark.parametrize(("shape", "block"), SHAPES[:1])
-def test_a_step_of_several_sequences_changes_their_slots_alone(shape: GatedDelta, block: int) -> None:
+@pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[4]])
+def test_a_step_of_several_sequences_changes_their_slots_alone(shape: Recurrent, block: int) -> None:
     bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, scratch
+from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, sizes_of
 from polarlm.model_loaders.config import Recurrent
 
 _FLOAT = 4
@@ -21,7 +21,7 @@ def heads_width(mixer: Recurrent) -> int:
 
 
 def projected_columns(mixer: Recurrent) -> int:
-    """Columns of a projected row, at most: q, k, v, z, b, a."""
+    """Columns of a projected row, at most: q, k, v, z, b, a; or z, x, B, C, dt."""
     return mixer.channels + heads_width(mixer) + 2 * mixer.value_heads
 
 
@@ -32,9 +32,8 @@ def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, b
     ends = 2 + sum(_STEP**power < blocks for power in range(1, 16)) if blocks else 0
     parts, states, kept = [0], [], [0]
     for mixer in mixers:
-        sizes = DeltaSizes(mixer.key_dim, mixer.value_dim, block_size, mixer.width)
         count = min(-(-chunk // block_size) + 1, PROMPT_ROWS // block_size)
-        parts.append(_numbers(scratch(sizes, mixer.key_heads, mixer.value_heads, count)))
+        parts.append(_numbers(sizes_of(mixer, block_size).scratch(mixer.key_heads, mixer.value_heads, count)))
         matrices, before = mixer.value_heads * mixer.key_dim * mixer.value_dim, (mixer.width - 1) * mixer.channels
         of_tokens = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1) + mixer.channels
         states.append((1 + ends) * (matrices + before) + block_size * of_tokens)

@@ -1,14 +1,15 @@
-"""The ops of layers whose state is not K/V: short convolutions and gated delta rules."""
+"""The ops of layers whose state is not K/V: short convolutions, gated delta rules and Mamba 2."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, scratch, state_codes
+from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, Mamba2Sizes, sizes_of, state_codes
 from polarlm.engine.backends.delta import (
     DeltaEnds,
     DeltaSlots,
@@ -18,20 +19,20 @@ from polarlm.engine.backends.delta import (
     Mamba2Weights,
 )
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.errors import KernelError
-from polarlm.model_loaders.config import GatedDelta, Recurrent
+from polarlm.model_loaders.config import Recurrent
+
+# Adds rows to one slot, from a place in its block. The last argument: see `kept` in `delta_scan.cu`.
+_AddRows = Callable[[slice, DeltaSlots, int, np.ndarray], None]
 
 
 class RecurrentOps:
-    """The ops `short_conv`, `gated_delta` and `advance_delta`."""
+    """The ops `short_conv`, `gated_delta`, `mamba2` and `advance_delta`, and those of states that are kept."""
 
     def __init__(self, device: Device, launch: Launcher):
         self._device, self._launch = device, launch
 
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
-        if not isinstance(mixer, GatedDelta):
-            raise ValueError("This model has layers of Mamba 2, for which a GPU has no kernels yet: choose device=cpu")
-        DeltaSizes(mixer.key_dim, mixer.value_dim, block_size, mixer.width).check()
+        sizes_of(mixer, block_size).check()
 
     def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Array) -> Array:
         (width, n), y = conv.shape, self._device.empty((len(inputs), conv.shape[1]), np.float32)
@@ -48,70 +49,130 @@ class RecurrentOps:
         if ends is None:
             self._step(y, projected, w, slots, spans)
         else:
-            for span in map(DeltaSpan._make, spans.tolist()):
-                self._prompt(y, projected, w, slots, span, ends)
+            self._prompt(slots, spans, ends, partial(self._add_rows, y, projected, w, ends))
         return y
 
     def mamba2(
         self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
     ) -> Array:
-        raise KernelError("There is no kernel of Mamba 2 for a GPU")
+        rows, groups, inner = len(projected), slots.keys.shape[1], len(w.norm)
+        y = self._device.empty((rows, inner), np.float32)
+        if ends is None:
+            config = Mamba2Sizes.of(slots).step(self._step_rows(projected, spans))
+            weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
+            args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), groups
+            self._launch("mamba2", (len(w.skip), len(spans)), config, *args)
+        else:
+            self._prompt(slots, spans, ends, partial(self._add_mamba2_rows, y, projected, w, ends))
+        size = inner // groups
+        args = y, projected, w.norm, row_stride(projected), size, float(w.eps)
+        self._launch("mamba2_results", (groups, rows), Mamba2Sizes.of(slots).results(size, rows), *args)
+        return y
+
+    def _step_rows(self, projected: Array, spans: Array) -> int:
+        """Rows of a span, at most."""
+        return 1 if len(spans) == len(projected) else STEP_ROWS
 
     def _step(self, y: Array, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array) -> None:
-        count, key_heads, heads = len(spans), slots.keys.shape[1], slots.updates.shape[1]
-        config = DeltaSizes.of(slots).step(1 if count == len(projected) else STEP_ROWS)
-        state = slots.keys, slots.updates, slots.decays, slots.inputs, slots.matrices
+        key_heads, heads = slots.keys.shape[1], slots.updates.shape[1]
+        config = DeltaSizes.of(slots).step(self._step_rows(projected, spans))
         weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
-        args = y, *state, projected, *weights, spans, row_stride(projected), *numbers
-        self._launch("gated_delta", (heads, count), config, *args)
+        args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
+        self._launch("gated_delta", (heads, len(spans)), config, *args)
 
-    def _prompt(
-        self, y: Array, projected: Array, w: DeltaWeights, slots: DeltaSlots, span: DeltaSpan, ends: DeltaEnds
-    ) -> None:
-        """Add the rows of a span, PROMPT_ROWS at most at a time, which end with a block."""
-        block, slot = slots.keys.shape[3], DeltaSlots(*(array[span.slot] for array in slots))
-        first, last, place, number = span.first, span.first + span.rows, span.place, 0
-        while first < last:
-            end = min(last, first + PROMPT_ROWS // block * block - place)
-            blocks = -(-(place + end - first) // block)
-            kept = np.full(blocks, -1, np.int32)
-            for row, wanted in enumerate(ends.numbers):
-                if number <= wanted < number + blocks:
-                    kept[wanted - number] = row
-            self._add_rows(y[first:end], projected[first:end], w, slot, place, kept, ends)
-            number, place, first = number + blocks, (place + end - first) % block, end
+    def _prompt(self, slots: DeltaSlots, spans: Array, ends: DeltaEnds, add: _AddRows) -> None:
+        """Add the rows of each span, PROMPT_ROWS at most at a time, which end with a block."""
+        block = slots.keys.shape[3]
+        for span in map(DeltaSpan._make, spans.tolist()):
+            slot = DeltaSlots(*(array[span.slot] for array in slots))
+            first, last, place, number = span.first, span.first + span.rows, span.place, 0
+            while first < last:
+                end = min(last, first + PROMPT_ROWS // block * block - place)
+                blocks = -(-(place + end - first) // block)
+                kept = np.full(blocks, -1, np.int32)
+                for row, wanted in enumerate(ends.numbers):
+                    if number <= wanted < number + blocks:
+                        kept[wanted - number] = row
+                add(slice(first, end), slot, place, kept)
+                number, place, first = number + blocks, (place + end - first) % block, end
 
     def _add_rows(
         self,
         y: Array,
         projected: Array,
         w: DeltaWeights,
+        ends: DeltaEnds,
+        part: slice,
         slot: DeltaSlots,
         place: int,
         kept: np.ndarray,
-        ends: DeltaEnds,
     ) -> None:
-        """Add rows to one slot. kept: see `delta_scan.cu`."""
-        (key_heads, _, _), (heads, _, dim), rows = slot.keys.shape, slot.updates.shape, len(projected)
-        sizes, pitch, channels = DeltaSizes.of(slot), row_stride(projected), slot.inputs.shape[1]
-        arrays = [self._device.empty(shape, np.float32) for shape in scratch(sizes, key_heads, heads, len(kept))]
-        known = slot.keys, slot.updates, slot.decays
-        weights = w.conv, w.decay, w.dt_bias
+        (key_heads, _, _), (heads, _, _), y, projected = slot.keys.shape, slot.updates.shape, y[part], projected[part]
+        sizes, pitch, rows = DeltaSizes.of(slot), row_stride(projected), len(projected)
+        arrays = self._scratch(sizes, slot, kept)
         numbers = key_heads, heads, int(w.tiled), rows, place
-        args = *arrays, projected, *known, slot.inputs, *weights, pitch, *numbers
+        args = *arrays, projected, *_known(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
         self._launch("delta_blocks", (len(kept), key_heads), sizes.blocks(), *args)
-
-        config = sizes.scan(heads, self._device.processors)
         on_device = self._device.from_host(kept)
-        grid = -(-dim // int(config.defines["SLICE"])), heads
-        written = y, slot.matrices, *known, ends.matrices
-        self._launch("delta_scan", grid, config, *written, *arrays, on_device, key_heads, int(w.tiled), rows, place)
-
+        self._scan(sizes, y, slot, ends, arrays, on_device, w.tiled, rows, place)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
         self._launch("delta_results", grid, config, *args, file="finish_delta")
-        args = slot.inputs, ends.inputs, projected, on_device, pitch, channels, rows, place
+        self._keep_inputs(sizes, slot, ends, projected, on_device, place)
+
+    def _add_mamba2_rows(
+        self,
+        y: Array,
+        projected: Array,
+        w: Mamba2Weights,
+        ends: DeltaEnds,
+        part: slice,
+        slot: DeltaSlots,
+        place: int,
+        kept: np.ndarray,
+    ) -> None:
+        (groups, _, _), (heads, _, _), y, projected = slot.keys.shape, slot.updates.shape, y[part], projected[part]
+        sizes, rows = Mamba2Sizes.of(slot), len(projected)
+        arrays, config = self._scratch(sizes, slot, kept), sizes.blocks()
+        weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
+        numbers = row_stride(projected), groups, heads, rows, place
+        args = y, *arrays, projected, *_known(slot), slot.inputs, *weights, *numbers
+        grid = len(kept), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
+        self._launch("mamba2_blocks", grid, config, *args)
+        on_device, (queries, keys, *updates) = self._device.from_host(kept), arrays
+        self._scan(sizes, y, slot, ends, [queries, keys, None, *updates], on_device, False, rows, place)
+        self._keep_inputs(sizes, slot, ends, projected[:, y.shape[1] :], on_device, place)
+
+    def _scratch(self, sizes: DeltaSizes, slot: DeltaSlots, kept: np.ndarray) -> list[Array]:
+        shapes = sizes.scratch(len(slot.keys), len(slot.updates), len(kept))
+        return [self._device.empty(shape, np.float32) for shape in shapes]
+
+    def _scan(
+        self,
+        sizes: DeltaSizes,
+        y: Array,
+        slot: DeltaSlots,
+        ends: DeltaEnds,
+        arrays: Sequence[Array | None],
+        kept: Array,
+        tiled: bool,
+        rows: int,
+        place: int,
+    ) -> None:
+        """arrays: those of `DeltaSizes.scratch`, None for reads that there are not."""
+        heads, _, dim = slot.updates.shape
+        config = sizes.scan(heads, self._device.processors)
+        grid = -(-dim // int(config.defines["SLICE"])), heads
+        written, numbers = (y, slot.matrices, *_known(slot), ends.matrices), (len(slot.keys), int(tiled), rows, place)
+        self._launch("delta_scan", grid, config, *written, *arrays, kept, *numbers)
+
+    def _keep_inputs(
+        self, sizes: DeltaSizes, slot: DeltaSlots, ends: DeltaEnds, convolved: Array, kept: Array, place: int
+    ) -> None:
+        """convolved: rows that begin with what is convolved."""
+        channels, config = slot.inputs.shape[1], sizes.finish()
+        args = slot.inputs, ends.inputs, convolved, kept, row_stride(convolved), channels, len(convolved), place
         self._launch("delta_inputs", (-(-channels // config.threads),), config, *args, file="finish_delta")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
@@ -142,3 +203,12 @@ class RecurrentOps:
         config = state_codes(key_dim, dim)
         self._launch("decode_states", (heads,), config, matrices, codes, scales, file="code_states")
         return matrices
+
+
+def _known(slot: DeltaSlots) -> tuple[Array, Array, Array]:
+    """What a slot has of its block's tokens."""
+    return slot.keys, slot.updates, slot.decays
+
+
+def _step_state(slots: DeltaSlots) -> tuple[Array, ...]:
+    return *_known(slots), slots.inputs, slots.matrices

@@ -1,4 +1,4 @@
-"""Launch configurations of the kernels of gated delta rules, and the memory that they need beside the slots.
+"""Launch configurations of the kernels of gated delta rules and of Mamba 2, and the memory that they need.
 
 Letters as in `engine.backends.delta`.
 """
@@ -6,22 +6,28 @@ Letters as in `engine.backends.delta`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
-from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, threads_for
-from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, step_rows
+from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
+from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, SMALL_ROWS, step_rows
 from polarlm.engine.backends.delta import LARGEST_CODE, LEAST_SCALE, DeltaSlots
+from polarlm.model_loaders.config import Mamba2, Recurrent
 
 _FLOAT = 4
 _STEP_THREADS = 512
 _HELD = 8  # rows of a matrix that a thread of a step holds
 _SLICES = (32, 16)  # columns of a matrix of a block of delta_scan
+_MEMBERS = 8  # heads of a block of mamba2_blocks
 _LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
 PROMPT_ROWS = 1024  # of a prompt that are computed at a time: more of them need more memory
 
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """The sizes that kernels are compiled for."""
+    """The sizes that the kernels of gated delta rules are compiled for."""
+
+    name: ClassVar[str] = "gated delta rules"
+    reads: ClassVar[bool] = True  # whether updates depend on what keys read
 
     key_dim: int
     value_dim: int
@@ -29,7 +35,7 @@ class DeltaSizes:
     width: int
 
     @classmethod
-    def of(cls, slots: DeltaSlots) -> DeltaSizes:
+    def of(cls, slots: DeltaSlots) -> Self:
         """The sizes of slots, or of one of them."""
         *_, key_dim, block = slots.keys.shape
         return cls(key_dim, slots.updates.shape[-1], block, slots.inputs.shape[-2] - block + 1)
@@ -42,17 +48,17 @@ class DeltaSizes:
         """Raises ValueError where there are no kernels for these sizes."""
         if any(size % 4 for size in (self.key_dim, self.value_dim)):
             raise ValueError(
-                f"On a GPU the keys and values of gated delta rules have dimensions that are multiples of 4, "
-                f"not {self.key_dim} and {self.value_dim}: choose device=cpu"
+                f"On a GPU the matrices of {self.name} have sizes that are multiples of 4, "
+                f"not {self.key_dim} × {self.value_dim}: choose device=cpu"
             )
         if self.block % 4 or self.block > _LARGEST_BLOCK or self.width > self.block:
             raise ValueError(
-                f"On a GPU gated delta rules have no kernels for blocks of {self.block} tokens: choose 64."
+                f"On a GPU there are no kernels of {self.name} for blocks of {self.block} tokens: choose 64."
             )
         shared = max(self.blocks().shared, self.scan(1, 1).shared, self.step(16).shared)
         if shared > SHARED_BYTES or self.value_dim > 4 * _STEP_THREADS:
             raise ValueError(
-                f"On a GPU gated delta rules have no kernels for heads of {self.key_dim} × {self.value_dim} numbers: "
+                f"On a GPU there are no kernels of {self.name} for heads of {self.key_dim} × {self.value_dim} numbers: "
                 "choose device=cpu"
             )
 
@@ -62,13 +68,14 @@ class DeltaSizes:
         return min(_STEP_THREADS, _whole_warps(max(columns * -(-self.key_dim // _HELD), self.block // 4)))
 
     def step(self, most_rows: int) -> LaunchConfig:
-        """The launch of gated_delta for at most `most_rows` rows of a sequence."""
+        """The launch of gated_delta, or of mamba2, for at most `most_rows` rows of a sequence."""
         rows, threads = step_rows(most_rows), self._matrix_threads()
         columns, tokens = self.value_dim // 4, self.block // 4
         groups, key_groups = (min(threads // width, self.key_dim) for width in (columns, tokens))
-        sums = 2 * max(groups * self.value_dim, key_groups * self.block)
+        products = 1 + self.reads  # of a query, and of a key
+        sums = products * max(groups * self.value_dim, key_groups * self.block)
         of_row = 2 * self.key_dim + 2 * self.value_dim + 1
-        shared = _FLOAT * (sums + rows * of_row + 3 * self.block)
+        shared = _FLOAT * (sums + rows * of_row + (products + 1) * self.block)
         return LaunchConfig({**self.defines, "MOST_ROWS": rows, "THREADS": threads, "SHARED": shared}, threads, shared)
 
     def advance(self) -> LaunchConfig:
@@ -88,27 +95,53 @@ class DeltaSizes:
         slices = [columns for columns in _SLICES if heads * -(-self.value_dim // columns) >= processors]
         columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
         threads = _whole_warps(self.block // 2 * (columns // 4))
-        left = max(2 * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
+        left = max((1 + self.reads) * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
         shared = _FLOAT * (left + (self.key_dim + self.block) * columns)
-        defines = {**self.defines, "SLICE": columns, "THREADS": threads, "SHARED": shared}
+        own = {"SLICE": columns, "READS": int(self.reads), "THREADS": threads, "SHARED": shared}
+        defines = {**self.defines, **own}
         return LaunchConfig(defines, threads, shared)
 
     def finish(self) -> LaunchConfig:
         """The launches of delta_results and delta_inputs."""
         return LaunchConfig(self.defines, 256)
 
+    def scratch(self, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what delta_blocks writes for delta_scan: queries, keys, reads, news, weights, logs;
+        mamba2_blocks writes no reads."""
+        a, d, n = self.key_dim, self.value_dim, self.block
+        of_keys, of_heads = [(n, a), (a, n)], [*([(n, a)] if self.reads else []), (n, d), (n, n), (n,)]
+        return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
+
+
+class Mamba2Sizes(DeltaSizes):
+    """Those of the kernels of Mamba 2."""
+
+    name = "Mamba 2"
+    reads = False
+
+    def blocks(self) -> LaunchConfig:
+        """The launch of mamba2_blocks."""
+        threads = _whole_warps((self.block // 4) ** 2)
+        shared = _FLOAT * self.block * 2 * (self.key_dim + 4 + _MEMBERS)
+        defines = {**self.defines, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
+        return LaunchConfig(defines, threads, shared)
+
+    def results(self, size: int, rows: int) -> LaunchConfig:
+        """The launch of mamba2_results for rows whose parts have `size` numbers."""
+        most = MOST_THREADS if rows <= SMALL_ROWS else 256  # few rows leave most of the machine idle
+        return LaunchConfig(self.defines, threads_for(size, most))
+
+
+def sizes_of(mixer: Recurrent, block: int) -> DeltaSizes:
+    """The sizes of a layer, for blocks of `block` tokens."""
+    kind = Mamba2Sizes if isinstance(mixer, Mamba2) else DeltaSizes
+    return kind(mixer.key_dim, mixer.value_dim, block, mixer.width)
+
 
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
     """The launches of encode_states and decode_states."""
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
     return LaunchConfig(defines, threads_for(value_dim))
-
-
-def scratch(sizes: DeltaSizes, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
-    """Return the shapes of what delta_blocks writes for delta_scan: queries, keys, reads, news, weights, logs."""
-    a, d, n = sizes.key_dim, sizes.value_dim, sizes.block
-    of_keys, of_heads = [(n, a), (a, n)], [(n, a), (n, d), (n, n), (n,)]
-    return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
 
 
 def _whole_warps(threads: int) -> int:

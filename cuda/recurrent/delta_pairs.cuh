@@ -1,0 +1,54 @@
+// Queries and keys of a block of a prompt, and their products.
+
+constexpr int TILE = BLOCK / 4;  // a thread has 4 × 4 products of tokens, TILE tokens apart
+constexpr int ROW = KEY_DIM + 4;  // distance of tokens, so that neighbours are in other banks
+
+// Shared memory: queries, then keys.
+using Pairs = float[2][BLOCK][ROW];
+
+// All threads convolve queries and keys of the tokens low … high − 1 of the block that begins with token `begin`. Keys of
+// earlier tokens are those of the slot, (A, N); all else is 0.
+template <class Heads>
+__device__ __forceinline__ void load_pairs(Pairs &pairs, const Heads &heads, int key_head, const ConvInputs &seen,
+                                           const float *conv, const float *kept_keys, int begin, int low, int high) {
+    for (int i = threadIdx.x; i < 2 * KEY_DIM; i += THREADS) {
+        const int of_key = i / KEY_DIM, own = i % KEY_DIM;
+        float *const column = &pairs[of_key][0][own];
+        for (int token = 0; token < low; ++token) column[token * ROW] = of_key ? kept_keys[own * BLOCK + token] : 0.0f;
+        seen.convolve(conv, own + (of_key ? heads.key(key_head) : heads.query(key_head)), begin + low, begin + high,
+                      [&](int token, float x) { column[(token - begin) * ROW] = x; });
+        for (int token = high; token < BLOCK; ++token) column[token * ROW] = 0.0f;
+    }
+}
+
+// products[0][r][s] += the product of the query of token own + TILE · r and the key of token other + TILE · s; with
+// COUNT 2, products[1] likewise of the keys of both.
+template <int COUNT>
+__device__ __forceinline__ void multiply_tokens(float (&products)[COUNT][4][4], const Pairs &pairs, int own,
+                                                int other) {
+#pragma unroll 1
+    for (int channel = 0; channel < KEY_DIM; channel += 4) {
+        float right[4][4];
+#pragma unroll
+        for (int s = 0; s < 4; ++s) load_floats(right[s], pairs[1][other + TILE * s] + channel);
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int which = 0; which < COUNT; ++which) {
+                float left[4];
+                load_floats(left, pairs[which][own + TILE * r] + channel);
+#pragma unroll
+                for (int s = 0; s < 4; ++s)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) products[which][r][s] += left[e] * right[s][e];
+            }
+    }
+}
+
+// queries (N, A), keys (A, N).
+__device__ __forceinline__ void write_pairs(float *queries, float *keys, const Pairs &pairs) {
+    for (int i = threadIdx.x; i < BLOCK * KEY_DIM; i += THREADS) {
+        queries[i] = pairs[0][i / KEY_DIM][i % KEY_DIM];
+        keys[i] = pairs[1][i % BLOCK][i / BLOCK];
+    }
+}

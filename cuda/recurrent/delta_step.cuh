@@ -1,0 +1,80 @@
+// What a block of threads does first in a step, for a value head of a span: rows are convolved, and multiplied with keys.
+
+constexpr int TOKENS = BLOCK / 4;  // threads of a row of keys
+constexpr int KEY_GROUPS = THREADS / TOKENS < KEY_DIM ? THREADS / TOKENS : KEY_DIM;
+
+// Shared memory: the key of each row, and its query; its value.
+struct StepRows {
+    float pairs[MOST_ROWS][2][KEY_DIM], values[MOST_ROWS][VALUE_DIM];
+};
+
+// Brings a head's matrix, and keys and updates of the block's first `place` tokens, into the L2 cache.
+__device__ __forceinline__ void prefetch_state(const float *matrix, const float *keys, const float *updates,
+                                               int place) {
+    for (int i = threadIdx.x * 32; i < KEY_DIM * VALUE_DIM; i += THREADS * 32) prefetch_line(matrix + i);
+    for (int i = threadIdx.x * 32; i < place * VALUE_DIM; i += THREADS * 32) prefetch_line(updates + i);
+    if (place > 0)
+        for (int i = threadIdx.x * 32; i < KEY_DIM * BLOCK; i += THREADS * 32) prefetch_line(keys + i);
+}
+
+// All threads convolve the rows, which begin at token seen.place; the slot's `inputs` get what is convolved. Keys and
+// queries that heads have in common are kept there by the first of these.
+template <class Heads>
+__device__ __forceinline__ void convolve_rows(StepRows &of, float *inputs, const Heads &heads, int head,
+                                              const ConvInputs &seen, const float *conv, int rows) {
+    const int key_head = heads.key_of(head);
+    const bool is_first = heads.is_first(head);
+    for (int i = threadIdx.x; i < 2 * KEY_DIM + VALUE_DIM; i += THREADS) {
+        const bool is_value = i >= 2 * KEY_DIM;
+        const int of_query = i >= KEY_DIM, own = is_value ? i - 2 * KEY_DIM : i - of_query * KEY_DIM;
+        const int start = is_value ? heads.value(head) : of_query ? heads.query(key_head) : heads.key(key_head);
+        seen.convolve(conv, start + own, seen.place, seen.place + rows, [&](int token, float x) {
+            const int r = token - seen.place;
+            (is_value ? of.values[r] : of.pairs[r][of_query])[own] = x;
+            if (is_value || is_first)
+                inputs[(token + WIDTH - 1) * static_cast<long long>(seen.channels) + start + own] =
+                    seen.at(token, start + own);
+        });
+    }
+}
+
+// A warp, whose lane r has the change of g by row r, computes g of the rows, for the slot and in shared memory.
+__device__ __forceinline__ void add_row_decays(float *decays, float *kept, float change, int place, int rows) {
+    float total = place > 0 ? kept[place - 1] : 0.0f;
+    for (int r = 0; r < rows; ++r) {
+        total += __shfl_sync(0xffffffffu, change, r);
+        if (threadIdx.x % 32 == r) decays[place + r] = kept[place + r] = total;
+    }
+}
+
+// The products of row r's query, with COUNT 2 of its key and of its query, with the block's keys, of which `place` are in
+// the slot and the others among the rows; each group of threads adds up its channels. sums (KEY_GROUPS, COUNT, N).
+template <int COUNT>
+__device__ __forceinline__ void multiply_keys(float *sums, const StepRows &of, const float *keys, int r, int place) {
+    const int first = threadIdx.x % TOKENS * 4, group = threadIdx.x / TOKENS;
+    if (group >= KEY_GROUPS) return;
+    float products[COUNT][4] = {};
+#pragma unroll 1
+    for (int channel = group; channel < KEY_DIM; channel += KEY_GROUPS) {
+        const float *const own = keys + channel * BLOCK + first;
+        float kept[4] = {};
+        if (first + 4 <= place) {
+            load_floats(kept, own);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 3; ++i)
+                if (first + i < place) kept[i] = own[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = first + i - place;
+            const float other = row < 0 ? kept[i] : row <= r ? of.pairs[row][0][channel] : 0.0f;
+#pragma unroll
+            for (int which = 0; which < COUNT; ++which)
+                products[which][i] += of.pairs[r][2 - COUNT + which][channel] * other;
+        }
+    }
+#pragma unroll
+    for (int which = 0; which < COUNT; ++which)
+        store_floats(sums + (COUNT * group + which) * BLOCK + first, products[which]);
+}
