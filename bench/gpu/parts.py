@@ -233,15 +233,17 @@ class _Pass:
         product = partial(self._product, times=times, recorded=recorded, layers=layers)
         inner, heads = rule.value_heads * rule.value_dim, rule.value_heads
         projected = product("delta inputs", x, (rule.channels + inner + 2 * heads,), norm=norm)
-        own = (rule.width, rule.channels), (heads,), (heads,), (rule.value_dim,)
-        w = DeltaWeights(*(self.array(shape, np.float32) for shape in own), self.config.norm_eps, rule.tiled)
+        conv, norm_weight = (
+            self.array((rule.width, rule.channels), np.float32),
+            self.array((rule.value_dim,), np.float32),
+        )
+        decay, bias = (self.array((heads,), np.float32) for _ in range(2))
+        w = DeltaWeights(conv, decay, bias, norm_weight, self.config.norm_eps, rule.tiled)
         arrays = DeltaShape(rule).full_arrays(BLOCK_SIZE)
         slots = DeltaSlots(*(self.array((delta.slots, *one.shape), np.float32) for one in arrays))
-        spans, ends = delta.spans, None
-        if delta.is_prompt:
-            ends = DeltaEnds([], *(self.array((0, *array.shape[1:]), np.float32) for array in (slots[0], slots[-1])))
-        else:
-            spans = self.array(spans.shape, np.int32)
+        spans: Any = delta.spans if delta.is_prompt else self.array(delta.spans.shape, np.int32)
+        kept = (self.array((0, *array.shape[1:]), np.float32) for array in (slots.matrices, slots.inputs))
+        ends = DeltaEnds([], *kept) if delta.is_prompt else None
         work = partial(self.ops.gated_delta, projected, w, slots, spans, ends)
         y = self._note("delta rule", times * layers, work, delta.read(rule))
         product("delta out", y, (x.shape[1],), residual=x)

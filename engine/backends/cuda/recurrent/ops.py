@@ -101,18 +101,17 @@ class RecurrentOps:
         args = *arrays, projected, *known, slot.inputs, *weights, pitch, *numbers
         self._launch("delta_blocks", (len(kept), key_heads), sizes.blocks(), *args)
 
-        config = sizes.scan(heads, self._device.processors)
-        on_device = self._device.from_host(kept)
-        grid = -(-dim // int(config.defines["SLICE"])), heads
-        written = y, slot.matrices, *known, ends.matrices
-        self._launch("delta_scan", grid, config, *written, *arrays, on_device, key_heads, int(w.tiled), rows, place)
+        scan, wanted = sizes.scan(heads, self._device.processors), self._device.from_host(kept)
+        slices = -(-dim // int(scan.defines["SLICE"]))
+        written, read = (y, slot.matrices, *known, ends.matrices), (*arrays, wanted)
+        self._launch("delta_scan", (slices, heads), scan, *written, *read, key_heads, int(w.tiled), rows, place)
 
-        config = sizes.finish()
-        grid = (-(-rows * heads * WARP // config.threads),)
-        args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
-        self._launch("delta_results", grid, config, *args, file="finish_delta")
-        args = slot.inputs, ends.inputs, projected, on_device, pitch, channels, rows, place
-        self._launch("delta_inputs", (-(-channels // config.threads),), config, *args, file="finish_delta")
+        finish = sizes.finish()
+        of_results = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
+        blocks = -(-rows * heads * WARP // finish.threads)
+        self._launch("delta_results", (blocks,), finish, *of_results, file="finish_delta")
+        of_inputs = slot.inputs, ends.inputs, projected, wanted, pitch, channels, rows, place
+        self._launch("delta_inputs", (-(-channels // finish.threads),), finish, *of_inputs, file="finish_delta")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         key_heads, heads = layers[0].keys.shape[1], layers[0].updates.shape[1]
