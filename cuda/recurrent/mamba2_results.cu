@@ -1,8 +1,9 @@
 // The op `mamba2`, last part: y = RMSNorm(y · silu(z)) · norm, where each of Q parts of a row is normalized by itself.
 //
 // y (T, H · D), Q parts of `size` numbers; projected: rows that begin with z, `pitch` numbers apart; norm (H · D,).
-// Grid (Q, T), block any. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH.
-// JOINS: delta.cuh.
+// Grid (Q, T), block any.
+// JOINS: activation.cuh.
+// PRECOND: none.
 extern "C" __global__ void __launch_bounds__(1024)
 mamba2_results_kernel(float *y, const float *projected, const float *norm, long long pitch, int size, float eps) {
     let_next_begin();
@@ -14,7 +15,7 @@ mamba2_results_kernel(float *y, const float *projected, const float *norm, long 
     norm += first;
     float squares = 0.0f;
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
-        const float gated = y[i] * silu_of(gate[i]);
+        const float gated = silu(gate[i], y[i]);
         y[i] = gated;
         squares += gated * gated;
     }

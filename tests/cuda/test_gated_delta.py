@@ -130,7 +130,9 @@ def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fixture", ["qwen3_5_tied", "qwen3_next_shared_keys"])
+@pytest.mark.parametrize(
+    "fixture", ["qwen3_5_tied", "qwen3_next_shared_keys", "granite_hybrid_tied", "nemotron_h_experts"]
+)
 def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixture: str
 ) -> None:

@@ -27,6 +27,7 @@ from polarlm.engine.model.layers.gated_delta import GatedDeltaWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
 from polarlm.engine.model.layers.kinds import MIXERS, LayerWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
+from polarlm.engine.model.layers.mamba2 import Mamba2LayerWeights
 from polarlm.engine.model.layers.short_conv import ShortConvWeights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
@@ -41,10 +42,12 @@ from polarlm.model_loaders.config import (
     GatedDelta,
     GatedMLP,
     Layer,
+    Mamba2,
     Mixer,
     ModelConfig,
     RopeConfig,
     ShortConv,
+    is_gated,
 )
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -107,19 +110,34 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     def linear(*shape: int) -> Linear:
         return Linear((matrix(*shape),))
 
-    def network(ffn: Ffn, post_norm: np.ndarray | None) -> GatedMLPWeights | ExpertsWeights:
-        f = ffn.size
+    def network(ffn: Ffn | None, post_norm: np.ndarray | None) -> GatedMLPWeights | ExpertsWeights | None:
+        if ffn is None:
+            return None
+        f, products = ffn.size, 2 if is_gated(ffn.activation) else 1
         if isinstance(ffn, GatedMLP):
-            return GatedMLPWeights(vector(e), linear(2 * f, e), linear(e, f), post_norm)
-        gate_up, down = ((matrix(ffn.count * out, width),) for out, width in ((2 * f, e), (e, f)))
+            return GatedMLPWeights(vector(e), linear(products * f, e), linear(e, f), post_norm)
+        gate_up, down = ((matrix(ffn.count * out, width),) for out, width in ((products * f, e), (e, f)))
         experts = ExpertLinear(ffn.count, gate_up), ExpertLinear(ffn.count, down)
         shared = ffn.shared
         beside = (
-            (None, None, None) if shared is None else (linear(1, e), linear(2 * shared.size, e), linear(e, shared.size))
+            (None, None, None)
+            if shared is None
+            else (
+                linear(1, e) if ffn.shared_gate else None,
+                linear(products * shared.size, e),
+                linear(e, shared.size),
+            )
         )
         return ExpertsWeights(vector(e), linear(ffn.count, e), None, *experts, *beside, post_norm)
 
-    def mixer(of: Mixer) -> AttentionWeights | ShortConvWeights | GatedDeltaWeights:
+    def mixer(of: Mixer) -> AttentionWeights | ShortConvWeights | GatedDeltaWeights | Mamba2LayerWeights:
+        if isinstance(of, Mamba2):
+            inner, heads = of.value_heads * of.value_dim, of.value_heads
+            conv, bias = vector(of.channels * of.width), vector(of.channels)
+            own = vector(heads), vector(heads), vector(heads), vector(inner)
+            return Mamba2LayerWeights(
+                vector(e), linear(inner + of.channels + heads, e), conv, bias, *own, linear(e, inner)
+            )
         if isinstance(of, GatedDelta):
             inner, heads = of.value_heads * of.value_dim, of.value_heads
             inputs, conv = linear(of.channels + inner + 2 * heads, e), vector(of.channels * of.width)
@@ -215,6 +233,20 @@ DELTA_RULES = replace(
         *(Layer(GatedDelta(16, 32, 128, 128, 4), GatedMLP(1024)),) * 2,
     ),
 )
+NO_NETWORK = Layer(Mamba2(8, 64, 128, 64, 4), None)
+MAMBA2 = replace(
+    LLAMA,
+    hidden_size=2688,
+    layers=(
+        Layer(
+            Attention(32, 2, 128, None),
+            Experts(128, 6, 1856, "relu_squared", scoring="sigmoid", shared=GatedMLP(3712, "relu_squared")),
+        ),
+        NO_NETWORK,
+        NO_NETWORK,
+    ),
+)
+NO_GATES = replace(LLAMA, layers=(Layer(Attention(32, 8, 128, None), GatedMLP(21504, "relu_squared")), NO_NETWORK))
 WIDE = replace(
     LLAMA,
     hidden_size=2880,
@@ -230,6 +262,8 @@ CONFIGS = {
     "experts": WIDE,
     "short convolutions": CONVOLUTIONS,
     "gated delta rules": DELTA_RULES,
+    "Mamba 2, experts without gates": MAMBA2,
+    "Mamba 2, a wide network without a gate": NO_GATES,
 }
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 

@@ -223,6 +223,10 @@ def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> No
         ("qwen3_5_tied", ("ring4", "ring3.5"), 4),
         ("qwen3_next_shared_keys", ("f16", "f16"), 2),
         ("qwen3_5_moe_with_images", ("f16", "f16"), 4),
+        ("granite_hybrid_experts", ("ring4", "ring3.5"), 4),
+        ("granite_hybrid_tied", ("f16", "f16"), 4),
+        ("nemotron_h_dense", ("f16", "f16"), 4),
+        ("nemotron_h_experts", ("f16", "f16"), 4),
     ],
 )
 def test_logits_of_hybrids_are_those_of_numpy_with_the_same_roundings(

@@ -11,7 +11,7 @@ from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
 from polarlm.engine.backends.cuda.heads import rotate_defines
-from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, state_codes
+from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
@@ -264,8 +264,12 @@ def _gemv() -> list[Variant]:
 _DELTA_SIZES = [DeltaSizes(128, 128, 64, 4), DeltaSizes(128, 128, 32, 4), DeltaSizes(64, 192, 64, 3)]
 
 
+# The same of Mamba 2: of Granite 4 H and Nemotron 3 Nano first.
+_MAMBA2_SIZES = [Mamba2Sizes(128, 64, 64, 4), Mamba2Sizes(128, 64, 32, 4), Mamba2Sizes(64, 80, 64, 3)]
+
+
 def _delta() -> dict[str, list[Variant]]:
-    """The kernels of gated delta rules."""
+    """The kernels of gated delta rules and of Mamba 2."""
     variants: dict[str, list[Variant]] = {}
     for sizes in _DELTA_SIZES:
         sizes.check()
@@ -276,6 +280,16 @@ def _delta() -> dict[str, list[Variant]]:
             *(("delta_scan", sizes.scan(heads, 132)) for heads in (16, 48)),
             ("finish_delta", sizes.finish()),
             ("code_states", state_codes(sizes.key_dim, sizes.value_dim)),
+        ]
+        for kernel, config in configs:
+            variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
+    for of_mamba2 in _MAMBA2_SIZES:
+        of_mamba2.check()
+        configs = [
+            *(("mamba2", of_mamba2.step(rows)) for rows in (1, STEP_ROWS)),
+            ("advance_delta", of_mamba2.advance()),
+            ("mamba2_blocks", of_mamba2.blocks()),
+            *(("delta_scan", of_mamba2.scan(heads, 132)) for heads in (48, 128)),
         ]
         for kernel, config in configs:
             variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
@@ -313,9 +327,10 @@ VARIANTS: dict[str, list[Variant]] = {
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
     "softcap": _all("softcap", ACT=("float",)),
+    "mamba2_results": _all("mamba2_results"),
     "short_conv": _all("short_conv", WIDTH=(3, 4)),
     "scale": _all("scale", ACT=("float",)),
-    "activate": _all("activate", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped")),
+    "activate": _all("activate", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared")),
     "route": [
         *_all("route", COUNT=(8, 64, 128, 256, 512), TOP_K=(8,), SIGMOID=(0, 1), RENORMALIZE=(0, 1)),
         *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,)),

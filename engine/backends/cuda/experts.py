@@ -19,10 +19,11 @@ from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates, input_type
+from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.ops import KeptTiles, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
-from polarlm.model_loaders.config import Experts
+from polarlm.model_loaders.config import Experts, is_gated
 
 _ROUTE_THREADS = 128
 
@@ -95,6 +96,7 @@ class ExpertOps:
     def __init__(self, device: Device, launch: Launcher, matrices: LinearOps, host: HostExperts | None = None):
         """host: computes those whose weights are in the computer's memory."""
         self._device, self._launch, self._matrices, self._host = device, launch, matrices, host
+        self._rows = RowOps(launch)
 
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
@@ -187,10 +189,15 @@ class ExpertOps:
         activation: str | None,
         dtype: type[np.generic],
     ) -> Array:
-        """The product of each pair with its expert: (P, out), or (P, out / 2) with an activation, of `dtype`.
+        """The product of each pair with its expert: (P, out), or (P, out / 2) with an activation of a gate, of `dtype`;
+        float32 with another activation.
 
         multiply(y, x, product): computes that with one matrix into y, which may be columns of a wider array.
         """
+        if activation is not None and not is_gated(activation):
+            y = self._product(multiply, x, pairs, w, norm, None, np.float32)
+            self._rows.activate(y, y, activation)
+            return y
         y = self._device.empty((pairs, w.shape[0] if activation is None else w.shape[0] // 2), dtype)
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
             multiply(y, x, Product(w.parts[0], w.bias, norm, False, activation))

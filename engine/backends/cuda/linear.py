@@ -17,15 +17,12 @@ import numpy as np
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, threads_for, type_of
-from polarlm.engine.backends.cuda.launch_configs import (
-    DEQUANTIZED_BYTES,
-    GEMM_PACKED_ROWS,
-    GEMV_ROWS,
-    SMALL_ROWS,
-)
+from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
+from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
+from polarlm.model_loaders.config import is_gated
 
 # Of a file at a time. Norm weights come to lie in the memory of earlier uploads, so that those of larger parts would
 # leave more memory unused.
@@ -57,7 +54,7 @@ class LinearOps:
     """The ops with matrices: loading, reading rows, products; and RMS norm."""
 
     def __init__(self, device: Device, launch: Launcher):
-        self._device, self._launch = device, launch
+        self._device, self._launch, self._rows = device, launch, RowOps(launch)
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         format = _on_device(format)
@@ -147,6 +144,10 @@ class LinearOps:
         then: Linear | None = None,
         recorded: bool = False,
     ) -> Array:
+        if activation is not None and not is_gated(activation):
+            y = self.linear(x, w, norm=norm, recorded=recorded)
+            self._rows.activate(y, y, activation)
+            return y
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
         is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
         dtype = input_type(then, rows) if is_whole and activation is not None else np.float32

@@ -18,7 +18,7 @@ from polarlm.engine.backends.cuda.recurrent.memory import delta_prompt_bytes, he
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
-from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv
+from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv, is_gated
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
 _CONV_WORDS, _DELTA_WORDS = 4, 4  # of a row of a step; see `Ops.short_conv`, and DeltaSpan
@@ -46,7 +46,11 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     gate = _gate_bytes(model)
     attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
-    forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm, _NARROW * queries + post_norm)
+    forward = max(
+        _NARROW * e + sum(_products(model)) * _FLOAT * f,
+        (_FLOAT + _NARROW) * f + post_norm,
+        _NARROW * queries + post_norm,
+    )
     attended = _FLOAT * (heads + queries)
     experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # of all rows of a block that is scored
@@ -93,6 +97,12 @@ def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
     )
 
 
+def _products(model: ModelConfig) -> tuple[int, int]:
+    """How many products with x a network has, gate and up, and how many arrays of results beside them: without a gate,
+    its activation is computed in place."""
+    return (2, 1) if any(layer.ffn is not None and is_gated(layer.ffn.activation) for layer in model.layers) else (1, 0)
+
+
 def _ffn_size(ffn: Ffn | None) -> int:
     """F of the network of a layer that is computed for every token; 0 if there is none."""
     dense = ffn.shared if isinstance(ffn, Experts) else ffn
@@ -117,7 +127,8 @@ def _pairs_bytes(ffn: Experts, e: int, rows: int) -> int:
     if not launch_configs.groups_pairs(pairs, ffn.count):
         return _FLOAT * pairs * (ffn.size + e)
     groups = _GROUP * launch_configs.gemm_groups(pairs, ffn.count)[2] + 2 * _FLOAT * pairs
-    return _NARROW * rows * e + pairs * (_NARROW * ffn.size + _FLOAT * e) + groups
+    inner = _NARROW if is_gated(ffn.activation) else _FLOAT + _NARROW  # of one without a gate, also before its rounding
+    return _NARROW * rows * e + pairs * (inner * ffn.size + _FLOAT * e) + groups
 
 
 def _conv_bytes(model: ModelConfig) -> int:
@@ -177,7 +188,7 @@ def _part_bytes(load: Load, device: Device) -> int:
     """Bytes of the partial sums that parts of a product write for `gemm_small_sum`."""
     model, machine = load.model, (device.processors, device.shared_memory)
     e, f, queries, heads = _widths(model)
-    shapes = [(heads, e), (e, queries), (model.vocab_size, e), *([(2 * f, e), (e, f)] if f else [])]
+    shapes = [(heads, e), (e, queries), (model.vocab_size, e), *([(_products(model)[0] * f, e), (e, f)] if f else [])]
     shapes += [(projected_columns(mixer), e) for mixer in _deltas(model)]
     shapes += [(e, heads_width(mixer)) for mixer in _deltas(model)]
     most = 0

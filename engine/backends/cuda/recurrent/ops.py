@@ -9,7 +9,14 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, Mamba2Sizes, sizes_of, state_codes
+from polarlm.engine.backends.cuda.recurrent.sizes import (
+    PROMPT_ROWS,
+    DeltaSizes,
+    Mamba2Sizes,
+    mamba2_results,
+    sizes_of,
+    state_codes,
+)
 from polarlm.engine.backends.delta import (
     DeltaEnds,
     DeltaSlots,
@@ -66,7 +73,7 @@ class RecurrentOps:
             self._prompt(slots, spans, ends, partial(self._add_mamba2_rows, y, projected, w, ends))
         size = inner // groups
         args = y, projected, w.norm, row_stride(projected), size, float(w.eps)
-        self._launch("mamba2_results", (groups, rows), Mamba2Sizes.of(slots).results(size, rows), *args)
+        self._launch("mamba2_results", (groups, rows), mamba2_results(size, rows), *args)
         return y
 
     def _step_rows(self, projected: Array, spans: Array) -> int:

@@ -6,7 +6,7 @@ Letters as in `engine.backends.delta`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, SMALL_ROWS, step_rows
@@ -35,7 +35,7 @@ class DeltaSizes:
     width: int
 
     @classmethod
-    def of(cls, slots: DeltaSlots) -> Self:
+    def of(cls, slots: DeltaSlots) -> DeltaSizes:
         """The sizes of slots, or of one of them."""
         *_, key_dim, block = slots.keys.shape
         return cls(key_dim, slots.updates.shape[-1], block, slots.inputs.shape[-2] - block + 1)
@@ -126,16 +126,17 @@ class Mamba2Sizes(DeltaSizes):
         defines = {**self.defines, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
         return LaunchConfig(defines, threads, shared)
 
-    def results(self, size: int, rows: int) -> LaunchConfig:
-        """The launch of mamba2_results for rows whose parts have `size` numbers."""
-        most = MOST_THREADS if rows <= SMALL_ROWS else 256  # few rows leave most of the machine idle
-        return LaunchConfig(self.defines, threads_for(size, most))
-
 
 def sizes_of(mixer: Recurrent, block: int) -> DeltaSizes:
     """The sizes of a layer, for blocks of `block` tokens."""
     kind = Mamba2Sizes if isinstance(mixer, Mamba2) else DeltaSizes
     return kind(mixer.key_dim, mixer.value_dim, block, mixer.width)
+
+
+def mamba2_results(size: int, rows: int) -> LaunchConfig:
+    """The launch of mamba2_results for rows whose parts have `size` numbers."""
+    most = MOST_THREADS if rows <= SMALL_ROWS else 256  # few rows leave most of the machine idle
+    return LaunchConfig({}, threads_for(size, most))
 
 
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
