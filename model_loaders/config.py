@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+# relu_squared: relu(up)², of networks without a gate.
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
 # (K·D,).
 QKNorm = Literal["head", "unweighted", "all"] | None
@@ -129,13 +130,16 @@ class Mamba2(Recurrent):
 
     norm_eps: float = 1e-5  # of its results
     conv_bias: bool = True
-    bias: bool = False  # of the projections
-    min_step: float = 0.0  # the least Δ
+
+
+def is_gated(activation: str) -> bool:
+    """Whether networks with this activation have a gate. Without one they compute down(activation(up(x)))."""
+    return activation != "relu_squared"
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(activation(gate(x)) · up(x)): the feed-forward network of a layer."""
+    """down(activation(gate(x)) · up(x)): the feed-forward network of a layer; see `is_gated`."""
 
     size: int  # F
     activation: Activation = "silu"
@@ -173,7 +177,7 @@ class Layer:
     """A decoder layer adds the output of its mixer to the residual stream, then that of its feed-forward network."""
 
     mixer: Mixer
-    ffn: Ffn
+    ffn: Ffn | None
     norms: Norms = "before"
     scaled: bool = False  # the residual stream is multiplied by a weight at the end
 
@@ -195,6 +199,7 @@ class ModelConfig:
     post_norm_eps: float | None = None  # of norms after a mixer or network; None: norm_eps
     tied_head: bool = False  # the output head is the embedding
     embedding_scale: float = 1.0  # of embeddings, not of the head
+    rounded_scale: bool = False  # `embedding_scale` is rounded to the type of the embeddings in the file
     embedding_norm: bool = False  # RMSNorm of embeddings, without weights
     logit_scale: float = 1.0  # of logits, before their soft cap
     layer_embedding: int = 0  # P: numbers of the input that each layer has of each token; 0: none
@@ -217,8 +222,8 @@ class ModelConfig:
 
     @property
     def ffn(self) -> Ffn:
-        """The feed-forward network of the first layer, for figures that describe a whole model."""
-        return self.layers[0].ffn
+        """The feed-forward network of the first layer that has one, for figures that describe a whole model."""
+        return next(layer.ffn for layer in self.layers if layer.ffn is not None)
 
     def with_attention(self, change: Callable[[Attention], Attention]) -> ModelConfig:
         """The configuration with `change` applied to each layer's attention."""

@@ -45,6 +45,9 @@ class Fields:
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def is_text(self, key: str) -> bool:
+        return isinstance(self._values.get(key), str)
+
     def refuse(self, key: str, problem: str) -> LoadError:
         """The error for a key whose value cannot be used; the caller raises it."""
         value = repr(self._values.get(key))
@@ -146,6 +149,10 @@ class Fields:
         """These fields with `defaults` for keys that are absent."""
         given = {key: value for key, value in self._values.items() if value is not None}
         return Fields({**defaults, **given}, self.where, self._names)
+
+    def replaced(self, values: Mapping[str, object]) -> Fields:
+        """These fields with `values` in the place of those of their keys."""
+        return Fields({**self._values, **values}, self.where, self._names)
 
     def names(self) -> list[str]:
         """All keys, in the file's order."""

@@ -56,6 +56,29 @@ GEMMA4 = {
     },
 }
 
+MAMBA2 = {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_head": 16, "mamba_d_conv": 3}
+GRANITE = {
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+    "layer_norm_epsilon": 1e-5,
+    "time_step_min": 1e-9,  # for initialization; transformers takes it for a limit
+}
+
 LFM2 = {
     "num_hidden_layers": 4,
     "norm_eps": 1e-5,
@@ -325,6 +348,55 @@ MODELS = {
                 "out_hidden_size": 32,
                 "num_position_embeddings": 16,
             },
+        },
+    ),
+    "granite_hybrid_experts": (
+        "granitemoehybrid",
+        "bfloat16",
+        "new",
+        {
+            **MAMBA2,
+            **GRANITE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+        },
+    ),
+    "granite_hybrid_tied": (
+        "granitemoehybrid",
+        "float16",
+        "new",
+        {
+            **MAMBA2,
+            **GRANITE,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "num_local_experts": 0,
+            "mamba_n_groups": 2,
+            "mamba_conv_bias": False,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    # A layer without a network.
+    "nemotron_h_dense": (
+        "nemotron_h",
+        "bfloat16",
+        "new",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+        },
+    ),
+    "nemotron_h_experts": (
+        "nemotron_h",
+        "float16",
+        "new",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_groups": 1,
+            "use_conv_bias": False,
         },
     ),
     "olmo2_post_norms": ("olmo2", "float32", "new", {"pad_token_id": 0}),
@@ -606,8 +678,9 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     with torch.no_grad():
         logits = stored(ids).logits[0]
     decoder = getattr(stored.model, "language_model", stored.model)
-    rotary = getattr(decoder, "rotary_emb", None) or decoder.pos_emb
-    np.savez(folder / "reference.npz", ids=ids[0].numpy(), logits=logits.numpy(), **ropes(rotary))
+    rotary = getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)
+    of_rope = {} if rotary is None else ropes(rotary)  # some models have none
+    np.savez(folder / "reference.npz", ids=ids[0].numpy(), logits=logits.numpy(), **of_rope)
     print(f"{name}: logits {logits.std():.2f} on average, from {logits.min():.1f} to {logits.max():.1f}")
 
 

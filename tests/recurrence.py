@@ -19,7 +19,7 @@ def make_weights(rng: np.random.Generator, shape: Recurrent) -> Weights:
     if isinstance(shape, Mamba2):
         bias = 0.5 * rng.standard_normal(shape.channels) if shape.conv_bias else None
         skip, norm = rng.standard_normal(heads), 1 + 0.2 * rng.standard_normal(inner)
-        of: Weights = Mamba2Weights(conv, bias, decay, dt_bias, skip, norm, shape.norm_eps, shape.min_step)
+        of: Weights = Mamba2Weights(conv, bias, decay, dt_bias, skip, norm, shape.norm_eps)
     else:
         norm = 1 + 0.2 * rng.standard_normal(shape.value_dim)
         of = DeltaWeights(conv, decay, dt_bias, norm, 1e-6, shape.tiled)
@@ -105,7 +105,7 @@ def _mamba2(
     x, b, c = np.split(silu(x if w.bias is None else x + w.bias), np.cumsum([heads * dim, groups * size]))
     x = x.reshape(heads, dim)
     b, c = (part.reshape(groups, size).repeat(heads // groups, axis=0) for part in (b, c))
-    step = np.maximum(np.logaddexp(0, row[-heads:] + w.dt_bias), w.min_step)[:, None]
+    step = np.logaddexp(0, row[-heads:] + w.dt_bias)[:, None]
     matrix = matrix * np.exp(w.decay[:, None] * step)[..., None] + np.einsum("hk,hd->hkd", b, step * x)
     y = np.einsum("hkd,hk->hd", matrix, c) + w.skip[:, None] * x
     parts = (y.ravel() * silu(row[: heads * dim])).reshape(groups, -1)

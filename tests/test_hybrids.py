@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
-from polarlm.engine.outputs import Completion
+from polarlm.engine import AsyncEngine, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.outputs import Completion, fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.requests.drafters import Known, Unpaced, drafting
+from tests.requests.test_forks import in_child
+from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, make_model, preempt
 
 N = 16
 EXACT = {"device": "cpu", "block_size": N, "ctx_size": 512, "cache_type": "f16", "state_type": "f32"}
-MODELS = ["qwen3_next_shared_keys", "qwen3_5_moe_with_images"]
+MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts"]
 Load = Callable[..., Engine]
 
 
@@ -215,7 +219,7 @@ def test_memory_for_snapshots_is_bounded(load: Load) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_tied", *MODELS])
+@pytest.mark.parametrize("name", ["qwen3_5_tied", "granite_hybrid_experts", "nemotron_h_dense", *MODELS])
 def test_a_prompt_that_is_cut_anywhere_has_the_logits_of_transformers(name: str) -> None:
     reference = np.load(FIXTURES / name / "reference.npz")
     model, ids = bare_model(*read_model(FIXTURES / name), block_size=N), reference["ids"].tolist()
@@ -237,3 +241,63 @@ def test_the_status_counts_snapshots_apart(load: Load) -> None:
     assert after.snapshots is not None
     assert (after.snapshots.used, after.snapshots.kept) == (0, 1)  # at the end of the prompt's last block
     assert after.blocks == before.blocks == 512 // N - 1
+
+
+def test_forced_tokens_change_the_state_as_steps_do(load: Load) -> None:
+    """A constraint forces tokens, also over the end of a block, and the next step computes their rows together."""
+    engine, ids = load(), ids_of(2 * N + 3)
+    sets = [None, *([token] for token in ids_of(9, seed=1)), None, None]
+    params = SamplingParams(max_tokens=37, temperature=1, seed=1, ignore_eos=True)
+    found = fold(engine.stream(ids, params, constraint=InTurn(sets, VOCABULARY))).token_ids
+    assert found[1:10] == tuple(ids_of(9, seed=1))
+    following = [*ids, *found[:-1], *ids_of(4, seed=2)]
+    again = answer(engine, following)
+    assert again.usage.cached_tokens == len(following) - 4
+    assert again.token_ids == alone(load, following)
+
+
+@pytest.mark.parametrize("steps", [1, 4, N])
+def test_a_request_that_is_cancelled_changes_no_other(load: Load, steps: int) -> None:
+    engine, ids = load(), ids_of(2 * N + 9)
+    stream = engine.stream(ids, SamplingParams(max_tokens=100, ignore_eos=True))
+    for _ in range(steps):
+        next(stream)
+    stream.close()
+    following = [*ids, *ids_of(4, seed=1)]
+    assert answer(engine, following).token_ids == alone(load, following)
+    assert_idle(engine)
+
+
+def test_only_who_may_reuse_a_prefix_finds_it(load: Load) -> None:
+    engine, ids = load(), ids_of(4 * N)
+    wanted = alone(load, [*ids, 7])
+    answer(engine, ids, tokens=1, options=PromptOptions(cache_salt="mine"))
+    for options, cached in (
+        (PromptOptions(), 0),
+        (PromptOptions(cache_salt="mine", cache_prompt=False), 0),
+        (PromptOptions(cache_salt="mine"), 4 * N),
+    ):
+        found = answer(engine, [*ids, 7], options=options)
+        assert (found.usage.cached_tokens, found.token_ids) == (cached, wanted)
+
+
+def test_coroutines_together_get_the_answers_that_each_gets_alone(load: Load) -> None:
+    """Prompts of mixed lengths, whose steps are shared."""
+    prompts = [ids_of(length, seed=length) for length in (3, N, 2 * N + 5, 5 * N - 1)]
+    wanted = [alone(load, prompt) for prompt in prompts]
+
+    async def together() -> list[Completion]:
+        params = SamplingParams(max_tokens=24, temperature=1, seed=1, ignore_eos=True)
+        async with AsyncEngine(load(parallel=4)) as engine:
+            return await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+
+    assert [found.token_ids for found in asyncio.run(together())] == wanted
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_goes_on_from_the_state_that_it_has(load: Load) -> None:
+    engine, ids = load(), ids_of(3 * N + 2)
+    following = [*ids, *ids_of(4, seed=1)]
+    answer(engine, ids, tokens=1)
+    child = in_child(lambda: answer(engine, following).token_ids)
+    assert child == answer(engine, following).token_ids == alone(load, following)

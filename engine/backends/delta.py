@@ -41,7 +41,6 @@ class Mamba2Weights(NamedTuple):
     skip: Array  # (H,): how much of its own x each head's result has
     norm: Array  # (I,): of the results, which are normalized in Q parts
     eps: float  # of `norm`
-    min_step: float  # the least dt
 
 
 class DeltaSlots(NamedTuple):

@@ -220,7 +220,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
 
         norm: weight (in,) and eps of an RMS norm of x before the product: x / rms(x) * weight. residual (T, out): the
         result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
-        excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned.
+        excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned; without a
+        gate (`is_gated`) it is up, and activation(up) is returned.
         then: the one `linear` that reads the result; it may be returned in that op's input dtype.
         recorded: the call is inside `run_graph`.
         CUDA: gemv up to 2 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
@@ -248,7 +249,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
     ) -> Array:
         """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, E) → (T, E).
 
-        gate_up: [gate | up] (2F, E) of each expert; down (E, F). norm, residual, activation, recorded: as in `linear`.
+        gate_up: [gate | up] (2F, E) of each expert, or up (F, E) if it has no gate; down (E, F). norm, residual,
+        activation, recorded: as in `linear`.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
         gemm_small for each group of pairs with an expert. add_experts adds the results.
         """

@@ -52,8 +52,8 @@ class RecurrentOps(Protocol):
     ) -> Array:
         """The results (T, H·D) of Mamba 2 for rows that are added to slots; see `backends.delta`.
 
-        projected (T, H·D + C + H) is [z | x | B | C | dt]. x, B and C are convolved; with Δ = softplus(dt + w.dt_bias),
-        at least w.min_step, and the head's matrix S before the token,
+        projected (T, H·D + C + H) is [z | x | B | C | dt]. x, B and C are convolved; with Δ = softplus(dt + w.dt_bias)
+        and the head's matrix S before the token,
 
             S ← exp(w.decay Δ) S + B (Δ x)ᵀ,   y = SᵀC + w.skip x
 

@@ -70,6 +70,7 @@ def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Itera
     squares *= config.embedding_scale**2 / config.vocab_size
     for layer in weights.layers:
         yield squares
+        assert layer.ffn is not None  # layers with norms of results have networks
         for norm in (layer.mixer.post_norm, layer.ffn.post_norm):
             squares = squares + np.square(ops.to_host(norm), dtype=np.float64)
 

@@ -130,10 +130,9 @@ def load_weights(
         of_experts = of_host if of_host is not None and number < on_host else read
         count = layer.ffn.count if isinstance(layer.ffn, Experts) else 0
         own = _LayerReader(read, of_experts, table.layers[number], count)
-        mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
         whole = (
-            mixer.Weights.read(own),
-            ffn.Weights.read(own),
+            MIXERS[type(layer.mixer)].Weights.read(own),
+            None if layer.ffn is None else FFNS[type(layer.ffn)].Weights.read(own),
             own.vector("layer_scale"),
             LayerEmbeddingWeights.read(own),
         )

@@ -84,11 +84,11 @@ def tensors(config: ModelConfig) -> TensorTable:
 
 def gguf_layouts() -> dict[str, tuple[str, GgufLayout]]:
     """GGUF architecture → family and layout."""
-    layouts = {}
+    layouts: dict[str, tuple[str, GgufLayout]] = {}
     for name in families():
         layout: GgufLayout | None = getattr(_module(name), "GGUF", None)
         if layout is not None:
-            layouts[layout.architecture] = name, layout
+            layouts |= dict.fromkeys((layout.architecture, *layout.also), (name, layout))
     return layouts
 
 

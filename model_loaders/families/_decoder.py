@@ -54,7 +54,7 @@ def decoder(
     qk_norm: QKNorm = None,
     norms: Norms = "before",
     scale: float | None = None,
-    embedding_scale: Callable[[int], float] = lambda size: 1.0,
+    embedding_scale: Callable[[int], float] | None = None,
     windows: Sequence[int | None] = (),
     ropes: Sequence[RopeConfig | None] = (),
     ffns: Sequence[Ffn] = (),
@@ -111,7 +111,8 @@ def decoder(
         max_context=max_context,
         norm_eps=fields.positive("rms_norm_eps"),
         tied_head=fields.flag("tie_word_embeddings", False),
-        embedding_scale=embedding_scale(hidden_size),
+        embedding_scale=1.0 if embedding_scale is None else embedding_scale(hidden_size),
+        rounded_scale=embedding_scale is not None,
         logit_softcap=logit_softcap,
     )
 

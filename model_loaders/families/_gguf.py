@@ -12,7 +12,9 @@ def _nothing(values: Mapping[str, object]) -> Mapping[str, object]:
 
 @dataclass(frozen=True)
 class GgufLayout:
-    """architecture: its name in GGUF files. interleaved: RoPE's pairs are neighbouring channels.
+    """architecture: its name in GGUF files. also: names of other architectures that are written in the same way.
+
+    interleaved: RoPE's pairs are neighbouring channels.
 
     keys: Hugging Face's keys of further metadata → GGUF's, without the architecture and the dot. implied: returns
     values that the metadata lacks, given those that it has.
@@ -20,5 +22,6 @@ class GgufLayout:
 
     architecture: str
     interleaved: bool = False
+    also: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     implied: Callable[[Mapping[str, object]], Mapping[str, object]] = _nothing

@@ -1,11 +1,14 @@
-"""Why models are not supported: all except decoders with attention and one feed-forward network in each layer."""
+"""Why models are not supported."""
 
 from __future__ import annotations
 
 from polarlm.model_loaders.fields import Fields
 
 _EXPERTS = "a mixture of experts of a family that is not supported: use another family or a dense model"
-_HYBRID = "which has recurrent layers without a KV cache and is not supported: use a model with attention in all layers"
+_HYBRID = (
+    "which has recurrent layers of a kind that is not supported: use Qwen3.5, LFM2, Granite 4 H, Nemotron-H, or a "
+    "model with attention in all layers"
+)
 _IMAGES = "a model for images or sound, which is not supported: use a text-only model"
 _ENCODER = "which has an encoder and is not supported: use a decoder-only model"
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts

@@ -188,7 +188,7 @@ def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mappi
     return found
 
 
-def _experts(fields: Fields, dense: Ffn) -> Experts:
+def _experts(fields: Fields, dense: Ffn | None) -> Experts:
     """The experts of a layer, beside its dense network."""
     assert isinstance(dense, GatedMLP)
     count = fields.integer("num_experts", maximum=_MAX_EXPERTS)

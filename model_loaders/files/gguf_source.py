@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,12 +109,14 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
     return arch, family, layout
 
 
-def _refuse_unsupported(metadata: Mapping[str, object], where: str | Path, prefix: str, keys: Container[str]) -> None:
+def _refuse_unsupported(
+    metadata: Mapping[str, object], where: str | Path, prefix: str, keys: Mapping[str, str]
+) -> None:
     def given(key: str) -> object:
         """The value of a key; None if it is 0, false or empty, which switches the feature off."""
         return metadata.get(key) or None
 
-    if given(prefix + "expert_count") and "num_experts" not in keys and prefix != "llama.":
+    if given(prefix + "expert_count") and "expert_count" not in keys.values() and prefix != "llama.":
         raise LoadError(f"{where} holds a mixture of experts, which {prefix[:-1]} models have not; use another file.")
     if metadata.get(prefix + "attention.causal") is False:
         raise LoadError(

@@ -10,7 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedDelta, GatedMLP, Mixer, ModelConfig, ShortConv
+from polarlm.model_loaders.config import (
+    Attention,
+    Experts,
+    Ffn,
+    GatedDelta,
+    GatedMLP,
+    Mamba2,
+    Mixer,
+    ModelConfig,
+    Recurrent,
+    ShortConv,
+    is_gated,
+)
 
 # Slot → names of its tensors in a layer, without ".weight": Hugging Face's, with {} for the number of an expert, and
 # llama.cpp's. Names in the slots of `_WHOLE_NAMES` are complete.
@@ -18,8 +30,10 @@ Names = Mapping[str, tuple[tuple[str, str], ...]]
 _OF_EXPERTS = ("experts_gate_up", "experts_down")
 _WHOLE_NAMES = (
     *("sink_scores", "choice_bias", "expert_factors", "router_norm", "layer_scale"),
-    *("delta_decay", "delta_dt_bias"),
+    *("delta_decay", "delta_dt_bias", "mamba_decay", "mamba_dt_bias", "mamba_skip"),
 )
+_CONVOLUTIONS = ("conv", "delta_conv", "mamba_conv")
+_FLAT = ("mamba_decay", "mamba_skip", "mamba_out_norm")  # of GGUF files, which have them in two dimensions
 _WITHOUT_OFFSET = ("delta_out_norm",)  # norms whose weights are stored as they are
 
 
@@ -77,8 +91,9 @@ class TensorTable:
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out; or, if it is a
     gated delta rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay, delta_dt_bias,
-    delta_out_norm, delta_out; and ffn_norm,
-    gate_up, down, ffn_post_norm. A mixture of experts has, in the place of gate_up and down, router, choice_bias,
+    delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv, mamba_decay,
+    mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone if there is
+    no gate), down, ffn_post_norm. A mixture of experts has, in the place of gate_up and down, router, choice_bias,
     experts_gate_up and experts_down (all tensors of the first expert, then those of the next), expert_factors,
     shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm, experts_post_norm,
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
@@ -129,8 +144,9 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     slots: dict[str, tuple[TensorSpec, ...]] = {}
     mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
     e, inputs = config.hidden_size, config.layer_embedding
-    shapes_of = {**_mixer_shapes(e, mixer), **_ffn_shapes(e, ffn)}
-    shapes_of |= dict.fromkeys(("ffn_norm", "ffn_post_norm"), (_one(e), False))
+    shapes_of = _mixer_shapes(e, mixer)
+    if ffn is not None:
+        shapes_of |= {**_ffn_shapes(e, ffn), **dict.fromkeys(("ffn_norm", "ffn_post_norm"), (_one(e), False))}
     shares_kv = isinstance(mixer, Attention) and mixer.shares_kv
     if inputs:
         shapes_of |= {"layer_gate": (_one(inputs, e), False), "layer_out": (_one(e, inputs), False)}
@@ -152,14 +168,14 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
                 TensorSpec(
                     f"model.layers.{layer}.{theirs.format(expert)}{kind}",
                     f"blk.{layer}.{ggml}{kind}" + ("" if expert is None else f"[{expert}]"),
-                    shape if kind != ".bias" else (e,) if slot == "conv" else shape[:1],
+                    shape if kind != ".bias" else (_channels(e, mixer),) if slot in _CONVOLUTIONS else shape[:1],
                     heads,
                     mixer if heads and isinstance(mixer, Attention) else None,
                     norm_offset if slot.endswith("norm") and slot not in _WITHOUT_OFFSET else 0.0,
                     config.hidden_size**-0.5 if slot == "router_norm" else 1.0,
                     f"model.layers.{layer}.{tensors[1][0]}{kind}" if is_copy and theirs == tensors[-1][0] else "",
-                    flat=slot in ("conv", "delta_conv") and kind == ".weight",
-                    negated_exp=slot == "delta_decay",
+                    flat=(slot in _CONVOLUTIONS and kind == ".weight") or slot in _FLAT,
+                    negated_exp=slot in ("delta_decay", "mamba_decay"),
                 )
                 for expert in of_experts
                 for (theirs, ggml), (shape, heads) in zip(tensors, shapes[len(tensors)], strict=True)
@@ -191,8 +207,24 @@ def _mixer_shapes(e: int, mixer: Mixer) -> dict[str, tuple[_Shapes, bool]]:
             "delta_out_norm": (_one(mixer.value_dim), False),
             "delta_out": (_one(e, values), False),
         }
+    if isinstance(mixer, Mamba2):
+        inner = mixer.value_heads * mixer.value_dim
+        columns = inner + mixer.channels + mixer.value_heads
+        return {
+            "mamba_norm": (_one(e), False),
+            "mamba_in": (_one(columns, e), False),
+            "mamba_conv": (_one(mixer.channels * mixer.width), mixer.conv_bias),
+            **dict.fromkeys(("mamba_decay", "mamba_dt_bias", "mamba_skip"), (_one(mixer.value_heads), False)),
+            "mamba_out_norm": (_one(inner), False),
+            "mamba_out": (_one(e, inner), False),
+        }
     assert isinstance(mixer, Attention)
     return _attention_shapes(e, mixer)
+
+
+def _channels(e: int, mixer: Mixer) -> int:
+    """The channels of a mixer's convolution."""
+    return mixer.channels if isinstance(mixer, Recurrent) else e
 
 
 def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool]]:
@@ -222,10 +254,10 @@ def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool
 def _ffn_shapes(e: int, ffn: Ffn) -> dict[str, tuple[_Shapes, bool]]:
     """As `_mixer_shapes`."""
     if isinstance(ffn, GatedMLP):
-        return {"gate_up": (_pair(ffn.size, e), ffn.bias), "down": (_one(e, ffn.size), ffn.bias)}
+        return {"gate_up": (_up(ffn, e), ffn.bias), "down": (_one(e, ffn.size), ffn.bias)}
     shapes: dict[str, tuple[_Shapes, bool]] = {
         "router": (_one(ffn.count, e), ffn.router_bias),
-        "experts_gate_up": (_pair(ffn.size, e), ffn.bias),
+        "experts_gate_up": (_up(ffn, e), ffn.bias),
         "experts_down": (_one(e, ffn.size), ffn.bias),
     }
     if ffn.choice_bias:
@@ -246,9 +278,11 @@ def _one(*shape: int) -> _Shapes:
     return {1: [(shape, 0)]}
 
 
-def _pair(size: int, e: int) -> _Shapes:
-    """Gate and up projection, in two tensors or in one."""
-    return {2: [((size, e), 0)] * 2, 1: [((2 * size, e), 0)]}
+def _up(ffn: Ffn, e: int) -> _Shapes:
+    """Gate and up projection, in two tensors or in one; or the up projection alone."""
+    if not is_gated(ffn.activation):
+        return _one(ffn.size, e)
+    return {2: [((ffn.size, e), 0)] * 2, 1: [((2 * ffn.size, e), 0)]}
 
 
 def row_order(spec: TensorSpec, interleaved: bool) -> np.ndarray | None:

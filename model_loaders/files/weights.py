@@ -65,8 +65,8 @@ def fit(
     """`config` completed from the files, and the weights of exactly its tensors.
 
     interleaved: whether RoPE's pairs are neighbouring channels in the file. is_gguf: whether values in the file have
-    `TensorSpec.offset` already, and tensors llama.cpp's names. Without an output head, the head is the embedding. The
-    scale of embeddings is rounded to their stored type. Raises LoadError for a tensor that is missing, has another
+    `TensorSpec.offset` already, and tensors llama.cpp's names. Without an output head, the head is the embedding.
+    Raises LoadError for a tensor that is missing, has another
     shape or an unsupported type, or belongs to a layer but is unknown to the family (it would silently be ignored).
     """
     names = weights.names()
@@ -94,7 +94,7 @@ def fit(
                 f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "
                 "configuration does not have; use a plain checkpoint of a supported model."
             )
-    if config.embedding_scale != 1:
+    if config.rounded_scale:
         config = replace(config, embedding_scale=as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
     return config, weights.arranged(
         {

@@ -19,7 +19,7 @@ SHAPES = [  # and the tokens of a block
     (GatedDelta(1, 1, 32, 16, 2), 12),
     (GatedDelta(3, 3, 20, 7, 4), 64),
     (Mamba2(1, 5, 16, 12, 4), 16),
-    (Mamba2(2, 6, 8, 16, 3, conv_bias=False, min_step=0.5), 8),
+    (Mamba2(2, 6, 8, 16, 3, conv_bias=False), 8),
     (Mamba2(3, 3, 20, 7, 4), 64),
 ]
 

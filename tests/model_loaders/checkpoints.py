@@ -85,7 +85,7 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
     """A writer with the metadata of `config`; `changes` are further keys, with `__` for the dots."""
     writer = gguf.GGUFWriter(path, arch)
     ropes = [mixer.rope for mixer in sorted(config.attentions.values(), key=lambda one: one.window is not None)]
-    ffns = [layer.ffn for layer in config.layers]
+    ffns = [layer.ffn for layer in config.layers if layer.ffn is not None]
     numbers = {
         "block_count": len(config.layers),
         "embedding_length": config.hidden_size,
@@ -95,7 +95,7 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
         "attention.key_length": config.attention.head_dim,
         "attention.value_length": config.attention.head_dim,
         "rope.dimension_count": config.attention.rotated,
-        "rope.freq_base": next(rope.theta for rope in ropes if rope),
+        "rope.freq_base": next((rope.theta for rope in ropes if rope), 10_000.0),
         "context_length": config.max_context,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
     } | {key.replace("__", "."): value for key, value in changes.items()}

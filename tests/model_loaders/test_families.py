@@ -426,9 +426,13 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
 
 IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
 IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
-# Dense layers, and biases of convolutions, for which their architectures have no names. Those of gated delta rules have
-# tests of their own.
+# Dense layers, and biases of convolutions, for which their architectures have no names. Recurrent layers have tests of
+# their own.
 WITHOUT_GGUF = (
+    "granite_hybrid_experts",
+    "granite_hybrid_tied",
+    "nemotron_h_dense",
+    "nemotron_h_experts",
     "qwen3_moe_mixed_tied",
     "lfm2_biases",
     "qwen3_5_moe_with_images",

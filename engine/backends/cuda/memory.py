@@ -93,7 +93,7 @@ def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
     )
 
 
-def _ffn_size(ffn: Ffn) -> int:
+def _ffn_size(ffn: Ffn | None) -> int:
     """F of the network of a layer that is computed for every token; 0 if there is none."""
     dense = ffn.shared if isinstance(ffn, Experts) else ffn
     return 0 if dense is None else dense.size

@@ -33,7 +33,7 @@ from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate, 
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import has_codes, panel_kernel
 from polarlm.engine.weight_formats import ExpertLinear, Matrix
-from polarlm.model_loaders.config import Experts
+from polarlm.model_loaders.config import Experts, is_gated
 
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
@@ -112,9 +112,12 @@ class ExpertOps:
     ) -> np.ndarray:
         order = self._arranged(routing, gate_up, down)
         self._expect(order.chosen, gate_up, down)
-        is_gated = len(gate_up.parts) == 1 and gate_up.shape[0] % (2 * tiles.ROWS) == 0
-        y = self._multiply(x, gate_up, order, order.sources, norm, activation if is_gated else None)
-        if not is_gated:
+        has_halves = len(gate_up.parts) == 1 and gate_up.shape[0] % (2 * tiles.ROWS) == 0
+        gates = activation if is_gated(activation) and has_halves else None
+        y = self._multiply(x, gate_up, order, order.sources, norm, gates)
+        if not is_gated(activation):
+            self._launch(gate(activation), len(y), gate_arguments(y, y, y))
+        elif gates is None:
             both, y = y, self._launch.empty((len(y), y.shape[1] // 2))
             half = both.shape[1] // 2
             self._launch(gate(activation), len(y), gate_arguments(both[:, :half], both[:, half:], y))

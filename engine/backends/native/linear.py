@@ -37,6 +37,7 @@ from polarlm.engine.backends.native.kernels.rows import (
 from polarlm.engine.backends.native.loading import LoadOps
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import Linear, Matrix
+from polarlm.model_loaders.config import is_gated
 
 
 class LinearOps(LoadOps):
@@ -113,7 +114,7 @@ class LinearOps(LoadOps):
         then: Linear | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
-        gates = activation if activation is not None and _is_gated(w) else None
+        gates = activation if activation is not None and is_gated(activation) and _has_halves(w) else None
 
         def spec(part: Matrix, row_tile: int) -> Product:
             return Product(part.format, row_tile, residual is not None, w.bias is not None, gates)
@@ -171,6 +172,9 @@ class LinearOps(LoadOps):
             first += outputs
         if activation is None or gates:
             return y
+        if not is_gated(activation):
+            self.activate(y, y, activation)
+            return y
         out = self._launch.empty((len(x), width // 2))
         half = out.shape[1]
         self._launch(gate(activation), len(x), gate_arguments(y[:, :half], y[:, half:], out))
@@ -204,6 +208,6 @@ def panel_kernel(has_norm: bool, row_tile: int, is_packed: bool, *, picks: bool 
     return (quantize_rows if is_packed else interleave_rows)(has_norm, row_tile, picks=picks)
 
 
-def _is_gated(w: Linear) -> bool:
+def _has_halves(w: Linear) -> bool:
     """Whether one kernel can multiply by gate and up together: both halves of the outputs are whole tiles."""
     return len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0

@@ -40,6 +40,11 @@ def swiglu_clamped_mul(gate_up: np.ndarray) -> np.ndarray:
     return _over_one_plus_exp(gate, gate * np.float32(-_STEEPNESS), up)
 
 
+def relu_squared(up: np.ndarray) -> np.ndarray:
+    """up (T, F) → relu(up)² (T, F)."""
+    return np.maximum(up, np.float32(0)) * up
+
+
 def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray) -> np.ndarray:
     """gate / (1 + e^exponent) * up, in the memory of `exponent`."""
     # exp overflows to inf above 88, where the quotient is 0 = gate / inf.
@@ -51,9 +56,10 @@ def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray) -
     return y
 
 
-# Name → the function [gate | up] → activation(gate) * up.
+# Name → the function [gate | up] → activation(gate) * up, or, without a gate, up → activation(up).
 ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": silu_mul,
     "gelu_tanh": gelu_tanh_mul,
     "swiglu_clamped": swiglu_clamped_mul,
+    "relu_squared": relu_squared,
 }

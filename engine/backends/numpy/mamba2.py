@@ -47,7 +47,7 @@ def _add_rows(rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, slot: int, 
     x, k, q = np.split(mixed, [heads * dim, heads * dim + groups * size], axis=1)
     x = x.reshape(count, heads, dim).transpose(1, 0, 2)
     k, q = (part.reshape(count, groups, size).transpose(1, 0, 2) for part in (k, q))
-    step = np.maximum(softplus(rows[:, channels:] + w.dt_bias), np.float32(w.min_step)).T  # (H, count)
+    step = softplus(rows[:, channels:] + w.dt_bias).T  # (H, count)
     of_head = keys_of_heads(groups, heads, tiled=False)
 
     decays, updates = slots.decays[slot], slots.updates[slot]

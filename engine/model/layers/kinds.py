@@ -62,14 +62,15 @@ class LayerWeights:
     """The weights of a decoder layer."""
 
     mixer: Any  # an instance of the mixer's `Weights`
-    ffn: GatedMLPWeights | ExpertsWeights
+    ffn: GatedMLPWeights | ExpertsWeights | None
     scale: Array | None = None  # (1,)
     embedding: LayerEmbeddingWeights | None = None
 
     @property
     def matrices(self) -> dict[str, Linear]:
         """The projections of the layer, by their names."""
-        return {name: w for part in (self.mixer, self.ffn) for name, w in vars(part).items() if isinstance(w, Linear)}
+        parts = [self.mixer, self.ffn] if self.ffn is not None else [self.mixer]
+        return {name: w for part in parts for name, w in vars(part).items() if isinstance(w, Linear)}
 
 
 class DecoderLayer(NamedTuple):
@@ -77,13 +78,14 @@ class DecoderLayer(NamedTuple):
 
     ops: Ops
     mixer: Mixer
-    ffn: GatedMLP | Experts
+    ffn: GatedMLP | Experts | None
     scale: Array | None = None  # (1,)
     embedding: LayerEmbedding | None = None
 
     def finish(self, x: Array, inputs: Array | None, *, recorded: bool) -> None:
         """Compute all that follows the mixer, for rows x (T, E), in place. inputs: of all layers (T, L·P), if any."""
-        self.ffn.add(x, recorded=recorded)
+        if self.ffn is not None:
+            self.ffn.add(x, recorded=recorded)
         if self.embedding is not None:
             self.embedding.add(x, inputs, recorded=recorded)
         if self.scale is not None:
@@ -94,12 +96,14 @@ def decoder_layer(
     ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any, number: int
 ) -> DecoderLayer:
     """Return the objects that compute `layer`, of this number. cache, transform: as a `Mixer` takes them."""
-    mixer, ffn = MIXERS[type(layer.mixer)], FFNS[type(layer.ffn)]
-    own = weights.embedding
+    embedding = None
+    if weights.embedding is not None:
+        assert layer.ffn is not None
+        embedding = LayerEmbedding(ops, layer.ffn.activation, number, eps, weights.embedding)
     return DecoderLayer(
         ops,
-        mixer(ops, layer.mixer, eps, weights.mixer, cache, transform),
-        ffn(ops, layer.ffn, eps, weights.ffn),
+        MIXERS[type(layer.mixer)](ops, layer.mixer, eps, weights.mixer, cache, transform),
+        None if layer.ffn is None else FFNS[type(layer.ffn)](ops, layer.ffn, eps, weights.ffn),
         weights.scale,
-        None if own is None else LayerEmbedding(ops, layer.ffn.activation, number, eps, own),
+        embedding,
     )

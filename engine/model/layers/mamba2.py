@@ -64,7 +64,6 @@ class Mamba2:
             weights.skip,
             weights.out_norm,
             shape.norm_eps,
-            shape.min_step,
         )
 
     @staticmethod

@@ -109,7 +109,9 @@ def gate(activation: str) -> Kernel[GateArguments]:
 
 def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
     """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
-    u = -1.702 x for x up to 7 and (up between ±7) + 1 in the place of up (clamped SwiGLU)."""
+    u = -1.702 x for x up to 7 and (up between ±7) + 1 in the place of up (clamped SwiGLU); or relu(x) * up."""
+    if activation == "relu_squared":
+        return e.fmax(x, 0.0) * up
     if activation == "swiglu_clamped":
         x = _at_most(e, x, 7.0)
         up = -_at_most(e, -_at_most(e, up, 7.0), 7.0) + 1.0

@@ -124,7 +124,7 @@ class _Head:
         rate, bias = e.load(args.decay + self.head * 4, F32), e.load(args.dt_bias + self.head * 4, F32)
         with e.loop(0, count) as i:
             given = args.projected + ((row + i) * spec.columns + self.head) * 4
-            step = e.fmax(softplus(e, e.load(given, F32, 4 * (spec.inner + spec.channels)) + bias), args.min_step)
+            step = softplus(e, e.load(given, F32, 4 * (spec.inner + spec.channels)) + bias)
             total.add(rate * step)
             e.store(total.get(), self.decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.since + i * 4)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
+from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I32, I64, Value
 
 _STEP_ROWS, _PROMPT_ROWS = 2, 6  # whose sums stay in registers
@@ -81,7 +81,6 @@ class Mamba2Arguments(NamedTuple):
     kept: Pointer
     end_matrices: Pointer
     end_inputs: Pointer
-    min_step: Float32
     blocks: Int64
 
 

@@ -1,0 +1,163 @@
+"""Granite 4 H: Mamba 2 in most layers, attention without RoPE in the others; dense, or experts with a shared network.
+
+Results of mixers and networks are multiplied by a number m before they are added. Here the residual stream is divided
+by m instead, which norms undo if their epsilon is divided by m².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polarlm.model_loaders.config import Experts, Ffn, GatedMLP, Layer, ModelConfig
+from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_mlp, layer_count
+from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.families._mamba2 import Keys, check_attention, mamba2, names
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.joined_experts import split
+from polarlm.model_loaders.files.tensor_table import RowParts, TensorSpec, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensors import StoredTensor
+from polarlm.model_loaders.rope import rope_config
+
+ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
+_MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # of older and of newer files
+_KEYS = Keys("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_conv_bias")
+_NORM = ("input_layernorm", "attn_norm")
+_HALVES = "shared_mlp.input_linear"  # of gate and up
+_SHARED = (_HALVES, "ffn_gate"), (_HALVES, "ffn_up")
+_NAMES = {
+    "attention_norm": (_NORM,),
+    **names("mamba.", _NORM),
+    "qkv": PROJECTIONS["qkv"],
+    "out": PROJECTIONS["out"],
+    "ffn_norm": (("post_attention_layernorm", "ffn_norm"),),
+    "gate_up": _SHARED,
+    "down": (("shared_mlp.output_linear", "ffn_down"),),
+    "router": (("block_sparse_moe.router.layer", "ffn_gate_inp"),),
+    "experts_gate_up": (
+        ("block_sparse_moe.experts.{}.gate_proj", "ffn_gate_exps"),
+        ("block_sparse_moe.experts.{}.up_proj", "ffn_up_exps"),
+    ),
+    "experts_down": (("block_sparse_moe.experts.{}.down_proj", "ffn_down_exps"),),
+    "shared_gate_up": tuple((theirs, f"{ggml}_shexp") for theirs, ggml in _SHARED),
+    "shared_down": (("shared_mlp.output_linear", "ffn_down_shexp"),),
+}
+
+
+def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    """GGUF files have the size of a dense model's network under the key of an expert's."""
+    kv_heads, layers = values["num_key_value_heads"], values["num_hidden_layers"]
+    found = _KEYS.implied(values)
+    if isinstance(kv_heads, list):
+        found["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
+    elif isinstance(layers, int):
+        found["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
+    if not values["num_local_experts"]:
+        found |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
+    if values["uses_rope"] is not False:
+        found["position_embedding_type"] = "rope"
+    return found
+
+
+GGUF = GgufLayout(
+    "granitehybrid",
+    interleaved=True,
+    keys={
+        **_KEYS.of_gguf(),
+        "num_local_experts": GGUF_KEYS["num_experts"],
+        "num_experts_per_tok": GGUF_KEYS["num_experts_per_tok"],
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+        "uses_rope": "rope.scaling.finetuned",
+    },
+    implied=_implied,
+)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    count = layer_count(fields)
+    kinds = fields.texts("layer_types") or [_MAMBA[0]] * count
+    if len(kinds) != count or not set(kinds) <= {*_MAMBA, *_ATTENTION}:
+        raise fields.refuse("layer_types", f"but must say {_MAMBA[0]} or {_ATTENTION[0]} for {count} layers")
+    attends = [kind in _ATTENTION for kind in kinds]
+    check_attention(fields, "layer_types", attends)
+    shared = gated_mlp(fields, size_key="shared_intermediate_size")
+    rope = None
+    if fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope":
+        rope = rope_config(fields, fields.integer("max_position_embeddings"))
+    factor = fields.positive("residual_multiplier", 1.0)
+    config = decoder(
+        fields,
+        "granitemoehybrid",
+        qkv_bias=fields.flag("attention_bias", False),
+        out_bias=fields.flag("attention_bias", False),
+        scale=fields.positive("attention_multiplier", 1.0),
+        ropes=[rope] * count,
+        ffns=[_network(fields, shared)] * count,
+    )
+    eps = config.norm_eps
+    mixer = None if all(attends) else mamba2(_with_head_dim(fields), _KEYS, eps)
+    layers = (
+        layer if attended or mixer is None else Layer(mixer, layer.ffn)
+        for attended, layer in zip(attends, config.layers, strict=True)
+    )
+    return replace(
+        config,
+        layers=tuple(layers),
+        norm_eps=eps / factor**2,
+        embedding_scale=fields.positive("embedding_multiplier", 1.0) / factor,
+        logit_scale=1 / fields.positive("logits_scaling", 1.0),
+    )
+
+
+def _with_head_dim(fields: Fields) -> Fields:
+    """The fields with a head dim where they say "auto", or nothing."""
+    if fields.has(_KEYS.head_dim) and not fields.is_text(_KEYS.head_dim):
+        return fields
+    inner, heads = fields.integer("mamba_expand", 2) * fields.integer("hidden_size"), fields.integer(_KEYS.heads)
+    if inner % heads:
+        raise fields.refuse(_KEYS.heads, f"which does not divide the {inner} channels of Mamba 2")
+    return fields.replaced({_KEYS.head_dim: inner // heads})
+
+
+def _network(fields: Fields, shared: GatedMLP) -> Ffn:
+    if fields.integer("num_local_experts", 0, minimum=0) == 0:
+        return shared
+    return experts(fields, size_key="intermediate_size", renormalize=True, shared=shared)
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    """Safetensors have gate and up of the shared network in one tensor."""
+    table = tensor_table(config, _NAMES)
+    layers = ({slot: _halved(slot, specs) for slot, specs in slots.items()} for slots in table.layers)
+    return replace(table, layers=tuple(layers))
+
+
+def _halved(slot: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    if slot not in ("gate_up", "shared_gate_up"):
+        return specs
+    sizes = tuple(spec.shape[0] for spec in specs)
+    return tuple(
+        replace(spec, name=f"{spec.name}[{half}]", taken=RowParts(spec.name, sizes, (half,)))
+        for half, spec in enumerate(specs)
+    )
+
+
+def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Files have the matrices of all experts in two tensors, and the up projection of an expert after its gate."""
+    ffn, size, found = config.ffn, config.hidden_size, dict(stored)
+    if not isinstance(ffn, Experts):
+        return found
+    for layer in range(len(config.layers)):
+        prefix = f"model.layers.{layer}.block_sparse_moe."
+        if whole := found.pop(f"{prefix}input_linear.weight", None):
+            halves = split(whole, "{}", (2 * ffn.count, ffn.size, size), ffn.count)
+            for number, tensor in enumerate(halves.values()):
+                found[f"{prefix}experts.{number // 2}.{('gate_proj', 'up_proj')[number % 2]}.weight"] = tensor
+        if whole := found.pop(f"{prefix}output_linear.weight", None):
+            found |= split(whole, f"{prefix}experts.{{}}.down_proj", (ffn.count, size, ffn.size))
+    return found

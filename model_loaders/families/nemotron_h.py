@@ -1,0 +1,159 @@
+"""Nemotron-H and Nemotron 3: Mamba 2, attention without RoPE, and networks without a gate, dense or of experts.
+
+Files number mixers and networks alike. Here a mixer and the network that follows it are a layer; some have no network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from polarlm.model_loaders.config import Ffn, Layer, ModelConfig
+from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_mlp
+from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.families._mamba2 import Keys, check_attention, mamba2, names
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
+
+ARCHITECTURES = ("NemotronHForCausalLM",)
+PREFIXES = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "model.norm.", "backbone.": "model."}
+_MAMBA, _ATTENTION, _DENSE, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+_LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _DENSE, "E": _EXPERTS}
+_OLDER = {"mamba": _MAMBA, "attention": _ATTENTION}
+_KEYS = Keys("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel", "use_conv_bias")
+_NORM = ("norm", "attn_norm")
+_NAMES = {
+    "attention_norm": (_NORM,),
+    **names("mixer.", _NORM),
+    "qkv": tuple((theirs.replace("self_attn.", "mixer."), ggml) for theirs, ggml in PROJECTIONS["qkv"]),
+    "out": (("mixer.o_proj", "attn_output"),),
+    "ffn_norm": (_NORM,),
+    "gate_up": (("mixer.up_proj", "ffn_up"),),
+    "down": (("mixer.down_proj", "ffn_down"),),
+    "router": (("mixer.gate", "ffn_gate_inp"),),
+    "choice_bias": (("mixer.gate.e_score_correction_bias", "exp_probs_b.bias"),),
+    "experts_gate_up": (("mixer.experts.{}.up_proj", "ffn_up_exps"),),
+    "experts_down": (("mixer.experts.{}.down_proj", "ffn_down_exps"),),
+    "shared_gate_up": (("mixer.shared_experts.up_proj", "ffn_up_shexp"),),
+    "shared_down": (("mixer.shared_experts.down_proj", "ffn_down_shexp"),),
+}
+_OF_NETWORK = tuple(list(_NAMES)[list(_NAMES).index("ffn_norm") :])
+_NUMBER = re.compile(r"(?<=^model\.layers\.)\d+|(?<=^blk\.)\d+")
+
+
+def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    """GGUF files list KV heads and sizes of networks, 0 where a layer has none. Experts have a bias of choice."""
+    kv_heads, sizes, found = values["num_key_value_heads"], values["intermediate_size"], _KEYS.implied(values)
+    network = _EXPERTS if values["n_routed_experts"] else _DENSE
+    if isinstance(kv_heads, list) and isinstance(sizes, list) and len(kv_heads) == len(sizes):
+        kinds = (
+            network if size else _ATTENTION if heads else _MAMBA for heads, size in zip(kv_heads, sizes, strict=True)
+        )
+        found["layers_block_type"] = list(kinds)
+        found["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
+    found["layer_norm_epsilon"] = values["rms_norm_eps"]
+    return found
+
+
+_SHARED_SIZE = "moe_shared_expert_intermediate_size"
+_GGUF_KEYS = {
+    **_KEYS.of_gguf(),
+    "n_routed_experts": GGUF_KEYS["num_experts"],
+    "num_experts_per_tok": GGUF_KEYS["num_experts_per_tok"],
+    "moe_intermediate_size": GGUF_KEYS["moe_intermediate_size"],
+    _SHARED_SIZE: "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "moe_latent_size": "moe_latent_size",
+}
+GGUF = GgufLayout("nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys=_GGUF_KEYS, implied=_implied)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = fields.completed({"rms_norm_eps": fields.positive("layer_norm_epsilon", 1e-5)})
+    if fields.flag("attention_bias", False):
+        raise fields.refuse("attention_bias", "but biases of projections are not supported")
+    kinds = _kinds(fields)
+    with_networks = [
+        (kind == _ATTENTION, kinds[number + 1] if number + 1 < len(kinds) else "")
+        for number, kind in enumerate(kinds)
+        if kind in (_MAMBA, _ATTENTION)
+    ]
+    made = {kind: _network(fields, kind) for kind in set(kinds) & {_DENSE, _EXPERTS}}
+    count = len(with_networks)
+    config = decoder(
+        fields.replaced({"num_hidden_layers": count}),
+        "nemotron_h",
+        ropes=[None] * count,
+        ffns=[*made.values()][:1] * count,
+    )
+    mixer = mamba2(fields, _KEYS, config.norm_eps) if _MAMBA in kinds else None
+    layers = (
+        Layer(layer.mixer if attends or mixer is None else mixer, made.get(network))
+        for layer, (attends, network) in zip(config.layers, with_networks, strict=True)
+    )
+    return replace(config, layers=tuple(layers))
+
+
+def _kinds(fields: Fields) -> Sequence[str]:
+    """The kind of each mixer and network."""
+    key = "layers_block_type" if fields.has("layers_block_type") else "hybrid_override_pattern"
+    if key == "layers_block_type":
+        given: Sequence[str] = [_OLDER.get(kind, kind) for kind in fields.texts(key)]
+    else:
+        given = [_LETTERS.get(letter, letter) for letter in fields.text(key)]
+    if not given or not set(given) <= set(_LETTERS.values()):
+        raise fields.refuse(key, f"but must name {', '.join(_LETTERS.values())} in order")
+    networks = [kind in (_DENSE, _EXPERTS) for kind in given]
+    if networks[0] or any(one and following for one, following in pairwise(networks)):
+        raise fields.refuse(key, "but a network that does not follow Mamba 2 or attention is not supported")
+    if not any(networks):
+        raise fields.refuse(key, "but a model without networks is not supported")
+    check_attention(fields, key, [kind == _ATTENTION for kind in given])
+    return given
+
+
+def _network(fields: Fields, kind: str) -> Ffn:
+    fields = fields.completed({"mlp_hidden_act": "relu2"})
+    if fields.text("mlp_hidden_act") != "relu2":
+        raise fields.refuse("mlp_hidden_act", "but only relu2 is supported")
+    fields = fields.replaced({"hidden_act": "silu"})  # the key of other families
+    if kind == _DENSE:
+        return replace(gated_mlp(fields), activation="relu_squared")
+    if fields.integer("n_group", 1) != 1:
+        raise fields.refuse("n_group", "but experts that are chosen by groups are not supported")
+    if fields.has("moe_latent_size"):
+        raise fields.refuse("moe_latent_size", "but experts of another size than the layer's are not supported")
+    shared = None
+    if fields.integer("n_shared_experts", 1, minimum=0):
+        shared = replace(gated_mlp(fields, size_key=_SHARED_SIZE), activation="relu_squared")
+    of_experts = experts(
+        fields,
+        scoring="sigmoid",
+        renormalize=fields.flag("norm_topk_prob", True),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        shared=shared,
+    )
+    return replace(of_experts, activation="relu_squared")
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    table, number, layers = tensor_table(config, _NAMES), 0, []
+    for layer, slots in zip(config.layers, table.layers, strict=True):
+        layers.append({slot: _numbered(specs, number + (slot in _OF_NETWORK)) for slot, specs in slots.items()})
+        number += 1 + (layer.ffn is not None)
+    return replace(table, layers=tuple(layers))
+
+
+def _numbered(specs: tuple[TensorSpec, ...], number: int) -> tuple[TensorSpec, ...]:
+    """The specs with the number that a file gives their mixer or network."""
+    return tuple(
+        replace(spec, name=_NUMBER.sub(str(number), spec.name), gguf=_NUMBER.sub(str(number), spec.gguf))
+        for spec in specs
+    )
