@@ -154,6 +154,8 @@ FORMATS = [
         (7, True, False, True, False, "gelu_tanh"),
         (70, False, True, True, True, "swiglu_clamped"),
         (66, False, False, False, False, "silu"),
+        (2, True, True, False, True, "relu_squared"),
+        (70, False, False, True, False, "relu_squared"),
     ],
 )
 def test_experts_are_those_of_numpy(
@@ -169,7 +171,7 @@ def test_experts_are_those_of_numpy(
     """Steps, prompts, and batches of few rows; one of the experts is chosen by no row."""
     ops = CudaOps(open_device(checked=rows < 60))
     gate_up, host_gate_up = both(ops, rng, stored_experts(rng, formats[:2], F, E), biased)
-    down, host_down = both(ops, rng, stored_experts(rng, formats[2:], E, F), biased)
+    down, host_down = both(ops, rng, stored_experts(rng, formats[2:], E, F if is_gated(activation) else 2 * F), biased)
     x, before, gain = normal(rng, rows, E), normal(rng, rows, E), normal(rng, E)
     logits = normal(rng, rows, COUNT)
     logits[:, 3] = -100

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.bench.gpu.shapes import llama
+from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading.sizes import check_layers
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -107,6 +110,24 @@ def test_rows_that_are_not_kept_leave_no_trace(shape: Recurrent, block: int) -> 
 @pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[4]])
 def test_a_step_of_several_sequences_changes_their_slots_alone(shape: Recurrent, block: int) -> None:
     bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "block", "words"),
+    [
+        (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
+        (GatedDelta(2, 4, 30, 128, 4), 64, "multiples of 4, not 30 × 128: choose device=cpu"),
+        (GatedDelta(2, 4, 256, 256, 4), 64, "heads of 256 × 256 numbers: choose device=cpu"),
+        (Mamba2(2, 4, 128, 66, 4), 64, "matrices of Mamba 2 have sizes that are multiples of 4"),
+    ],
+)
+def test_layers_without_kernels_are_refused(mixer: Recurrent, block: int, words: str) -> None:
+    config = llama(layers=1)
+    config = replace(config, layers=(*config.layers, replace(config.layers[0], mixer=mixer)))
+    with pytest.raises(EngineError, match=words) as caught:
+        check_layers(CudaOps(open_device()), config, block)
+    assert caught.value.code == "device_unavailable"
+    check_layers(NumpyOps(), config, block)
 
 
 def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None:

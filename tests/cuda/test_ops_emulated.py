@@ -267,37 +267,41 @@ def test_linear_is_that_of_numpy(
     ("rows", "recorded", "normed", "biased"),
     [(*rows, *has) for rows, has in each(ROWS, [(True, False), (False, True)])],
 )
+@pytest.mark.parametrize("activation", ["silu", "relu_squared"])
 def test_linear_with_an_activation_is_that_of_numpy(
-    ops: CudaOps, rng: np.random.Generator, rows: int, recorded: bool, normed: bool, biased: bool
+    ops: CudaOps, rng: np.random.Generator, rows: int, recorded: bool, normed: bool, biased: bool, activation: str
 ) -> None:
-    n, out = 48, 24
+    n, out = 48, 48
     x = normal(rng, rows, n)
-    w, host_w = matrix(ops, rng, 2 * out, n)
-    (bias, host_bias), (gain, host_gain) = vector(ops, rng, 2 * out), vector(ops, rng, n)
+    w, host_w = matrix(ops, rng, out, n)
+    (bias, host_bias), (gain, host_gain) = vector(ops, rng, out), vector(ops, rng, n)
 
     def on_device(x: Any) -> Any:
         whole, norm = Linear((w,), bias if biased else None), (gain, EPS) if normed else None
-        return ops.linear(x, whole, norm=norm, activation="silu", recorded=recorded)
+        return ops.linear(x, whole, norm=norm, activation=activation, recorded=recorded)
 
     result = ops.to_host(ops.run_graph("test", on_device, [x]) if recorded else on_device(ops.to_device(x)))
     values = rms_norm(x, host_gain, EPS) if normed else x
     exact = values.astype(np.float64) @ host_w.T + (host_bias if biased else 0)
-    gate, up = np.split(exact, 2, axis=1)
-    wanted = gate / (1 + np.exp(-gate)) * up
+    off = (STEP["__half"] / 2 + 4 * n * EPS32) * (np.abs(values) @ np.abs(host_w).T + 1)
+    if activation == "silu":
+        (gate, up), (off_gate, off_up) = (np.split(both, 2, axis=1) for both in (exact, off))
+        wanted = gate / (1 + np.exp(-gate)) * up
+        # silu is no steeper than 1.1, and no larger than its gate.
+        allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
+    else:
+        wanted = np.maximum(exact, 0) ** 2
+        allowed = off * (2 * np.abs(exact) + off)
     np.testing.assert_allclose(
         HOST.linear(
             x,
             linear(host_w, host_bias if biased else None),
             norm=(host_gain, EPS) if normed else None,
-            activation="silu",
+            activation=activation,
         ),
         wanted,
         atol=1e-3,
     )
-    rounding = STEP["__half"] / 2
-    off_gate, off_up = np.split((rounding + 4 * n * EPS32) * (np.abs(values) @ np.abs(host_w).T + 1), 2, axis=1)
-    # silu is no steeper than 1.1, and no larger than its gate.
-    allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
     assert (np.abs(result - wanted) <= allowed).all()
 
 

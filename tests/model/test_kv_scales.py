@@ -95,12 +95,14 @@ def test_estimates_for_a_real_model_are_within_a_factor_of_three() -> None:
 def test_estimates_for_uncorrelated_inputs_are_exact(name: str, rng: np.random.Generator) -> None:
     """Keys and values of random inputs at consecutive positions; a bias, if any, outweighs all else."""
     config, weights = read_model(FIXTURES / name)
-    attention, layer, count = config.layers[1].mixer, weights.layers[1].mixer, 4096
+    number = next(number for number in (1, *config.kv_attentions) if number in config.kv_attentions)
+    attention, layer, count = config.layers[number].mixer, weights.layers[number].mixer, 4096
     heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
     if layer.qkv.bias is not None:
         layer = replace(layer, qkv=replace(layer.qkv, bias=20 * layer.qkv.bias))
-        first, second, *others = weights.layers
-        weights = replace(weights, layers=[first, replace(second, mixer=layer), *others])
+        layers = [*weights.layers]
+        layers[number] = replace(layers[number], mixer=layer)
+        weights = replace(weights, layers=layers)
     x = rng.standard_normal((count, config.hidden_size)).astype(np.float32)
     norm = None
     if layer.norm is not None:
@@ -126,7 +128,7 @@ def test_estimates_for_uncorrelated_inputs_are_exact(name: str, rng: np.random.G
         if block_size is not None:
             blocks = k.reshape(-1, block_size, *k.shape[1:])
             keys = (blocks - blocks.mean(axis=1, keepdims=True)).reshape(k.shape)
-        estimated = variances(OPS, config, weights, [block_size] * len(config.layers))[1]
+        estimated = variances(OPS, config, weights, [block_size] * len(config.layers))[number]
         for side, variance in zip((keys, v), estimated, strict=True):
             np.testing.assert_allclose(
                 variance.mean(-1), np.square(side).mean((0, 2)), rtol=0.1, err_msg=str(block_size)
