@@ -1,6 +1,6 @@
-// What the kernels of gated delta rules share. Letters as in engine/backends/delta.py: Q key heads, H value heads, A key
-// dim (KEY_DIM), D value dim (VALUE_DIM), C channels of q, k and v, N tokens of a block (BLOCK). A, D and N are multiples
-// of 4, so that rows of all arrays are aligned to 16 bytes if their arrays are.
+// What the kernels of gated delta rules and of Mamba 2 share. Letters as in engine/backends/delta.py: Q key heads, H
+// value heads, A key dim (KEY_DIM), D value dim (VALUE_DIM), C channels of q, k and v, N tokens of a block (BLOCK). A, D
+// and N are multiples of 4, so that rows of all arrays are aligned to 16 bytes if their arrays are.
 
 // The heads of a layer, and where a projected row [q | k | v | z | b | a] has what belongs to them.
 struct DeltaHeads {
@@ -41,7 +41,8 @@ struct ConvInputs {
                               : slot[(token + WIDTH - 1) * static_cast<long long>(channels) + channel];
     }
 
-    // Calls keep(token, silu of bias and the sum over WIDTH tokens) for tokens first … end − 1 of a channel. conv (WIDTH, C).
+    // Calls keep(token, silu of bias and the sum over WIDTH tokens) for tokens first … end − 1 of a channel.
+    // conv (WIDTH, C).
     template <class Keep>
     __device__ __forceinline__ void convolve(const float *conv, int channel, int first, int end, Keep keep) const {
         float weights[WIDTH], seen[WIDTH];

@@ -1,9 +1,9 @@
 // The op `gated_delta` for a prompt, first part: what does not depend on the matrices, of all blocks at once.
 //
 // With the matrix M of a head before a block, the updates u of its tokens i solve u_i + Σ_j<i L_ij u_j = b_i (v_i −
-// exp(g_i) Mᵀk_i), where L_ij = b_i exp(g_i − g_j) k_i·k_j (Yang et al., "Gated Delta Networks", 2024, §3.3). The inverse
-// of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had before
-// keep the updates that it has.
+// exp(g_i) Mᵀk_i), where L_ij = b_i exp(g_i − g_j) k_i·k_j (Yang et al., "Gated Delta Networks", 2024, §3.3). The
+// inverse of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had
+// before keep the updates that it has.
 //
 // queries (blocks, Q, N, A), keys (blocks, Q, A, N); of value heads: reads (blocks, H, N, A), news (blocks, H, N, D),
 // weights (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Tokens that there

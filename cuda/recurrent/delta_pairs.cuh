@@ -6,8 +6,8 @@ constexpr int ROW = KEY_DIM + 4;  // distance of tokens, so that neighbours are 
 // Shared memory: queries, then keys.
 using Pairs = float[2][BLOCK][ROW];
 
-// All threads convolve queries and keys of the tokens low … high − 1 of the block that begins with token `begin`. Keys of
-// earlier tokens are those of the slot, (A, N); all else is 0.
+// All threads convolve queries and keys of the tokens low … high − 1 of the block that begins with token `begin`. Keys
+// of earlier tokens are those of the slot, (A, N); all else is 0.
 template <class Heads>
 __device__ __forceinline__ void load_pairs(Pairs &pairs, const Heads &heads, int key_head, const ConvInputs &seen,
                                            const float *conv, const float *kept_keys, int begin, int low, int high) {

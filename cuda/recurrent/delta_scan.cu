@@ -1,13 +1,13 @@
-// The ops `gated_delta` and `mamba2` for a prompt, second part: the blocks of a prompt in their order, after delta_blocks
-// or mamba2_blocks.
+// The ops `gated_delta` and `mamba2` for a prompt, second part: the blocks of a prompt in their order, after
+// delta_blocks or mamba2_blocks.
 //
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
 // u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i exp(g_N − g_i) k_i u_iᵀ. With READS 0 the
 // updates are `news`, there are no `reads`, and results are added to what y has.
 //
-// y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N, D),
-// kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D): those
-// after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
+// y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
+// D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
+// those after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
 //
 // A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. A thread has 4
 // columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory.
@@ -141,7 +141,8 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
             for (int i = 0; i < 2; ++i) {
                 const int token = first + APART * i;
                 if (token < low || token >= high) continue;
-                float *const result = y + (block * BLOCK + token - place) * static_cast<long long>(heads.values) * VALUE_DIM;
+                const long long row = block * BLOCK + token - place;
+                float *const result = y + row * heads.values * VALUE_DIM;
                 if (!READS) {
                     float before[4];
                     load_floats(before, result);
@@ -159,9 +160,9 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
 #pragma unroll
                     for (int e = 0; e < 4; ++e) matrix[i][e] = added[2 + i][e];
                     store_floats(memory.matrix[row] + own, matrix[i]);
-                    if (target >= 0)
-                        store_floats(end_matrices + ((target * static_cast<long long>(heads.values) + head) * KEY_DIM + row)
-                                     * VALUE_DIM + column, matrix[i]);
+                    if (target < 0) continue;
+                    const long long of_end = target * static_cast<long long>(heads.values) + head;
+                    store_floats(end_matrices + (of_end * KEY_DIM + row) * VALUE_DIM + column, matrix[i]);
                 }
             }
         }

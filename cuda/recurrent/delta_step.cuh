@@ -1,4 +1,5 @@
-// What a block of threads does first in a step, for a value head of a span: rows are convolved, and multiplied with keys.
+// What a block of threads does first in a step, for a value head of a span: rows are convolved, and multiplied with
+// keys.
 
 constexpr int TOKENS = BLOCK / 4;  // threads of a row of keys
 constexpr int KEY_GROUPS = THREADS / TOKENS < KEY_DIM ? THREADS / TOKENS : KEY_DIM;
@@ -47,8 +48,8 @@ __device__ __forceinline__ void add_row_decays(float *decays, float *kept, float
     }
 }
 
-// The products of row r's query, with COUNT 2 of its key and of its query, with the block's keys, of which `place` are in
-// the slot and the others among the rows; each group of threads adds up its channels. sums (KEY_GROUPS, COUNT, N).
+// The products of row r's query, with COUNT 2 of its key and of its query, with the block's keys, of which `place` are
+// in the slot and the others among the rows; each group of threads adds up its channels. sums (KEY_GROUPS, COUNT, N).
 template <int COUNT>
 __device__ __forceinline__ void multiply_keys(float *sums, const StepRows &of, const float *keys, int r, int place) {
     const int first = threadIdx.x % TOKENS * 4, group = threadIdx.x / TOKENS;

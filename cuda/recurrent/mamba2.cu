@@ -1,5 +1,5 @@
-// The op `mamba2` in a step: rows are added to the current blocks of slots, and what their queries read, with `skip` times
-// their own values, is computed.
+// The op `mamba2` in a step: rows are added to the current blocks of slots, and what their queries read, with `skip`
+// times their own values, is computed.
 //
 // y (T, H, D): results, before they are gated. The slots, projected rows [z | x | B | C | dt], conv, decay, dt_bias and
 // spans are as for `gated_delta`; bias (C,) or null; skip (H,).

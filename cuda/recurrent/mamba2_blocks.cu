@@ -1,10 +1,11 @@
 // The op `mamba2` for a prompt, first part: what does not depend on the matrices, of all blocks at once; delta_scan
 // follows (Dao and Gu, "Transformers are SSMs", 2024, §6).
 //
-// y (rows, H, D): `skip` times the values. queries, keys, news, weights, logs: as delta_blocks writes them, where `news`
-// are the updates, values times their steps Δ. The other arguments are as for it too; bias (C,) or null; skip (H,).
-// Grid (blocks, Q, ceil(H / Q / MEMBERS)), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MEMBERS (heads of a
-// block of threads), THREADS, SHARED.
+// y (rows, H, D): `skip` times the values. queries, keys, news, weights, logs: as delta_blocks writes them, where
+// `news` are the updates, values times their steps Δ. The other arguments are as for it too; bias (C,) or null; skip
+// (H,).
+// Grid (blocks, Q, ceil(H / Q / MEMBERS)), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MEMBERS (heads of
+// a block of threads), THREADS, SHARED.
 // JOINS: delta.cuh, delta_pairs.cuh, mamba2.cuh.
 // PRECOND: THREADS >= (N / 4)².
 // Cost: N²A FMA for MEMBERS heads.

@@ -1,7 +1,7 @@
 // The op `mamba2`, last part: y = RMSNorm(y · silu(z)) · norm, where each of Q parts of a row is normalized by itself.
 //
 // y (T, H · D), Q parts of `size` numbers; projected: rows that begin with z, `pitch` numbers apart; norm (H · D,).
-// Grid (Q, T), block any.
+// Grid (Q, T), block any. DEFINES: none.
 // JOINS: activation.cuh.
 // PRECOND: none.
 extern "C" __global__ void __launch_bounds__(1024)

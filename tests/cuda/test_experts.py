@@ -17,7 +17,7 @@ from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.experts import Experts as Layer
 from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
-from polarlm.model_loaders.config import Experts, GatedMLP
+from polarlm.model_loaders.config import Experts, GatedMLP, is_gated
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 from tests.cuda.test_warm_up import Watched
