@@ -102,6 +102,11 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
     bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, block)
 
 
+@pytest.mark.slow
+def test_heads_of_the_size_that_models_have() -> None:
+    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", GatedDelta(1, 2, 128, 128, 4), 64)
+
+
 @every_shape
 def test_rows_that_are_not_kept_leave_no_trace(shape: Recurrent, block: int) -> None:
     bodies.test_rows_that_are_not_kept_leave_no_trace("cuda", shape, block)
