@@ -103,8 +103,9 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
 
 
 @pytest.mark.slow
-def test_heads_of_the_size_that_models_have() -> None:
-    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", GatedDelta(1, 2, 128, 128, 4), 64)
+@pytest.mark.parametrize("shape", [GatedDelta(1, 2, 128, 128, 4), Mamba2(1, 9, 128, 64, 4), Mamba2(2, 4, 128, 64, 4)])
+def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
+    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, 64)
 
 
 @every_shape

@@ -132,7 +132,7 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
     assert np.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_tied", "lfm2_tied"])
+@pytest.mark.parametrize("kind", ["qwen3_5_tied", "nemotron_h_experts", "lfm2_tied"])
 def test_replayed_steps_of_recurrent_layers_equal_launched_steps(kind: str) -> None:
     """Also steps of several rows, some of which are dropped."""
     devices = (CudaOps(open_device()), Unrecorded(open_device()))

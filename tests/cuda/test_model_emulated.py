@@ -242,6 +242,25 @@ def test_logits_of_hybrids_are_those_of_numpy_with_the_same_roundings(
     assert _worst(logits, rounded) <= rounding
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    "fixture", ["granite_hybrid_experts", "granite_hybrid_tied", "nemotron_h_dense", "nemotron_h_experts"]
+)
+def test_logits_of_mamba2_are_those_of_transformers(fixture: str) -> None:
+    """Of a prompt, and of steps after it: as near as those of NumPy with the same roundings, times two."""
+    reference = np.load(FIXTURES / fixture / "reference.npz")
+    ids, wanted, device = reference["ids"].tolist(), reference["logits"], CudaOps(open_device(checked=False))
+    errors = []
+    for ops in (device, Rounded(device)):
+        dialogue = Talk(model_of(ops, fixture, ("f16", "f16")))
+        dialogue.prompt(ids[: len(ids) // 2])
+        for token in ids[len(ids) // 2 :]:
+            dialogue.step([token])
+        errors.append(np.abs(np.concatenate(dialogue.logits) - wanted).max())
+    assert errors[1] <= np.ptp(wanted) / 20, "the comparison says nothing"
+    assert errors[0] <= 2 * errors[1]
+
+
 def _worst(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     return max(float(np.abs(one - other).max()) for one, other in zip(found, wanted, strict=True))
 

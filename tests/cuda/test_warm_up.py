@@ -105,17 +105,21 @@ def test_a_conversation_launches_nothing_unexpected(
 
 
 @pytest.mark.usefixtures("rehearsed_at_once")
-def test_a_conversation_of_a_hybrid_launches_nothing_unexpected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fixture", "op"),
+    [("qwen3_5_tied", "gated_delta"), ("granite_hybrid_tied", "mamba2"), ("nemotron_h_experts", "mamba2")],
+)
+def test_a_conversation_of_a_hybrid_launches_nothing_unexpected(tmp_path: Path, fixture: str, op: str) -> None:
     """Of its states: rows of prompts and of steps, ends of blocks, and what is kept and restored."""
     device = Watched()
-    with load_tiny(make_model(tmp_path, "qwen3_5_tied"), ops=CudaOps(device), **SETTINGS, cache_type="f16") as engine:
+    with load_tiny(make_model(tmp_path, fixture), ops=CudaOps(device), **SETTINGS, cache_type="f16") as engine:
         assert not device.unexpected()
         device.computes = False
         for length in (1, 7, 20, 100, 150):
             converse(engine, length)
         engine.generate([*PROMPT[:144], 5], SOME)
         seen = {kernel for text, kernel in device.kernels.items() if text in device.launched}
-        assert seen > {"gated_delta_kernel", "delta_scan_kernel", "advance_delta_kernel", "decode_states_kernel"}
+        assert seen > {f"{op}_kernel", "delta_scan_kernel", "advance_delta_kernel", "decode_states_kernel"}
         assert not device.unexpected() - {"copy_full_kernel"}
 
 
