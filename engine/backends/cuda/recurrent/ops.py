@@ -103,7 +103,8 @@ class RecurrentOps:
 
         scan, wanted = sizes.scan(heads, self._device.processors), self._device.from_host(kept)
         slices = -(-dim // int(scan.defines["SLICE"]))
-        written, read = (y, slot.matrices, *known, ends.matrices), (*arrays, wanted)
+        queries, _, *others = arrays
+        written, read = (y, slot.matrices, *known, ends.matrices), (queries, *others, wanted)
         self._launch("delta_scan", (slices, heads), scan, *written, *read, key_heads, int(w.tiled), rows, place)
 
         finish = sizes.finish()

@@ -84,8 +84,8 @@ class DeltaSizes:
         return LaunchConfig({**self.defines, "THREADS": threads, "SHARED": shared}, threads, shared)
 
     def scan(self, heads: int, processors: int) -> LaunchConfig:
-        """The launch of delta_scan for `heads` value heads: with slices so wide that all multiprocessors have one."""
-        slices = [columns for columns in _SLICES if heads * -(-self.value_dim // columns) >= processors]
+        """The launch of delta_scan for `heads` value heads: with slices so wide that most multiprocessors have one."""
+        slices = [columns for columns in _SLICES if 8 * heads * -(-self.value_dim // columns) >= 7 * processors]
         columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
         threads = _whole_warps(self.block // 2 * (columns // 4))
         left = max(2 * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
@@ -105,9 +105,9 @@ def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
 
 
 def scratch(sizes: DeltaSizes, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
-    """Return the shapes of what delta_blocks writes for delta_scan: queries, keys, reads, news, weights, logs."""
+    """Return the shapes of what delta_blocks writes: queries, keys; faded, reads, news, weights, logs."""
     a, d, n = sizes.key_dim, sizes.value_dim, sizes.block
-    of_keys, of_heads = [(n, a), (a, n)], [(n, a), (n, d), (n, n), (n,)]
+    of_keys, of_heads = [(n, a), (a, n)], [(a, n), (n, a), (n, d), (n, n), (n,)]
     return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
 
 
