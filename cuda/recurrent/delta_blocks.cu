@@ -5,11 +5,12 @@
 // inverse of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had
 // before keep the updates that it has.
 //
-// queries (blocks, Q, N, A), keys (blocks, Q, A, N); of value heads: reads (blocks, H, N, A), news (blocks, H, N, D),
-// weights (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Tokens that there
-// are not have 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart, the first of which has the
-// place `place` in its block. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs
-// (WIDTH − 1 + N, C). conv (WIDTH, C), decay, dt_bias (H,).
+// queries (blocks, Q, N, A), keys (blocks, Q, A, N); of value heads: faded (blocks, H, A, N): keys times exp(g_N −
+// g_i), but keys alone of a block that is not complete; reads (blocks, H, N, A), news (blocks, H, N, D), weights
+// (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Tokens that there are not
+// have 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart, the first of which has the place
+// `place` in its block. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs (WIDTH −
+// 1 + N, C). conv (WIDTH, C), decay, dt_bias (H,).
 // Grid (blocks, Q), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS, SHARED.
 // JOINS: delta.cuh, delta_pairs.cuh.
 // PRECOND: THREADS >= (N / 4)².
@@ -61,7 +62,7 @@ __device__ __forceinline__ void solve(BlockMemory &memory, float *out, int pitch
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, float *weights, float *logs,
+delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, float *news, float *weights, float *logs,
                     const float *projected, const float *kept_keys, const float *kept_updates,
                     const float *kept_decays, const float *kept_inputs, const float *conv, const float *decay,
                     const float *dt_bias, long long pitch, int key_heads, int value_heads, int tiled, int rows,
@@ -88,7 +89,10 @@ delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, floa
     float products[2][4][4] = {};  // of queries, and of keys, with keys
     const int own = thread / TILE, other = thread % TILE;
     if (own < TILE) multiply_tokens<2>(products, memory.rows.pairs, own, other);
-    write_pairs(queries, keys, memory.rows.pairs);
+    for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS) {
+        queries[i] = memory.rows.pairs[0][i / KEY_DIM][i % KEY_DIM];
+        keys[i] = memory.rows.pairs[1][i % BLOCK][i / BLOCK];
+    }
 
     const float *const gates = projected + (begin + low - place) * pitch;
 #pragma unroll 1
@@ -112,6 +116,10 @@ delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, floa
         }
         __syncthreads();
         for (int i = thread; i < BLOCK; i += THREADS) logs[of_head * BLOCK + i] = memory.logs[i];
+        for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS) {
+            const float fading = high == BLOCK ? expf(memory.logs[BLOCK - 1] - memory.logs[i % BLOCK]) : 1.0f;
+            faded[of_head * KEY_DIM * BLOCK + i] = fading * keys[i];
+        }
         if (own < TILE) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {

@@ -44,11 +44,3 @@ __device__ __forceinline__ void multiply_tokens(float (&products)[COUNT][4][4], 
             }
     }
 }
-
-// queries (N, A), keys (A, N).
-__device__ __forceinline__ void write_pairs(float *queries, float *keys, const Pairs &pairs) {
-    for (int i = threadIdx.x; i < BLOCK * KEY_DIM; i += THREADS) {
-        queries[i] = pairs[0][i / KEY_DIM][i % KEY_DIM];
-        keys[i] = pairs[1][i % BLOCK][i / BLOCK];
-    }
-}

@@ -22,7 +22,7 @@ constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query, after the
 constexpr int READ_ROWS = QUERIES / APART;  // of the reads, of a thread
 constexpr int WIDE_ROW = KEY_DIM + 4, ROW = BLOCK + 4;  // distances of rows, so that neighbours are in other banks
 
-// Shared memory. reading: reads, then queries times exp(g); adding: weights, then keys times exp(g_N − g).
+// Shared memory. reading: reads, then queries; adding: weights, then faded keys.
 union Left {
     float reading[QUERIES + BLOCK][WIDE_ROW];
     float adding[BLOCK + KEY_DIM][ROW];
@@ -54,9 +54,16 @@ __device__ __forceinline__ void add_products(float (&sums)[ROWS][4], const float
     }
 }
 
+// Starts to copy ROWS rows of NUMBERS numbers to rows that are PITCH numbers apart.
+template <int ROWS, int NUMBERS, int PITCH>
+__device__ __forceinline__ void copy_rows(float *to, const float *from) {
+    for (int i = 4 * threadIdx.x; i < ROWS * NUMBERS; i += 4 * THREADS)
+        cp_async<16>(to + i / NUMBERS * PITCH + i % NUMBERS, from + i);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updates, float *kept_decays,
-                  float *end_matrices, const float *queries, const float *keys, const float *reads, const float *news,
+                  float *end_matrices, const float *queries, const float *faded, const float *reads, const float *news,
                   const float *weights, const float *logs, const int *kept, int key_heads, int tiled, int rows,
                   int place) {
     DYNAMIC_SHARED(ScanMemory, shared);
@@ -85,17 +92,10 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
         const long long of_head = block * static_cast<long long>(heads.values) + head;
         const long long of_key = block * static_cast<long long>(key_heads) + key_head;
         const float *const log = logs + of_head * BLOCK;
-        for (int i = 4 * thread; i < (QUERIES + BLOCK) * KEY_DIM; i += 4 * THREADS) {
-            const int row = i / KEY_DIM, channel = i % KEY_DIM;
-            const bool is_query = row >= QUERIES;
-            float x[4];
-            load_floats(x, is_query ? queries + of_key * BLOCK * KEY_DIM + i - QUERIES * KEY_DIM
-                                    : reads + of_head * BLOCK * KEY_DIM + i);
-            const float factor = is_query ? expf(log[row - QUERIES]) : 1.0f;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[e] *= factor;
-            store_floats(memory.left.reading[row] + channel, x);
-        }
+        if (READS) copy_rows<BLOCK, KEY_DIM, WIDE_ROW>(memory.left.reading[0], reads + of_head * BLOCK * KEY_DIM);
+        copy_rows<BLOCK, KEY_DIM, WIDE_ROW>(memory.left.reading[QUERIES], queries + of_key * BLOCK * KEY_DIM);
+        cp_async_commit();
+        cp_async_wait<0>();
         __syncthreads();
         float sums[READ_ROWS + 2][4] = {};  // of reads M, and two rows of the results
         if (is_active) {
@@ -112,26 +112,17 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
             }
         }
         __syncthreads();
-        const float last = log[BLOCK - 1];
-        for (int i = 4 * thread; i < BLOCK * (BLOCK + KEY_DIM); i += 4 * THREADS) {
-            const int row = i / BLOCK, token = i % BLOCK;
-            float x[4];
-            if (row < BLOCK) {
-                load_floats(x, weights + of_head * BLOCK * BLOCK + i);
-            } else {
-                load_floats(x, keys + of_key * KEY_DIM * BLOCK + i - BLOCK * BLOCK);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[e] *= expf(last - log[token + e]);
-            }
-            store_floats(memory.left.adding[row] + token, x);
-        }
+        copy_rows<BLOCK, BLOCK, ROW>(memory.left.adding[0], weights + of_head * BLOCK * BLOCK);
+        copy_rows<KEY_DIM, BLOCK, ROW>(memory.left.adding[BLOCK], faded + of_head * KEY_DIM * BLOCK);
+        cp_async_commit();
+        cp_async_wait<0>();
         __syncthreads();
         if (is_active) {
             float added[2 + KEY_ROWS][4];  // two rows of the results, and those of the matrix
-            const float whole = expf(last);
+            const float whole = expf(log[BLOCK - 1]), since[2] = {expf(log[first]), expf(log[first + APART])};
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                added[0][e] = sums[READ_ROWS][e], added[1][e] = sums[READ_ROWS + 1][e];
+                added[0][e] = since[0] * sums[READ_ROWS][e], added[1][e] = since[1] * sums[READ_ROWS + 1][e];
 #pragma unroll
                 for (int i = 0; i < KEY_ROWS; ++i) added[2 + i][e] = whole * matrix[i][e];
             }
@@ -183,7 +174,7 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
             if (!heads.is_first(head)) continue;
             for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS)
                 if (i % BLOCK >= low && i % BLOCK < high)
-                    kept_keys[key_head * KEY_DIM * BLOCK + i] = keys[of_key * KEY_DIM * BLOCK + i];
+                    kept_keys[key_head * KEY_DIM * BLOCK + i] = faded[of_head * KEY_DIM * BLOCK + i];
         }
     }
     if (!is_active || place + rows < BLOCK) return;

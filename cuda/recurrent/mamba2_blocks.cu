@@ -1,7 +1,7 @@
 // The op `mamba2` for a prompt, first part: what does not depend on the matrices, of all blocks at once; delta_scan
 // follows (Dao and Gu, "Transformers are SSMs", 2024, §6).
 //
-// y (rows, H, D): `skip` times the values. queries, keys, news, weights, logs: as delta_blocks writes them, where
+// y (rows, H, D): `skip` times the values. queries, faded, news, weights, logs: as delta_blocks writes them, where
 // `news` are the updates, values times their steps Δ. The other arguments are as for it too; bias (C,) or null; skip
 // (H,).
 // Grid (blocks, Q, ceil(H / Q / MEMBERS)), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MEMBERS (heads of
@@ -14,12 +14,12 @@ constexpr int RANGES = THREADS / VALUE_DIM > 0 ? THREADS / VALUE_DIM : 1;  // of
 
 struct BlockMemory {
     Pairs pairs;
-    float logs[MEMBERS][BLOCK], steps[MEMBERS][BLOCK];
+    float logs[MEMBERS][BLOCK], steps[MEMBERS][BLOCK], fading[MEMBERS][BLOCK];
 };
 static_assert(sizeof(BlockMemory) == SHARED, "SHARED is what a block takes");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mamba2_blocks_kernel(float *y, float *queries, float *keys, float *news, float *weights, float *logs,
+mamba2_blocks_kernel(float *y, float *queries, float *faded, float *news, float *weights, float *logs,
                      const float *projected, const float *kept_keys, const float *kept_updates,
                      const float *kept_decays, const float *kept_inputs, const float *conv, const float *bias,
                      const float *decay, const float *dt_bias, const float *skip, long long pitch, int key_heads,
@@ -54,10 +54,16 @@ mamba2_blocks_kernel(float *y, float *queries, float *keys, float *news, float *
     float products[1][4][4] = {};
     const int own = thread / TILE, other = thread % TILE;
     if (own < TILE) multiply_tokens<1>(products, memory.pairs, own, other);
-    if (blockIdx.z == 0) {
-        const long long of_key = (block * static_cast<long long>(key_heads) + key_head) * BLOCK * KEY_DIM;
-        write_pairs(queries + of_key, keys + of_key, memory.pairs);
+    const long long of_key = (block * static_cast<long long>(key_heads) + key_head) * BLOCK * KEY_DIM;
+    if (blockIdx.z == 0)
+        for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS)
+            queries[of_key + i] = memory.pairs[0][i / KEY_DIM][i % KEY_DIM];
+    for (int i = thread; i < members * BLOCK; i += THREADS) {
+        const int member = i / BLOCK, token = i % BLOCK;
+        const float *const own_logs = memory.logs[member];
+        memory.fading[member][token] = high == BLOCK ? expf(own_logs[BLOCK - 1] - own_logs[token]) : 1.0f;
     }
+    __syncthreads();
 
 #pragma unroll 1
     for (int i = 0; i < members; ++i) {
@@ -78,6 +84,9 @@ mamba2_blocks_kernel(float *y, float *queries, float *keys, float *news, float *
                 }
             }
         }
+        for (int at = thread; at < BLOCK * KEY_DIM; at += THREADS)
+            faded[of_head * BLOCK * KEY_DIM + at] =
+                memory.fading[i][at % BLOCK] * memory.pairs[1][at % BLOCK][at / BLOCK];
         float *const updates = news + of_head * BLOCK * VALUE_DIM;
         const float *const kept = kept_updates + head * BLOCK * VALUE_DIM, own_skip = skip[head];
         for (int at = thread; at < low * VALUE_DIM; at += THREADS) updates[at] = kept[at];

@@ -121,7 +121,8 @@ class RecurrentOps:
         args = *arrays, projected, *_known(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
         self._launch("delta_blocks", (len(kept), key_heads), sizes.blocks(), *args)
         on_device = self._device.from_host(kept)
-        self._scan(sizes, y, slot, ends, arrays, on_device, w.tiled, rows, place)
+        queries, _, *others = arrays
+        self._scan(sizes, y, slot, ends, [queries, *others], on_device, w.tiled, rows, place)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
@@ -147,8 +148,8 @@ class RecurrentOps:
         args = y, *arrays, projected, *_known(slot), slot.inputs, *weights, *numbers
         grid = len(kept), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
         self._launch("mamba2_blocks", grid, config, *args)
-        on_device, (queries, keys, *updates) = self._device.from_host(kept), arrays
-        self._scan(sizes, y, slot, ends, [queries, keys, None, *updates], on_device, False, rows, place)
+        on_device, (queries, faded, *others) = self._device.from_host(kept), arrays
+        self._scan(sizes, y, slot, ends, [queries, faded, None, *others], on_device, False, rows, place)
         self._keep_inputs(sizes, slot, ends, projected[:, y.shape[1] :], on_device, place)
 
     def _scratch(self, sizes: DeltaSizes, slot: DeltaSlots, kept: np.ndarray) -> list[Array]:
@@ -167,7 +168,7 @@ class RecurrentOps:
         rows: int,
         place: int,
     ) -> None:
-        """arrays: those of `DeltaSizes.scratch`, None for reads that there are not."""
+        """arrays: queries, faded, reads or None, news, weights, logs: see `delta_blocks.cu`."""
         heads, _, dim = slot.updates.shape
         config = sizes.scan(heads, self._device.processors)
         grid = -(-dim // int(config.defines["SLICE"])), heads

@@ -91,8 +91,8 @@ class DeltaSizes:
         return LaunchConfig({**self.defines, "THREADS": threads, "SHARED": shared}, threads, shared)
 
     def scan(self, heads: int, processors: int) -> LaunchConfig:
-        """The launch of delta_scan for `heads` value heads: with slices so wide that all multiprocessors have one."""
-        slices = [columns for columns in _SLICES if heads * -(-self.value_dim // columns) >= processors]
+        """The launch of delta_scan for `heads` value heads: with slices so wide that most multiprocessors have one."""
+        slices = [columns for columns in _SLICES if 8 * heads * -(-self.value_dim // columns) >= 7 * processors]
         columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
         threads = _whole_warps(self.block // 2 * (columns // 4))
         left = max((1 + self.reads) * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
@@ -106,10 +106,11 @@ class DeltaSizes:
         return LaunchConfig(self.defines, 256)
 
     def scratch(self, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
-        """Return the shapes of what delta_blocks writes for delta_scan: queries, keys, reads, news, weights, logs;
-        mamba2_blocks writes no reads."""
+        """Return the shapes of what delta_blocks writes: queries, keys; faded, reads, news, weights, logs.
+        mamba2_blocks writes neither keys nor reads."""
         a, d, n = self.key_dim, self.value_dim, self.block
-        of_keys, of_heads = [(n, a), (a, n)], [*([(n, a)] if self.reads else []), (n, d), (n, n), (n,)]
+        of_keys = [(n, a), (a, n)] if self.reads else [(n, a)]
+        of_heads = [(a, n), *([(n, a)] if self.reads else []), (n, d), (n, n), (n,)]
         return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
 
 
@@ -122,7 +123,7 @@ class Mamba2Sizes(DeltaSizes):
     def blocks(self) -> LaunchConfig:
         """The launch of mamba2_blocks."""
         threads = _whole_warps((self.block // 4) ** 2)
-        shared = _FLOAT * self.block * 2 * (self.key_dim + 4 + _MEMBERS)
+        shared = _FLOAT * self.block * (2 * (self.key_dim + 4) + 3 * _MEMBERS)
         defines = {**self.defines, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
         return LaunchConfig(defines, threads, shared)
 
