@@ -40,12 +40,12 @@ class DeltaSizes:
 
     def check(self) -> None:
         """Raises ValueError where there are no kernels for these sizes."""
-        if any(size % 4 for size in (self.key_dim, self.value_dim)):
+        if self.key_dim % 8 or self.value_dim % 4:
             raise ValueError(
-                f"On a GPU the keys and values of gated delta rules have dimensions that are multiples of 4, "
-                f"not {self.key_dim} and {self.value_dim}: choose device=cpu"
+                f"On a GPU the dimension of a gated delta rule's keys is a multiple of 8 and that of its values one of "
+                f"4, not {self.key_dim} and {self.value_dim}: choose device=cpu"
             )
-        if self.block % 4 or self.block > _LARGEST_BLOCK or self.width > self.block:
+        if self.block % 8 or self.block > _LARGEST_BLOCK or self.width > self.block:
             raise ValueError(
                 f"On a GPU gated delta rules have no kernels for blocks of {self.block} tokens: choose 64."
             )
@@ -88,8 +88,8 @@ class DeltaSizes:
         slices = [columns for columns in _SLICES if 8 * heads * -(-self.value_dim // columns) >= 7 * processors]
         columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
         threads = _whole_warps(self.block // 2 * (columns // 4))
-        left = max(2 * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
-        shared = _FLOAT * (left + (self.key_dim + self.block) * columns)
+        left = max(2 * self.block * (self.key_dim // 2 + 4), (self.block + self.key_dim) * (self.block // 2 + 4))
+        shared = _FLOAT * (2 * left + (self.key_dim + self.block) * columns)
         defines = {**self.defines, "SLICE": columns, "THREADS": threads, "SHARED": shared}
         return LaunchConfig(defines, threads, shared)
 
