@@ -14,13 +14,14 @@ from polarlm.bench.gpu.shapes import llama
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.recurrence import make_rows, make_slots, make_weights, recurrence
 from tests.tiny import VOCABULARY, make_model
 
 SHAPES = [  # and the tokens of a block
@@ -94,6 +95,18 @@ def test_rows_that_are_not_kept_leave_no_trace(shape: GatedDelta, block: int) ->
 @pytest.mark.parametrize(("shape", "block"), SHAPES[:1])
 def test_a_step_of_several_sequences_changes_their_slots_alone(shape: GatedDelta, block: int) -> None:
     bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
+
+
+def test_an_empty_row_changes_no_slot(rng: np.random.Generator) -> None:
+    """As batches are filled up with: its result is 0."""
+    shape, block = SHAPES[0]
+    w, rows, slots = make_weights(rng, shape), make_rows(rng, shape, 2), make_slots(shape, 2, block)
+    untouched = [array[0].copy() for array in slots]
+    found = OnDevice().gated_delta(rows, w, slots, np.array([DeltaSpan(1, 0, 1, 0), DeltaSpan(0, 0, 0, 0)], np.int32))
+    bodies.assert_close(found[:1], recurrence(rows[:1], w, shape)[0])
+    assert not found[1].any()
+    for before, after in zip(untouched, slots, strict=True):
+        np.testing.assert_array_equal(before, after[0])
 
 
 @pytest.mark.parametrize(
