@@ -10,12 +10,13 @@ bank conflicts. An H200 takes 1.2 (bfloat16 weights) to 1.4 (4-bit) times as lon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polarlm.bench.gpu.nvrtc import compile_binary
-from polarlm.bench.gpu.parts import LIBRARY, Launch, Multiplied, Part
+from polarlm.bench.gpu.parts import DELTA, LIBRARY, Launch, Multiplied, Part
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import get
@@ -31,7 +32,9 @@ _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
 _REGISTERS = 65536  # of a multiprocessor
 _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
-_PROMPT = "prefill_attention"
+_PORT_BYTES = 64  # that a multiprocessor gets from L2 in a clock, at most
+_PROMPT, _STATES = "prefill_attention", "gated_delta"
+_OTHERS = (_PROMPT, _STATES, *DELTA, LIBRARY)  # kernels with a time of their own
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,10 @@ def _compiled(kernel: str, text: str, arch: int) -> tuple[int, Counts]:
     used, binary = compile_binary(text, arch)
     name = f"{kernel}_kernel"
     (registers,) = [usage.registers for usage in used if usage.kernel == name]
-    loop = disassemble(binary)[name].hot_loop()
+    compiled = disassemble(binary)[name]
+    if kernel in DELTA:
+        return registers, replace(compiled.multiplying_loop(), seldom=0)
+    loop = compiled.hot_loop()
     # Masks and new maxima are seldom; what a product's branches skip is the unpacking of weights.
     return registers, loop if kernel.endswith("_attention") else replace(loop, seldom=0)
 
@@ -118,7 +124,7 @@ def overlapped(parts: Sequence[Prediction], machine: Machine) -> float | None:
 
 def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
     counted = [launch for launch in part.launches if launch.kernel in _UNITS]
-    small = [launch for launch in part.launches if launch.kernel not in (*_UNITS, _PROMPT, LIBRARY)]
+    small = [launch for launch in part.launches if launch.kernel not in (*_UNITS, *_OTHERS)]
     beside = sum(_small(launch, machine) for launch in small)
     times: list[tuple[float, str, int, float]] = []
     flops = sum(launch.flops for launch in part.launches)
@@ -130,6 +136,9 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
     elif part.prompt:
         flops = 4 * config.attention.heads * config.attention.head_dim * part.visible
         times.append(_prompt_time(part, machine, config))
+    elif any(launch.kernel in (_STATES, *DELTA) for launch in part.launches):
+        times += [_state_time(launch, part, machine) for launch in part.launches if launch.kernel == _STATES]
+        times += [_delta_time(launch, machine) for launch in part.launches if launch.kernel in DELTA]
     elif part.products:
         for launch, product in zip(counted, part.products, strict=True):
             times.append(_product_time(launch, product, machine))
@@ -190,20 +199,51 @@ def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[flo
     them. Barriers between the warps of a block are not counted.
     """
     launches = [launch for launch in part.launches if launch.kernel == _PROMPT]
-    launch, threads = launches[0], launches[0].threads
+    launch = launches[0]
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     rows = _define(launch, "WARP_ROWS")
     products = loop.hmma * _MULTIPLIED  # of an iteration: of numbers
     tokens = products / (2 * rows * config.attention.head_dim)
     iterations = config.attention.heads / rows * (part.visible / tokens + part.prompt / 2) / machine.processors
     clocks, limit = _busiest(loop, iterations, 0, 0, machine)
-    by_registers = _REGISTERS // (-(-registers // 8) * 8 * threads)
-    resident = max(1, min(by_registers, machine.shared_memory // (launch.shared + SYSTEM_BYTES)))
-    in_turn = iterations * loop.latency / (resident * threads // 32)
+    in_turn = iterations * loop.latency / (_resident(launch, registers, machine) * launch.threads // 32)
     if in_turn > clocks:
         clocks, limit = in_turn, "latency"
     fixed = len(launches) * (_BEGIN + _RAMP)
     return clocks / machine.clock + fixed, limit, registers, 32 * loop.common / products
+
+
+def _state_time(launch: Launch, part: Part, machine: Machine) -> tuple[float, str, int, float]:
+    """Seconds of gated_delta, and its limit. A multiprocessor gets the blocks of a head one after another, no faster
+    than its port of L1; and as in attention, loads depend on each other, and the results of warps are merged."""
+    blocks = math.prod(launch.grid)
+    registers, _ = _compiled(launch.kernel, launch.text, machine.arch)
+    through_port = part.bytes / blocks * -(-blocks // machine.processors) / _PORT_BYTES / machine.clock
+    times = {"memory": part.bytes / machine.bandwidth, "shared memory and L1": through_port}
+    limit = max(times, key=lambda unit: times[unit])
+    return times[limit] + _BEGIN + _ATTENTION_RAMP, limit, registers, 0.0
+
+
+def _delta_time(launch: Launch, machine: Machine) -> tuple[float, str, int, float]:
+    """Seconds of a kernel of a prompt that multiplies in float32, its limit, registers, and instructions of a product.
+
+    What it stages between its loops of products is not counted, nor are barriers.
+    """
+    registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
+    blocks, warps = math.prod(launch.grid), launch.threads // 32
+    iterations = launch.flops / 2 / blocks / launch.threads / loop.ffma  # of a warp
+    own = -(-blocks // machine.processors)
+    clocks, limit = _busiest(loop, own * warps * iterations, 0, 0, machine)
+    in_turn = iterations * loop.latency * -(-own // _resident(launch, registers, machine))
+    if in_turn > clocks:
+        clocks, limit = in_turn, "latency"
+    return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, loop.common / loop.ffma
+
+
+def _resident(launch: Launch, registers: int, machine: Machine) -> int:
+    """Blocks that a multiprocessor has at once."""
+    by_registers = _REGISTERS // (-(-registers // 8) * 8 * launch.threads)
+    return max(1, min(by_registers, machine.shared_memory // (launch.shared + SYSTEM_BYTES)))
 
 
 def _cached(launch: Launch, nbytes: int) -> int:

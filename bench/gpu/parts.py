@@ -21,15 +21,18 @@ from polarlm.engine.backends.cuda.device.kernel_source import can_read
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
+from polarlm.engine.state.delta import DeltaShape
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, available, get
-from polarlm.model_loaders.config import Experts, GenerationDefaults, ModelConfig
+from polarlm.model_loaders.config import Experts, GatedDelta, GenerationDefaults, ModelConfig
 
 BLOCK_SIZE = 64
 MIXED_EXPERTS = "mxfp4_moe"  # as in files of gpt-oss: experts in MXFP4, all other matrices in Q8_0
 LIBRARY = tracing.GEMM  # a product by a library
+DELTA = ("delta_blocks", "delta_scan")  # kernels of prompts that multiply in float32
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,17 @@ def _launch(traced: tracing.Launch) -> Launch:
         y, x, *_ = arrays
         inputs = len(y) * x.nbytes // len(x)
         flops = 2 * y.size * x.shape[1] * (2 if "#define ACTIVATION " in traced.text else 1)
+    if name in DELTA:
+        flops = _delta_flops(name, *(array.shape for array in arrays if array.ndim == 4 and array.dtype == np.float32))
     return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared, flops)
+
+
+def _delta_flops(kernel: str, *shapes: tuple[int, ...]) -> int:
+    """Of the kernels of a prompt. shapes: of the arrays between them: queries, keys, reads, news and so on."""
+    (_, keys, n, a), _, (blocks, heads, *_), (*_, d) = shapes[-5:-1] if kernel == "delta_scan" else shapes[:4]
+    if kernel == "delta_blocks":
+        return blocks * (4 * keys * n * n * a + heads * n * n * (a + d))
+    return 2 * blocks * heads * n * d * (3 * a + n)
 
 
 class Multiplied(NamedTuple):
@@ -122,6 +135,20 @@ class Seen(NamedTuple):
     read: Mapping[str, int]
 
 
+class Delta(NamedTuple):
+    """What layers with gated delta rules take. spans: int32 (spans, 4), see DeltaSpan. slots: states."""
+
+    spans: np.ndarray
+    slots: int
+    is_prompt: bool
+
+    def read(self, rule: GatedDelta) -> int:
+        """Bytes that are read of states: matrices, and what the tokens of the current block have added."""
+        of_token = rule.key_heads * rule.key_dim + rule.value_heads * (rule.value_dim + 1)
+        matrices = rule.value_heads * rule.key_dim * rule.value_dim
+        return 4 * sum(matrices + span.place * of_token for span in map(DeltaSpan._make, self.spans.tolist()))
+
+
 class _Pass:
     """The parts of a forward pass of a model, noted as their kernels are launched. Layers are alike."""
 
@@ -146,20 +173,31 @@ class _Pass:
         return self._note("embedding", 1, lambda: self.ops.embed(table, ids), nbytes)
 
     def run(
-        self, x: TracingArray, place: str, seen: Mapping[int | None, Seen], *, outputs: int, recorded: bool
+        self,
+        x: TracingArray,
+        place: str,
+        seen: Mapping[int | None, Seen],
+        delta: Delta,
+        *,
+        outputs: int,
+        recorded: bool,
     ) -> list[Part]:
         """The parts of a pass of x (T, E), after its embedding.
 
-        place: name of the part that places keys and values. seen: of layers with each window. outputs: rows that have
-        logits. recorded: see `Ops.linear`.
+        place: name of the part that places keys and values. seen: of layers with each window. delta: of layers with
+        gated delta rules. outputs: rows that have logits. recorded: see `Ops.linear`.
         """
         config, attention, ops, note = self.config, self.config.attention, self.ops, self._note
-        heads, kv_heads, dim, layers = attention.heads, attention.kv_heads, attention.head_dim, len(config.layers)
+        heads, kv_heads, dim, layers = attention.heads, attention.kv_heads, attention.head_dim, len(config.attentions)
         (rows, e), spans = x.shape, next(iter(seen.values())).spans
         times = len(spans)
         product = partial(self._product, times=times, recorded=recorded)
         norm = self.array((e,), np.float32), config.norm_eps
-        qkv = product("qkv", x, ((heads + kv_heads) * dim, kv_heads * dim), norm=norm)
+        for rule, count in Counter(
+            layer.mixer for layer in config.layers if isinstance(layer.mixer, GatedDelta)
+        ).items():
+            self._delta_rule(x, rule, count, delta, norm=norm, times=times, recorded=recorded)
+        qkv = product("qkv", x, ((heads + kv_heads) * dim, kv_heads * dim), norm=norm, layers=layers)
         qkv = qkv.reshape(rows, heads + 2 * kv_heads, dim)
         rope = self.array((rows, dim // 2), np.float32), self.array((rows, dim // 2), np.float32)
         q = note(place, times * layers, lambda: ops.place_kv(qkv, rope, self._transform, self.cache, spans[0]))
@@ -173,7 +211,11 @@ class _Pass:
             attend = partial(_each, partial(ops.attention, q, self.cache), seen[mixer.window].spans, *given, **more)
             name = "attention" if mixer.window is None else f"attention, window of {mixer.window}"
             mixed = note(name, count, attend, **seen[mixer.window].read)
-        product("out", mixed.reshape(rows, -1), (e,), residual=x)
+        mixed = mixed.reshape(rows, -1)
+        if attention.output_gate:
+            gate = product("output gate", x, (heads * dim,), norm=norm, layers=layers)
+            note("gating", times * layers, lambda: ops.gate(mixed, gate))
+        product("out", mixed, (e,), residual=x, layers=layers)
         if isinstance(config.ffn, Experts):
             self._experts(x, config.ffn, times, norm=norm, recorded=recorded)
         else:
@@ -184,6 +226,28 @@ class _Pass:
         self._choose(logits)
         return self.parts
 
+    def _delta_rule(
+        self, x: TracingArray, rule: GatedDelta, layers: int, delta: Delta, *, times: int, recorded: bool, norm: Any
+    ) -> None:
+        """The parts of layers with a gated delta rule."""
+        product = partial(self._product, times=times, recorded=recorded, layers=layers)
+        inner, heads = rule.value_heads * rule.value_dim, rule.value_heads
+        projected = product("delta inputs", x, (rule.channels + inner + 2 * heads,), norm=norm)
+        conv, norm_weight = (
+            self.array((rule.width, rule.channels), np.float32),
+            self.array((rule.value_dim,), np.float32),
+        )
+        decay, bias = (self.array((heads,), np.float32) for _ in range(2))
+        w = DeltaWeights(conv, decay, bias, norm_weight, self.config.norm_eps, rule.tiled)
+        arrays = DeltaShape(rule).full_arrays(BLOCK_SIZE)
+        slots = DeltaSlots(*(self.array((delta.slots, *one.shape), np.float32) for one in arrays))
+        spans: Any = delta.spans if delta.is_prompt else self.array(delta.spans.shape, np.int32)
+        kept = (self.array((0, *array.shape[1:]), np.float32) for array in (slots.matrices, slots.inputs))
+        ends = DeltaEnds([], *kept) if delta.is_prompt else None
+        work = partial(self.ops.gated_delta, projected, w, slots, spans, ends)
+        y = self._note("delta rule", times * layers, work, delta.read(rule))
+        product("delta out", y, (x.shape[1],), residual=x)
+
     def _note(self, name: str, repeats: int, work: Callable[[], Any], bytes: int = 0, **more: Any) -> Any:
         """What `work` returns. bytes, more: of the part."""
         first = len(self._launches)
@@ -191,9 +255,12 @@ class _Pass:
         self.parts.append(Part(name, repeats, self._launches[first:], bytes, **more))
         return result
 
-    def _product(self, name: str, x: TracingArray, rows: tuple[int, ...], times: int = 1, **given: Any) -> Any:
-        """rows: of the matrices that may differ in their formats. times: that a layer has it."""
-        choices = matrix_formats(self._weight, name, len(self.config.layers))
+    def _product(
+        self, name: str, x: TracingArray, rows: tuple[int, ...], times: int = 1, layers: int = 0, **given: Any
+    ) -> Any:
+        """rows: of the matrices that may differ in their formats. times: that a layer has it. layers: that have it; 0
+        for all."""
+        choices = matrix_formats(self._weight, name, layers or len(self.config.layers))
         for repeats, formats in choices:
             pieces = rows if len(formats) == len(rows) else (sum(rows),)
             w = Linear(tuple(self._matrix(*piece, x.shape[1]) for piece in zip(formats, pieces, strict=True)))
@@ -292,7 +359,9 @@ def step_parts(
         return Seen([spans], {"bytes": nbytes, "units": plan.total, "unit_tokens": SLICE if all_full else BLOCK_SIZE})
 
     windows = {mixer.window: seen(mixer.window) for mixer in config.attentions.values()}
-    return step.run(step.embed(batch), "place_kv", windows, outputs=batch, recorded=True)
+    spans = [DeltaSpan(row, row, 1, (context - 1) % BLOCK_SIZE) for row in range(batch)]
+    delta = Delta(np.array(spans, np.int32), batch, is_prompt=False)
+    return step.run(step.embed(batch), "place_kv", windows, delta, outputs=batch, recorded=True)
 
 
 def _view(row: int, context: int, window: int | None) -> SpanView:
@@ -327,4 +396,5 @@ def prompt_parts(
         return Seen(spans, {"prompt": tokens, "visible": visible})
 
     windows = {mixer.window: seen(mixer.window) for mixer in config.attentions.values()}
-    return prompt.run(prompt.embed(tokens)[:rows], "heads", windows, outputs=1, recorded=False)
+    delta = Delta(np.array([DeltaSpan(0, 0, rows, 0)], np.int32), 1, is_prompt=True)
+    return prompt.run(prompt.embed(tokens)[:rows], "heads", windows, delta, outputs=1, recorded=False)

@@ -16,7 +16,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
 from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
 from polarlm.bench.gpu.parts import BLOCK_SIZE, known_weights, prompt_parts, step_parts
-from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
+from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, LLAMA_70B, QWEN3_5_0_8B, QWEN3_5_4B, QWEN3_30B_A3B
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.cli.commands import note, run
@@ -24,7 +24,14 @@ from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.model_loaders.config import ModelConfig
 
-MODELS = {"8b": LLAMA_8B, "70b": LLAMA_70B, "qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B}
+MODELS = {
+    "8b": LLAMA_8B,
+    "70b": LLAMA_70B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "qwen3.5-0.8b": QWEN3_5_0_8B,
+    "qwen3.5-4b": QWEN3_5_4B,
+}
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
 _MOST_BATCH = launch_configs.SMALL_ROWS
@@ -33,7 +40,7 @@ _NOT_COUNTED = (
     "Estimated: the speed of the L2 cache, from which each block of a product reads its activations, and, in prompts, "
     "0.75 of the\ndata sheet's speed for products of a library.\n"
     "Not counted: bank conflicts, multiprocessors that wait for the last blocks of a product, barriers in a prompt's "
-    "attention, and\nencoding. Overlapped launches are predicted at their best."
+    "attention and in the\nblocks of gated delta rules, and encoding. Overlapped launches are predicted at their best."
 )
 
 
@@ -43,7 +50,7 @@ class Options:
 
     gpu: str = setting("h200", "--gpu", choices=tuple(MACHINES), help="the GPU")
     model: str = setting(
-        "8b", "--model", choices=tuple(MODELS), help="the shape of the model: of Llama 3, Qwen3, or gpt-oss"
+        "8b", "--model", choices=tuple(MODELS), help="the shape of the model: of Llama 3, Qwen3, Qwen3.5, or gpt-oss"
     )
     weights: str = setting(
         "bf16",

@@ -94,8 +94,8 @@ class Counts:
     """Counts of the instructions of one warp. seldom: how many of `total` are in branches that hardly ever run.
 
     alu: instructions of the integer pipe. port: clocks of the port that shared memory and the L1 cache share. hmma:
-    products on tensor cores. wide_loads: loads from global memory of 16 bytes per lane. latency: clocks of a warp that
-    runs alone, outside of seldom branches.
+    products on tensor cores. ffma: those of float32. wide_loads: loads from global memory of 16 bytes per lane.
+    latency: clocks of a warp that runs alone, outside of seldom branches.
     """
 
     total: int
@@ -103,6 +103,7 @@ class Counts:
     alu: int
     port: int
     hmma: int
+    ffma: int
     lds: int
     shuffles: int
     permutes: int
@@ -130,6 +131,14 @@ class Kernel:
             if first < last:
                 yield [i for i in self.instructions if first <= i.offset <= last]
 
+    def multiplying_loop(self) -> Counts:
+        """The counts of the innermost loop with the most float32 products. Raises EngineError if there is none."""
+        inner = [loop for loop in self.loops() if any(map(_is_multiplication, loop))]
+        inner = [a for a in inner if not any(_within(b, a) for b in inner)]
+        if not inner:
+            raise EngineError(f"{self.name} has no loop over products of float32: its instructions cannot be counted")
+        return counts(max(inner, key=lambda loop: sum(map(_is_multiplication, loop))))
+
     def hot_loop(self) -> Counts:
         """The counts of the loop that does the kernel's work: the innermost loop with the most products on tensor
         cores, or, in a kernel without such loops, with the most loads of 16 bytes.
@@ -146,6 +155,10 @@ class Kernel:
 
 def _is_product(instruction: Instruction) -> bool:
     return instruction.name == "HMMA"
+
+
+def _is_multiplication(instruction: Instruction) -> bool:
+    return instruction.name in ("FFMA", "FFMA2")
 
 
 def _is_wide_load(instruction: Instruction) -> bool:
@@ -174,6 +187,7 @@ def counts(instructions: Sequence[Instruction]) -> Counts:
         alu=sum(i.name in _ALU for i in instructions),
         port=sum(_port(i) for i in instructions),
         hmma=sum(map(_is_product, instructions)),
+        ffma=sum(map(_is_multiplication, instructions)),
         lds=number("LDS"),
         shuffles=number("SHFL"),
         permutes=number("PRMT"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.config import Attention, Experts, GatedDelta, GatedMLP, Layer, ModelConfig, RopeConfig
 
 
 def llama(
@@ -48,9 +48,23 @@ GPT_OSS_20B = ModelConfig(
 )
 
 
+def qwen3_5(layers: int, hidden_size: int, ffn_size: int, heads: int, kv_heads: int, value_heads: int) -> ModelConfig:
+    """A Qwen3.5 of these sizes: three layers of four have a gated delta rule."""
+    rope = RopeConfig(theta=1e7)
+    attention = Attention(heads, kv_heads, 256, rope, qk_norm="head", output_gate=True, rotary_dim=64)
+    rule, network = GatedDelta(16, value_heads, 128, 128, 4), GatedMLP(ffn_size)
+    kinds = (*(Layer(rule, network),) * 3, Layer(attention, network)) * (layers // 4)
+    return ModelConfig("qwen3_5", kinds, hidden_size, vocab_size=248_320, max_context=262_144, norm_eps=1e-6)
+
+
+QWEN3_5_0_8B = qwen3_5(24, 1024, 3584, 8, 2, 16)
+QWEN3_5_4B = qwen3_5(32, 2560, 9216, 16, 4, 32)
+
+
 def shape_of(config: ModelConfig) -> dict[str, int]:
     """The sizes of a model that decide how long its steps take."""
     attention, ffn = config.attention, config.ffn
+    rules = [layer.mixer for layer in config.layers if isinstance(layer.mixer, GatedDelta)]
     return {
         "layers": len(config.layers),
         "hidden_size": config.hidden_size,
@@ -60,4 +74,5 @@ def shape_of(config: ModelConfig) -> dict[str, int]:
         "head_dim": attention.head_dim,
         "vocab_size": config.vocab_size,
         **({"experts": ffn.count, "top_k": ffn.top_k} if isinstance(ffn, Experts) else {}),
+        **({"delta_layers": len(rules), "delta_heads": rules[0].value_heads} if rules else {}),
     }

@@ -6,10 +6,18 @@ calls these groups, heads, state size and head dim; its C, B and x are queries, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 Array = Any  # the backend's own, float32
+
+LARGEST_CODE = 127  # of a matrix that is kept as codes
+LEAST_SCALE = 1e-30  # columns with smaller ones have codes 0
+
+# Waits for states on the host, each (n, …): "codes" int8 and "scales", or "matrices"; and "inputs".
+FetchStates = Callable[[], Mapping[str, np.ndarray]]
 
 
 class DeltaWeights(NamedTuple):

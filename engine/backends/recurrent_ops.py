@@ -5,16 +5,22 @@ Letters: T rows, E hidden size, S slots, N tokens of a block; others as in `back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
+import numpy as np
+
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, FetchStates, Mamba2Weights
+from polarlm.model_loaders.config import Recurrent
 
 Array = Any
 
 
 class RecurrentOps(Protocol):
     """See `Ops`."""
+
+    def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
+        """Raises ValueError if there are no kernels for such layers."""
 
     def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Any) -> Array:
         """C · (Σ_j conv[j] · u_j + bias) of each row (T, E), where u = B · x, and inputs (T, 3E) is [B | C | x].
@@ -35,8 +41,10 @@ class RecurrentOps(Protocol):
 
             u = β (v − exp(g) Sᵀk),   S ← exp(g) S + k uᵀ,   y = A^-½ Sᵀq
 
-        and the result is RMSNorm(y) · silu(z). spans: int32 (spans, 4), each a DeltaSpan; on the host. ends:
-        given for prompts, whose slots advance to the next block at the end of each block.
+        and the result is RMSNorm(y) · silu(z). spans: int32 (spans, 4), each a DeltaSpan; of a
+        prompt on the host, of a step on the device. ends: given for prompts, whose slots advance to the next block at
+        the end of each block. Without them a span has at most STEP_ROWS rows, all of one block.
+        CUDA: gated_delta for a step; delta_blocks, delta_scan, delta_results and delta_inputs for a prompt.
         """
 
     def mamba2(
@@ -54,3 +62,12 @@ class RecurrentOps(Protocol):
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         """Let slots whose block is complete advance to the start of the next one, in place. tiled: see DeltaWeights."""
+
+    def keep_states(self, ends: DeltaEnds, *, exact: bool) -> FetchStates:
+        """Start to copy states to the host, as codes of 8 bits unless `exact`; `ends` may change afterwards.
+
+        A code is a number of a matrix divided by the scale of its column, 1/127 of the largest magnitude there.
+        """
+
+    def restore_states(self, kept: Mapping[str, np.ndarray]) -> Array:
+        """The matrices of a state that was kept, without its first axis."""

@@ -124,7 +124,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             bar.set_description(f"Loading {source.name}", refresh=False)
         plan: StorePlan | None = None
         try:
-            check_layers(ops, source.config)
+            check_layers(ops, source.config, config.block_size)
             shape = cache_shape(config, encoding, ops, source.config)
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)

@@ -194,11 +194,11 @@ def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:
     )
 
 
-def check_layers(ops: Ops, model: ModelConfig) -> None:
+def check_layers(ops: Ops, model: ModelConfig, block_size: int) -> None:
     """Raises EngineError if the backend lacks kernels of the model's layers."""
-    if ops.backend == "cuda" and any(isinstance(layer.mixer, Recurrent) for layer in model.layers):
-        raise EngineError(
-            "This model has recurrent layers, for which there are no kernels of a GPU yet; use device=cpu",
-            "device_unavailable",
-            ("device",),
-        )
+    try:
+        for mixer in {layer.mixer for layer in model.layers}:
+            if isinstance(mixer, Recurrent):
+                ops.check_recurrent(mixer, block_size)
+    except ValueError as error:
+        raise EngineError(str(error), "device_unavailable", ("device",)) from None

@@ -14,7 +14,8 @@ _MANY_ROWS = 96  # rows of a prompt: enough to be multiplied by a GPU's library
 
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
     """Return the smallest store for a warm-up. most_rows: the most rows of `warm_up_rows`."""
-    return plan_for_tokens(shape, 2 * _ROWS + 1 + _many_rows(shape) + 1 + most_rows, 1 + most_rows)
+    of_sequence = 2 * _ROWS + 1 + _many_rows(shape) + shape.block_size
+    return plan_for_tokens(shape, of_sequence + 1 + most_rows, 1 + most_rows)
 
 
 def _many_rows(shape: CacheShape) -> int:
@@ -26,16 +27,17 @@ def warm_up(model: Transformer) -> SequenceKV:
     """Run a first prompt and a step, and return their sequence. model: one with the ops of a `WarmUp`."""
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
-    span = model.store.open_step(sequence)
-    model.step([span], [0], [greedy(model.config.vocab_size)])
-    model.store.commit(span)
+    _step(model, sequence)
     return sequence
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks and one that reads them, after `warm_up`."""
+    """Run a prompt that completes blocks, one that reads them, and a step that completes a block, after `warm_up`."""
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
+    if more := -(sequence.length + 1) % model.store.shape.block_size:
+        _prompt(model, sequence, more)
+    _step(model, sequence)
 
 
 def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
@@ -58,6 +60,12 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
     model.step([span], [0] * rows, [greedy(model.config.vocab_size)] * rows)
     model.store.commit(span)
     model.store.release(sequence)
+
+
+def _step(model: Transformer, sequence: SequenceKV) -> None:
+    span = model.store.open_step(sequence)
+    model.step([span], [0], [greedy(model.config.vocab_size)])
+    model.store.commit(span)
 
 
 def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:

@@ -7,21 +7,19 @@ complete, its slot advances to the next one. A snapshot is a quantized block: it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, FetchStates
+from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.delta_slots import (
     Prompt,
     PromptRows,
     View,
     copy_slot,
-    decode,
-    encode,
     ends_to_keep,
     first_tokens,
     one_slot,
@@ -160,7 +158,8 @@ class DeltaState:
                 for one in self._shape.full_arrays(0)
                 if one.name == name
             )
-            growth.buffer = Prompt(self._new_slots(1), DeltaEnds(numbers, matrices, inputs))
+            slot = DeltaSlots(*(self._ops.empty((1, *one.shape)) for one in self._shape.full_arrays(n)))
+            growth.buffer = Prompt(slot, DeltaEnds(numbers, matrices, inputs), {})
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise
@@ -184,10 +183,9 @@ class DeltaState:
             return
         block = table.block(start // self.block_size - 1)
         assert block is not None
-        kept = self._snapshots[layer]
-        exact = kept["matrices"][block] if self._shape.exact else decode(kept["codes"][block], kept["scales"][block])
-        slot.matrices[0] = self._ops.to_device(exact)
-        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"][block])
+        kept = {name: array[block] for name, array in self._snapshots[layer].items()}
+        slot.matrices[0] = self._ops.restore_states(kept)
+        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"])
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
         return View(growth.buffer, next(iter(growth.slots.values())), rows, position)
@@ -210,23 +208,21 @@ class DeltaState:
             copy_slot(growth.buffer.slot, one_slot(self._slots[layer], table.current), start % self.block_size)
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """Copy the state after a prompt to the growth's slot, and encode its snapshots."""
+        """Copy the state after a prompt to the growth's slot, and begin to copy its snapshots to the host."""
         if growth.buffer is None:
             return
-        slot, ends = growth.buffer
+        slot, ends, kept = growth.buffer
         (target,) = growth.slots.values()
         copy_slot(one_slot(self._slots[layer], target), slot, (start + count) % self.block_size)
-        for index, block in enumerate(growth.quantized.values()):
-            self._keep(layer, block, ends.matrices[index], ends.inputs[index])
+        if growth.quantized:
+            kept[layer] = self._ops.keep_states(ends, exact=self._shape.exact)
 
-    def _keep(self, layer: int, block: int, matrices: Array, inputs: Array) -> None:
-        """Write a snapshot."""
-        kept, exact = self._snapshots[layer], self._ops.to_host(matrices)
-        if self._shape.exact:
-            kept["matrices"][block] = exact
-        else:
-            kept["codes"][block], kept["scales"][block] = encode(exact)
-        kept["inputs"][block] = self._ops.to_host(inputs)
+    def _write(self, kept: Mapping[int, FetchStates], blocks: Collection[int]) -> None:
+        """Write snapshots of all layers, in the order of `blocks`."""
+        for layer, fetch in kept.items():
+            arrays = fetch()
+            for name, snapshots in self._snapshots[layer].items():
+                snapshots[list(blocks)] = arrays[name]
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: what the next tokens read is exact."""
@@ -238,7 +234,9 @@ class DeltaState:
         """Take the growth's slot, which advances if a step has completed its block, and its snapshots."""
         assert isinstance(table, DeltaTable)
         ((number, slot),) = growth.slots.items()
-        if growth.buffer is None and length // self.block_size > number:
+        if growth.buffer is not None:
+            self._write(growth.buffer.kept, growth.quantized.values())
+        elif length // self.block_size > number:
             self._ops.advance_delta([*self._slots.values()], [slot], tiled=self._shape.mixer.tiled)
         if table.current not in (None, slot):
             self.full.release(table.current)
@@ -286,9 +284,12 @@ class DeltaState:
                 (block,) = self.quantized.allocate()
             except OutOfBlocks:
                 return None
+            before, kept = self._shape.mixer.width - 1, {}
             for layer, slots in self._slots.items():
                 own = one_slot(slots, table.current)
-                self._keep(layer, block, own.matrices[0], own.inputs[0, : self._shape.mixer.width - 1])
+                ends = DeltaEnds([number], own.matrices, own.inputs[:, :before])
+                kept[layer] = self._ops.keep_states(ends, exact=self._shape.exact)
+            self._write(kept, [block])
             table.snapshots[number] = block
         return table.block(number)
 

@@ -101,7 +101,8 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(name: str, 
 
 @every_case
 def test_rows_that_are_not_kept_leave_no_trace(name: str, shape: Recurrent, block: int) -> None:
-    """Compiled kernels compute a row alone as with others; products of NumPy differ by roundings."""
+    """Compiled kernels compute a row alone as with others. Products of NumPy differ by roundings, and so may kernels
+    that a GPU's compiler has made for one row and for several."""
     ops, rng = BACKENDS[name](), np.random.default_rng(block)
     w, rows = make_weights(rng, shape), make_rows(rng, shape, 2 * block + 3)
     alone, together, rejecting = (make_slots(shape, 1, block) for _ in range(3))
@@ -114,7 +115,8 @@ def test_rows_that_are_not_kept_leave_no_trace(name: str, shape: Recurrent, bloc
         kept.append(op_of(ops, w)(drafted, w, rejecting, at)[:1].copy())
         if (position + 1) % block == 0:
             ops.advance_delta([rejecting], [0], tiled=tiled(w))
-    equal = assert_close if isinstance(ops, NumpyOps) else np.testing.assert_array_equal
+    alike = getattr(ops, "rows_alike", not isinstance(ops, NumpyOps))
+    equal = np.testing.assert_array_equal if alike else assert_close
     for found, slots in ((at_once, together), (np.concatenate(kept), rejecting)):
         equal(found, one_by_one)
         equal(slots.matrices, alone.matrices)

@@ -14,7 +14,7 @@ from polarlm.bench.gpu import cost, predict
 from polarlm.bench.gpu.cost import MACHINES
 from polarlm.bench.gpu.parts import Part, prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
-from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B
+from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, QWEN3_5_0_8B, QWEN3_5_4B, QWEN3_30B_A3B
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.config import Experts, ModelConfig
 
@@ -27,6 +27,7 @@ IDLE = Counts(
     alu=8,
     port=8,
     hmma=64,
+    ffma=64,
     lds=0,
     shuffles=0,
     permutes=0,
@@ -257,6 +258,47 @@ def test_a_prompt_computes_experts_of_some_rows_at_a_time() -> None:
     assert sum(launch.flops for launch in products) == 2 * 8192 * 8 * 3 * 2048 * 768
 
 
+# -- gated delta rules -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_reads_the_states_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest of 2,048 tokens is the last one of its block."""
+    parts = step_of(QWEN3_5_0_8B, "bf16", 8)
+    rule = parts["delta rule"]
+    assert [launch.kernel for launch in rule.launches] == ["gated_delta"]
+    assert {name: parts[name].repeats for name in ("delta inputs", "delta rule", "delta out", "qkv", "gate_up")} == {
+        "delta inputs": 18, "delta rule": 18, "delta out": 18, "qkv": 6, "gate_up": 24
+    }  # fmt: skip
+    assert rule.bytes == 8 * 4 * 16 * (128 * 128 + 63 * (128 + 128 + 1))
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (63, IDLE))
+    (many,) = cost.predict([rule], H200, QWEN3_5_0_8B)
+    assert many.limit == "memory"
+    assert many.seconds == pytest.approx(many.floor + 18 * FIXED)
+    (one,) = cost.predict([step_of(QWEN3_5_0_8B, "bf16", 1)["delta rule"]], H200, QWEN3_5_0_8B)
+    assert one.limit == "shared memory and L1"  # of the multiprocessors that have a head
+    assert one.seconds == pytest.approx(18 * (rule.bytes / 8 / 16 / 64 / H200.clock + FIXED))
+
+
+def test_a_prompt_multiplies_the_tokens_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = H200.processors, H200.shared_memory
+    parts = {part.name: part for part in prompt_parts(QWEN3_5_0_8B, "bf16", CacheType.read("balanced"), 2048, *sizes)}
+    rule = parts["delta rule"]
+    kernels = ["delta_blocks", "delta_scan", "delta_results", "delta_inputs"]
+    assert [launch.kernel for launch in rule.launches] == 2 * kernels  # 1,024 rows at a time
+    solved, scanned = (sum(one.flops for one in rule.launches if one.kernel == kernel) for kernel in kernels[:2])
+    assert solved == 32 * 16 * (2 * 2 * 64 * 64 * 128 + 64 * 64 * 256)
+    assert scanned == 2 * 32 * 16 * (3 * 64 * 128 * 128 + 64 * 64 * 128)
+
+    def predicted(loop: Counts) -> cost.Prediction:
+        monkeypatch.setattr(cost, "_compiled", lambda *given: (128, loop))
+        return cost.predict([rule], H200, QWEN3_5_0_8B)[0]
+
+    slow, slower = (predicted(replace(IDLE, total=total, hmma=0)) for total in (4000, 8000))
+    assert slow.limit == "issue"
+    assert slower.seconds > 1.9 * slow.seconds
+    assert predicted(replace(IDLE, latency=10**6)).limit == "latency"
+
+
 def test_layers_with_a_window_read_its_blocks() -> None:
     parts = step_of(GPT_OSS_20B, "mxfp4_moe", 1, 32768)
     window, whole = parts["attention, window of 128"], parts["attention"]
@@ -275,6 +317,9 @@ def test_the_shapes_have_as_many_weights_as_the_models() -> None:
         assert isinstance(ffn, Experts)
         weights = one / 2 + e * config.vocab_size + len(config.layers) * ffn.count * 3 * ffn.size * e
         assert weights == pytest.approx(billions * 1e9, rel=0.01)
+    for config, billions in ((QWEN3_5_0_8B, 0.752), (QWEN3_5_4B, 4.21)):  # the embedding is the head, too
+        products = [part for part in step_of(config, "bf16", 1).values() if part.products]
+        assert sum(part.repeats * part.bytes for part in products) / 2 == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_launches_that_overlap_begin_no_later_than_the_one_before_them_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from polarlm.bench.gpu import nvrtc, sass
 from polarlm.bench.gpu.cost import packed_steps
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler, parse
 from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda.launch import LaunchConfig
+from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import get
 from tests.cuda.variants import Cache, Define, Variant
@@ -76,8 +78,9 @@ def test_a_warp_alone_waits_for_stalls_and_for_results() -> None:
 
 
 def test_a_kernel_without_a_loop_is_named() -> None:
-    with pytest.raises(EngineError, match="other_kernel"):
-        parse(TEXT)["other_kernel"].hot_loop()
+    for loop in (parse(TEXT)["other_kernel"].hot_loop, parse(TEXT)["small_kernel"].multiplying_loop):
+        with pytest.raises(EngineError, match="has no loop over"):
+            loop()
 
 
 def test_without_nvdisasm_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -209,6 +212,35 @@ def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budge
     print(f"{budget.variant}: {registers} registers, {instructions:.3f} instructions, {loop}")
     assert registers == pytest.approx(budget.registers, rel=0.03)
     assert instructions == pytest.approx(budget.instructions, rel=0.03)
+
+
+# Kernels of gated delta rules of 128 × 128 numbers: registers, and for prompts instructions of a float32 product.
+DELTA = DeltaSizes(128, 128, 64, 4)
+DELTA_BUDGETS = [
+    ("gated_delta", DELTA.step(1), 63, None),
+    ("gated_delta", DELTA.step(16), 62, None),
+    ("advance_delta", DELTA.advance(), 115, None),
+    ("delta_blocks", DELTA.blocks(), 128, 1.133),
+    ("delta_scan", DELTA.scan(16, 132), 151, 1.16),
+    ("delta_scan", DELTA.scan(48, 132), 133, 1.16),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "config", "registers", "instructions"), DELTA_BUDGETS)
+def test_gated_delta_rules_stay_within_3_percent_of_their_budgets(
+    kernel: str, config: LaunchConfig, registers: int, instructions: float | None
+) -> None:
+    """Two blocks of a step fit a multiprocessor with at most 64 registers."""
+    skip_without_the_recorded_compiler()
+    used, binary = nvrtc.compile_binary(Variant(kernel, config.defines).text(), ARCH)
+    (usage,) = used
+    print(kernel, usage.registers)
+    assert usage.registers == pytest.approx(registers, rel=0.03)
+    if instructions is not None:
+        loop = disassemble(binary)[f"{kernel}_kernel"].multiplying_loop()
+        print(kernel, loop.total / loop.ffma, loop)
+        assert loop.total / loop.ffma == pytest.approx(instructions, rel=0.03)
 
 
 @pytest.mark.slow

@@ -138,7 +138,11 @@ def test_faulty_kernels_fail_the_checks(text: str, dynamic: int, arch: int, word
 
 
 @pytest.mark.parametrize(
-    "kernel", ["gemv_packed", "gemm_packed", "gemm_small", "prefill_attention", "decode_attention"]
+    "kernel",
+    [
+        *("gemv_packed", "gemm_packed", "gemm_small", "prefill_attention", "decode_attention"),
+        *("gated_delta", "delta_blocks", "delta_scan"),
+    ],
 )
 def test_a_kernel_does_not_compile_with_other_bytes_of_shared_memory(kernel: str) -> None:
     variant = VARIANTS[kernel][0]

@@ -352,7 +352,9 @@ def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kept"), [("llama_gqa_linear", 24), ("llama_gqa_linear", 1), ("lfm2_tied", 24)])
+@pytest.mark.parametrize(
+    ("name", "kept"), [("llama_gqa_linear", 24), ("llama_gqa_linear", 1), ("lfm2_tied", 24), ("qwen3_5_tied", 24)]
+)
 def test_a_model_answers_the_same_recorded_or_not(
     device, machine: Machine, name: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

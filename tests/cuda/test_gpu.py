@@ -38,6 +38,7 @@ from polarlm.model_loaders.user_dirs import cache_folder
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
+from tests.cuda.test_model_emulated import model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.pairs import pairs
 from tests.random_weights import RandomWeights
@@ -129,6 +130,16 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
     np.testing.assert_array_equal(recorded, plain)
     np.testing.assert_array_equal(logits, plain_logits)
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_tied", "lfm2_tied"])
+def test_replayed_steps_of_recurrent_layers_equal_launched_steps(kind: str) -> None:
+    """Also steps of several rows, some of which are dropped."""
+    devices = (CudaOps(open_device()), Unrecorded(open_device()))
+    recorded, plain = (talk(model_of(ops, kind, ("f16", "f16"))) for ops in devices)
+    for given, wanted in zip(recorded, plain, strict=True):
+        np.testing.assert_array_equal(given, wanted)
+        assert np.isfinite(given).all()
 
 
 @pytest.mark.parametrize("kept", [24, 2])

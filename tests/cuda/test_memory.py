@@ -23,13 +23,13 @@ from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.layers.experts import ExpertsWeights
+from polarlm.engine.model.layers.gated_delta import GatedDeltaWeights
 from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
-from polarlm.engine.model.layers.kinds import LayerWeights
+from polarlm.engine.model.layers.kinds import MIXERS, LayerWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.model.layers.short_conv import ShortConvWeights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
-from polarlm.engine.state.conv_inputs import ConvShape
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, SequenceKV
@@ -38,6 +38,7 @@ from polarlm.model_loaders.config import (
     Attention,
     Experts,
     Ffn,
+    GatedDelta,
     GatedMLP,
     Layer,
     Mixer,
@@ -118,7 +119,12 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
         )
         return ExpertsWeights(vector(e), linear(ffn.count, e), None, *experts, *beside, post_norm)
 
-    def mixer(of: Mixer) -> AttentionWeights | ShortConvWeights:
+    def mixer(of: Mixer) -> AttentionWeights | ShortConvWeights | GatedDeltaWeights:
+        if isinstance(of, GatedDelta):
+            inner, heads = of.value_heads * of.value_dim, of.value_heads
+            inputs, conv = linear(of.channels + inner + 2 * heads, e), vector(of.channels * of.width)
+            own = vector(heads), vector(heads), vector(of.value_dim)
+            return GatedDeltaWeights(vector(e), inputs, conv, *own, linear(e, inner))
         if isinstance(of, ShortConv):
             return ShortConvWeights(vector(e), linear(3 * e, e), vector(e * of.width), None, linear(e, e))
         assert isinstance(of, Attention)
@@ -148,7 +154,9 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     k, v = (codecs.get(name) for name in types)
     own = LayerShape(k, v, attention.kv_heads, dim, 8)
     kinds = [layer.mixer for layer in config.layers]
-    shape = CacheShape(64, tuple(ConvShape(e, one.width) if isinstance(one, ShortConv) else own for one in kinds))
+    shape = CacheShape(
+        64, tuple(own if isinstance(one, Attention) else MIXERS[type(one)].state_shape(one, 64) for one in kinds)
+    )
     stored = Conditioning(k.rotation(dim), v.rotation(dim))
     store = KVStore(
         ops,
@@ -199,6 +207,14 @@ CONVOLUTIONS = replace(
         Layer(ShortConv(2048, 3), GatedMLP(1024)),
     ),
 )
+DELTA_RULES = replace(
+    LLAMA,
+    hidden_size=2048,
+    layers=(
+        Layer(Attention(16, 2, 256, RopeConfig(), output_gate=True), GatedMLP(1024)),
+        *(Layer(GatedDelta(16, 32, 128, 128, 4), GatedMLP(1024)),) * 2,
+    ),
+)
 WIDE = replace(
     LLAMA,
     hidden_size=2880,
@@ -213,6 +229,7 @@ CONFIGS = {
     "experts and a shared network": SHARED,
     "experts": WIDE,
     "short convolutions": CONVOLUTIONS,
+    "gated delta rules": DELTA_RULES,
 }
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 

@@ -23,7 +23,7 @@ from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.cuda.emulated import EmulatedDevice
-from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
+from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 150).tolist()
 SETTINGS: dict[str, Any] = {"device": "cuda", "block_size": 16, "ctx_size": 512, "calibration": False}
@@ -102,6 +102,21 @@ def test_a_conversation_launches_nothing_unexpected(
         for length in (1, 3, 7, 12, 20, 40, 60, 100, 150):
             converse(engine, length)
         assert not device.unexpected() - {"copy_full_kernel"}  # it takes over a part of a block
+
+
+@pytest.mark.usefixtures("rehearsed_at_once")
+def test_a_conversation_of_a_hybrid_launches_nothing_unexpected(tmp_path: Path) -> None:
+    """Of its states: rows of prompts and of steps, ends of blocks, and what is kept and restored."""
+    device = Watched()
+    with load_tiny(make_model(tmp_path, "qwen3_5_tied"), ops=CudaOps(device), **SETTINGS, cache_type="f16") as engine:
+        assert not device.unexpected()
+        device.computes = False
+        for length in (1, 7, 20, 100, 150):
+            converse(engine, length)
+        engine.generate([*PROMPT[:144], 5], SOME)
+        seen = {kernel for text, kernel in device.kernels.items() if text in device.launched}
+        assert seen > {"gated_delta_kernel", "delta_scan_kernel", "advance_delta_kernel", "decode_states_kernel"}
+        assert not device.unexpected() - {"copy_full_kernel"}
 
 
 @pytest.mark.usefixtures("rehearsed_at_once")

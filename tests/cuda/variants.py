@@ -11,6 +11,7 @@ from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
 from polarlm.engine.backends.cuda.heads import rotate_defines
+from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, state_codes
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
@@ -259,12 +260,35 @@ def _gemv() -> list[Variant]:
     return [*variants, *_of_experts(variants)]
 
 
+# Key dim, value dim, tokens of a block, width: of models, and of others that threads share out otherwise.
+_DELTA_SIZES = [DeltaSizes(128, 128, 64, 4), DeltaSizes(128, 128, 32, 4), DeltaSizes(64, 192, 64, 3)]
+
+
+def _delta() -> dict[str, list[Variant]]:
+    """The kernels of gated delta rules."""
+    variants: dict[str, list[Variant]] = {}
+    for sizes in _DELTA_SIZES:
+        sizes.check()
+        configs = [
+            *(("gated_delta", sizes.step(rows)) for rows in (1, STEP_ROWS)),
+            ("advance_delta", sizes.advance()),
+            ("delta_blocks", sizes.blocks()),
+            *(("delta_scan", sizes.scan(heads, 132)) for heads in (16, 48)),
+            ("finish_delta", sizes.finish()),
+            ("code_states", state_codes(sizes.key_dim, sizes.value_dim)),
+        ]
+        for kernel, config in configs:
+            variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
+    return variants
+
+
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
     "activate_mul": [
         *_all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped")),
         *_all("activate_mul", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped"), TO=_SHORT),
     ],
+    **_delta(),
     "add_bias": _all("add_bias", ACT=("float",)),
     "add_experts": _all("add_experts", ADD=(0, 1)),
     "group_pairs": _all("group_pairs", COUNT=(8, 128, 4096), ROWS=(16, 64)),

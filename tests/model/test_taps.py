@@ -82,7 +82,13 @@ def first_difference(fixture: str, *, break_layer: int | None = None, part: str 
 FIXTURE = "qwen3_qk_norm_tied"
 
 
-@pytest.mark.parametrize("fixture", sorted(path.name for path in FIXTURES.iterdir()))
+# A GPU has no kernel of Mamba 2 yet.
+ON_A_GPU = [
+    path.name for path in FIXTURES.iterdir() if "granite_hybrid" not in path.name and "nemotron" not in path.name
+]
+
+
+@pytest.mark.parametrize("fixture", sorted(ON_A_GPU))
 def test_two_backends_agree_at_every_tap(fixture: str) -> None:
     assert first_difference(fixture) is None
 

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polarlm.engine.backends.delta import DeltaWeights
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.numpy.recurrent import decode, encode
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.delta import DeltaShape, DeltaState, DeltaTable
-from polarlm.engine.state.delta_slots import PromptRows, decode, encode, ends_to_keep
+from polarlm.engine.state.delta_slots import PromptRows, ends_to_keep
 from polarlm.model_loaders.config import GatedDelta
 from tests.recurrence import make_rows, make_weights, recurrence
 

@@ -14,13 +14,14 @@ from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.kv.cache import HEADER, table_width
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
+from polarlm.engine.backends.cuda.recurrent.memory import delta_prompt_bytes, heads_width, projected_columns
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import SCRATCH_WORDS
 from polarlm.engine.backends.ops import Load
-from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, ShortConv
+from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
-_CONV_WORDS = 4  # of a row of a step; see `Ops.short_conv`
+_CONV_WORDS, _DELTA_WORDS = 4, 4  # of a row of a step; see `Ops.short_conv`, and DeltaSpan
 _GROUP = 12  # bytes of a group of pairs of a row and an expert
 
 
@@ -40,7 +41,8 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     buffer = len(shapes) * full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
-    project = max(project, _conv_bytes(model))
+    project = max(project, _conv_bytes(model), _delta_bytes(model))
+    scratch, states, kept = delta_prompt_bytes(_deltas(model), chunk, tokens, size)
     gate = _gate_bytes(model)
     attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
@@ -49,9 +51,9 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # of all rows of a block that is scored
     projected = tokens * (_FLOAT * inputs + _NARROW * e) if inputs else 0
-    return whole + max(
-        projected, buffer + spans + max(chunk * max(project, attend, forward + attended), experts, logits)
-    )
+    layer = max(chunk * max(project, attend, forward + attended), experts, logits)
+    layer = max(layer, chunk * _delta_bytes(model) + scratch, kept)
+    return whole + max(projected, buffer + states + spans + layer)
 
 
 def step_bytes(load: Load, device: Device) -> int:
@@ -65,8 +67,9 @@ def step_bytes(load: Load, device: Device) -> int:
     e, f, queries, heads = _widths(model)
     table = HEADER + table_width(load.tokens // load.format.block_size)
     words = 1 + _ropes(model) + ROW_WORDS + _groups(model) * table + (_CONV_WORDS if _conv_bytes(model) else 0)
+    words += _DELTA_WORDS * len(_deltas(model))
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
-    project = max(3 * _FLOAT * heads + _NARROW * e, _conv_bytes(model))
+    project = max(3 * _FLOAT * heads + _NARROW * e, _conv_bytes(model), _delta_bytes(model))
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
     parts = _part_bytes(load, device)
     experts = rows * _post_norm_bytes(model) + _experts_bytes(model, rows)
@@ -123,6 +126,17 @@ def _conv_bytes(model: ModelConfig) -> int:
     return (5 * _FLOAT + _NARROW) * model.hidden_size if has_conv else 0
 
 
+def _deltas(model: ModelConfig) -> set[Recurrent]:
+    """The kinds of layers whose states are matrices."""
+    return {layer.mixer for layer in model.layers if isinstance(layer.mixer, Recurrent)}
+
+
+def _delta_bytes(model: ModelConfig) -> int:
+    """Bytes of a row of a layer with such a state: what it is projected to, x in half precision, and the result."""
+    widest = max((projected_columns(mixer) + heads_width(mixer) for mixer in _deltas(model)), default=0)
+    return _FLOAT * widest + _NARROW * model.hidden_size if widest else 0
+
+
 def _gate_bytes(model: ModelConfig) -> int:
     """Bytes of a row of the gate of attention's result, and of its input in half precision."""
     gated = [mixer.heads * mixer.head_dim for mixer in model.attentions.values() if mixer.output_gate]
@@ -164,6 +178,8 @@ def _part_bytes(load: Load, device: Device) -> int:
     model, machine = load.model, (device.processors, device.shared_memory)
     e, f, queries, heads = _widths(model)
     shapes = [(heads, e), (e, queries), (model.vocab_size, e), *([(2 * f, e), (e, f)] if f else [])]
+    shapes += [(projected_columns(mixer), e) for mixer in _deltas(model)]
+    shapes += [(e, heads_width(mixer)) for mixer in _deltas(model)]
     most = 0
     for rows in range(1, min(load.rows, SMALL_ROWS) + 1):
         for out, width in shapes:

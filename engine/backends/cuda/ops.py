@@ -22,6 +22,7 @@ from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
+from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
 from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
@@ -64,15 +65,20 @@ class CudaOps:
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
 
-        rows = RowOps(device, launch)
+        rows = RowOps(launch)
         self.softcap = rows.softcap
         self.activate = rows.activate
         self.scale = rows.scale
         self.gate = rows.gate
-        self.short_conv = rows.short_conv
-        self.gated_delta = rows.gated_delta
-        self.mamba2 = rows.mamba2
-        self.advance_delta = rows.advance_delta
+
+        recurrent = RecurrentOps(device, launch)
+        self.short_conv = recurrent.short_conv
+        self.gated_delta = recurrent.gated_delta
+        self.mamba2 = recurrent.mamba2
+        self.advance_delta = recurrent.advance_delta
+        self.check_recurrent = recurrent.check_recurrent
+        self.keep_states = recurrent.keep_states
+        self.restore_states = recurrent.restore_states
 
         of_host = None if host is None else HostExperts(device, host)
         self._experts = ExpertOps(device, launch, matrices, of_host)

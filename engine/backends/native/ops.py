@@ -82,6 +82,9 @@ class NativeOps:
         self.gated_delta = delta.gated_delta
         self.mamba2 = delta.mamba2
         self.advance_delta = delta.advance_delta
+        self.check_recurrent = plain.check_recurrent
+        self.keep_states = plain.keep_states
+        self.restore_states = plain.restore_states
         self.empty = plain.empty
 
         heads = HeadOps(launch)

@@ -21,10 +21,8 @@ from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, 
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.backends.numpy.experts import ExpertOps
-from polarlm.engine.backends.numpy.gated_delta import gated_delta
-from polarlm.engine.backends.numpy.mamba2 import mamba2
-from polarlm.engine.backends.numpy.recurrence import advance_delta
-from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, short_conv, softcap
+from polarlm.engine.backends.numpy.recurrent import RecurrentOps
+from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
 from polarlm.engine.backends.ops import KeptTiles, Load, Result
 from polarlm.engine.jit.run.zeros import zeros
 from polarlm.engine.outputs import Threads
@@ -37,7 +35,7 @@ from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFo
 _PARALLEL_ROWS = 32
 
 
-class NumpyOps(ExpertOps):
+class NumpyOps(ExpertOps, RecurrentOps):
     """See `engine.backends.ops.Ops`."""
 
     name = "cpu"
@@ -48,10 +46,6 @@ class NumpyOps(ExpertOps):
     keeps_tiles = False
     cache_experts = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
-    short_conv = staticmethod(short_conv)
-    gated_delta = staticmethod(gated_delta)
-    mamba2 = staticmethod(mamba2)
-    advance_delta = staticmethod(advance_delta)
     fetch_later = None
 
     def __init__(self, threads: int = 0):

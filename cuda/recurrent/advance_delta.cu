@@ -1,0 +1,81 @@
+// The op `advance_delta`: slots whose block is complete advance to the start of the next one, in place.
+//
+// layers (layers, 5): addresses, a DeltaArrays in each row; slots int32 (slots). With the decays g of the block's tokens
+// a head's matrix M becomes exp(g of the last) M + Σ_i exp(g of the last − g_i) k_i u_iᵀ, and the inputs of the block's
+// last tokens become those before the next one.
+// Grid (H, slots, layers), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS.
+// JOINS: delta.cuh, delta_matrix.cuh.
+// PRECOND: WIDTH − 1 <= BLOCK; no slot is there twice.
+// Cost: reads the whole slot, and writes its matrices.
+
+struct DeltaArrays {
+    float *matrices, *inputs;  // (S, H, A, D), (S, WIDTH − 1 + N, C)
+    const float *keys, *updates, *decays;  // (S, Q, A, N), (S, H, N, D), (S, H, N)
+};
+
+// The inputs of a channel of the block's last tokens move to its beginning.
+__device__ __forceinline__ void shift_inputs(float *inputs, int channels, int channel) {
+    for (int back = 0; back < WIDTH - 1; ++back)
+        inputs[back * static_cast<long long>(channels) + channel] =
+            inputs[(BLOCK + back) * static_cast<long long>(channels) + channel];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+advance_delta_kernel(const unsigned long long *layers, const int *slots, int key_heads, int tiled) {
+    __shared__ float factors[BLOCK];
+    const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.x), tiled};
+    const DeltaArrays &layer = reinterpret_cast<const DeltaArrays *>(layers)[blockIdx.z];
+    const int head = blockIdx.x, key_head = heads.key_of(head), channels = heads.channels(), thread = threadIdx.x;
+    const long long slot = slots[blockIdx.y], of_slot = slot * heads.values + head;
+    const float *const decays = layer.decays + of_slot * BLOCK, last = decays[BLOCK - 1];
+    for (int i = thread; i < BLOCK; i += THREADS) factors[i] = expf(last - decays[i]);
+
+    float *const inputs = layer.inputs + slot * (WIDTH - 1 + BLOCK) * channels;
+    for (int i = thread; i < VALUE_DIM; i += THREADS) shift_inputs(inputs, channels, heads.value(head) + i);
+    if (heads.is_first(head))
+        for (int i = thread; i < KEY_DIM; i += THREADS) {
+            shift_inputs(inputs, channels, heads.query(key_head) + i);
+            shift_inputs(inputs, channels, heads.key(key_head) + i);
+        }
+    __syncthreads();
+
+    const int column = thread % COLUMNS * 4, group = thread / COLUMNS;
+    if (group >= GROUPS) return;
+    float *const matrix = layer.matrices + of_slot * KEY_DIM * VALUE_DIM;
+    const float *const keys = layer.keys + (slot * key_heads + key_head) * KEY_DIM * BLOCK;
+    const float *const updates = layer.updates + of_slot * BLOCK * VALUE_DIM;
+    const float whole = expf(last);
+#pragma unroll 1
+    for (int start = 0; start < OWN; start += HELD) {
+        float sums[HELD][4];
+        load_rows(sums, matrix, group, start, column);
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[i][e] *= whole;
+#pragma unroll 1
+        for (int token = 0; token < BLOCK; token += 4) {
+            float own[4][4];
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                load_floats(own[t], updates + (token + t) * VALUE_DIM + column);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) own[t][e] *= factors[token + t];
+            }
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                float key[4];
+                load_floats(key, keys + min((start + i) * GROUPS + group, KEY_DIM - 1) * BLOCK + token);
+#pragma unroll
+                for (int t = 0; t < 4; ++t)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sums[i][e] += key[t] * own[t][e];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const int row = (start + i) * GROUPS + group;
+            if (row < KEY_DIM) store_floats(matrix + row * VALUE_DIM + column, sums[i]);
+        }
+    }
+}

@@ -1,0 +1,81 @@
+// What the kernels of gated delta rules share. Letters as in engine/backends/delta.py: Q key heads, H value heads, A key
+// dim (KEY_DIM), D value dim (VALUE_DIM), C channels of q, k and v, N tokens of a block (BLOCK). A, D and N are multiples
+// of 4, so that rows of all arrays are aligned to 16 bytes if their arrays are.
+
+// The heads of a layer, and where a projected row [q | k | v | z | b | a] has what belongs to them.
+struct DeltaHeads {
+    int keys, values, tiled;  // Q, H; tiled: value head i has the key of head i mod Q, otherwise neighbours share a key
+
+    __device__ __forceinline__ int key_of(int head) const { return tiled ? head % keys : head / (values / keys); }
+    // Value head number `member` of those that share a key.
+    __device__ __forceinline__ int member(int key, int member) const {
+        return tiled ? key + member * keys : key * (values / keys) + member;
+    }
+    __device__ __forceinline__ bool is_first(int head) const { return member(key_of(head), 0) == head; }
+
+    __device__ __forceinline__ int channels() const { return 2 * keys * KEY_DIM + values * VALUE_DIM; }
+    __device__ __forceinline__ int query(int key) const { return key * KEY_DIM; }
+    __device__ __forceinline__ int key(int key) const { return (keys + key) * KEY_DIM; }
+    __device__ __forceinline__ int value(int head) const { return 2 * keys * KEY_DIM + head * VALUE_DIM; }
+    __device__ __forceinline__ int gate(int head) const { return channels() + head * VALUE_DIM; }
+    __device__ __forceinline__ int beta(int head) const { return channels() + values * VALUE_DIM + head; }
+    __device__ __forceinline__ int decay(int head) const { return beta(head) + values; }
+};
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu_of(float x) { return x / (1.0f + __expf(-x)); }
+
+// log(1 + e^x). NaN stays.
+__device__ __forceinline__ float softplus(float x) { return (x > 0.0f ? x : 0.0f) + log1pf(__expf(-fabsf(x))); }
+
+// The inputs of the convolution. Tokens are counted from the beginning of the slot's block: those before `place` are in
+// the slot, the others are the first C numbers of rows that are `pitch` numbers apart.
+struct ConvInputs {
+    const float *slot, *rows;
+    long long pitch;
+    int channels, place;
+
+    __device__ __forceinline__ float at(int token, int channel) const {
+        return token >= place ? rows[(token - place) * pitch + channel]
+                              : slot[(token + WIDTH - 1) * static_cast<long long>(channels) + channel];
+    }
+
+    // Calls keep(token, silu of the sum over WIDTH tokens) for tokens first … end − 1 of a channel. conv (WIDTH, C).
+    template <class Keep>
+    __device__ __forceinline__ void convolve(const float *conv, int channel, int first, int end, Keep keep) const {
+        float weights[WIDTH], seen[WIDTH];
+#pragma unroll
+        for (int back = 0; back < WIDTH; ++back) {
+            weights[back] = conv[back * static_cast<long long>(channels) + channel];
+            if (back > 0) seen[back] = at(first - WIDTH + back, channel);
+        }
+        for (int token = first; token < end; ++token) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int back = 0; back < WIDTH; ++back) {
+                seen[back] = back < WIDTH - 1 ? seen[back + 1] : at(token, channel);
+                sum += weights[back] * seen[back];
+            }
+            keep(token, silu_of(sum));
+        }
+    }
+};
+
+// A warp gives a vector (KEY_DIM,) in shared memory this length.
+__device__ __forceinline__ void set_length(float *x, float length) {
+    const int lane = threadIdx.x % 32;
+    float squares = 0.0f;
+    for (int i = lane; i < KEY_DIM; i += 32) squares += x[i] * x[i];
+    const float factor = length * rsqrtf(warp_sum(squares) + 1e-6f);
+    for (int i = lane; i < KEY_DIM; i += 32) x[i] *= factor;
+}
+
+// A warp writes RMSNorm(results) · silu(gate) of a head, all (VALUE_DIM,), to y, which may be `results`.
+__device__ __forceinline__ void write_gated(float *y, const float *results, const float *gate, const float *norm,
+                                            float eps) {
+    const int lane = threadIdx.x % 32;
+    float squares = 0.0f;
+    for (int i = lane; i < VALUE_DIM; i += 32) squares += results[i] * results[i];
+    const float factor = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
+    for (int i = lane; i < VALUE_DIM; i += 32) y[i] = results[i] * factor * norm[i] * silu_of(gate[i]);
+}

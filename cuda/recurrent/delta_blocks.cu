@@ -1,0 +1,195 @@
+// The op `gated_delta` for a prompt, first part: what does not depend on the matrices, of all blocks at once.
+//
+// With the matrix M of a head before a block, the updates u of its tokens i solve u_i + Σ_j<i L_ij u_j = b_i (v_i −
+// exp(g_i) Mᵀk_i), where L_ij = b_i exp(g_i − g_j) k_i·k_j (Yang et al., "Gated Delta Networks", 2024, §3.3). The inverse
+// of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had before
+// keep the updates that it has.
+//
+// queries (blocks, Q, N, A), keys (blocks, Q, A, N); of value heads: reads (blocks, H, N, A), news (blocks, H, N, D),
+// weights (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Tokens that there
+// are not have 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart, the first of which has the
+// place `place` in its block. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs
+// (WIDTH − 1 + N, C). conv (WIDTH, C), decay, dt_bias (H,).
+// Grid (blocks, Q), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS, SHARED.
+// JOINS: delta.cuh.
+// PRECOND: THREADS >= (N / 4)².
+// Cost: 2N²A FMA for a key head, and N²(A + D) / 2 for a value head.
+
+constexpr int TILE = BLOCK / 4;  // a thread has 4 × 4 products of tokens, TILE tokens apart
+constexpr int ROW = KEY_DIM + 4;  // distance of tokens, so that neighbours are in other banks
+constexpr int SOLVED = BLOCK % 8 ? 4 : 8;  // tokens that are solved together
+constexpr int WARPS = THREADS / 32;
+
+// Shared memory: queries and keys of the block, and then, in their place, the columns that are solved. factors: Lᵀ,
+// negative.
+union Rows {
+    float pairs[2][BLOCK][ROW];
+    float columns[BLOCK][THREADS];
+};
+struct BlockMemory {
+    Rows rows;
+    float factors[BLOCK][BLOCK];
+    float logs[BLOCK], betas[BLOCK], since[BLOCK];  // since: b_i exp(g_i)
+};
+static_assert(sizeof(BlockMemory) == SHARED, "SHARED is what a block takes");
+
+// A warp computes `logs`, `betas` and `since` of a value head. gates: of the block's token `low`.
+__device__ __forceinline__ void compute_gates(BlockMemory &memory, const DeltaHeads &heads, int head,
+                                              const float *gates, long long pitch, const float *kept_decays,
+                                              float decay, float dt_bias, int low, int high) {
+    const int lane = threadIdx.x % 32;
+    float total = low > 0 ? kept_decays[low - 1] : 0.0f;
+    for (int first = 0; first < BLOCK; first += 32) {
+        const int token = first + lane;
+        const bool is_new = token >= low && token < high;
+        const float *const own = gates + (is_new ? token - low : 0) * pitch;
+        float sum = is_new ? decay * softplus(own[heads.decay(head)] + dt_bias) : 0.0f;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const float before = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += before;
+        }
+        if (token < BLOCK) {
+            const float log = token < low ? kept_decays[token] : total + sum;
+            const float beta = is_new ? sigmoid(own[heads.beta(head)]) : 0.0f;
+            memory.logs[token] = log, memory.betas[token] = beta, memory.since[token] = beta * expf(log);
+        }
+        total += __shfl_sync(0xffffffffu, sum, 31);
+    }
+}
+
+// x_i − Σ_j<i L_ij x_j of a thread's own column, in place and to `out`, whose tokens are `pitch` numbers apart.
+__device__ __forceinline__ void solve(BlockMemory &memory, float *out, int pitch) {
+#pragma unroll 1
+    for (int first = 0; first < BLOCK; first += SOLVED) {
+        float sums[SOLVED];
+#pragma unroll
+        for (int i = 0; i < SOLVED; ++i) sums[i] = memory.rows.columns[first + i][threadIdx.x];
+        for (int other = 0; other < first; ++other) {
+            float factors[SOLVED];
+            load_floats(factors, memory.factors[other] + first);
+            const float x = memory.rows.columns[other][threadIdx.x];
+#pragma unroll
+            for (int i = 0; i < SOLVED; ++i) sums[i] += factors[i] * x;
+        }
+#pragma unroll
+        for (int other = 0; other < SOLVED; ++other) {
+            float factors[SOLVED];
+            load_floats(factors, memory.factors[first + other] + first);
+#pragma unroll
+            for (int i = other + 1; i < SOLVED; ++i) sums[i] += factors[i] * sums[other];
+        }
+#pragma unroll
+        for (int i = 0; i < SOLVED; ++i) {
+            memory.rows.columns[first + i][threadIdx.x] = sums[i];
+            out[(first + i) * pitch] = sums[i];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, float *weights, float *logs,
+                    const float *projected, const float *kept_keys, const float *kept_updates,
+                    const float *kept_decays, const float *kept_inputs, const float *conv, const float *decay,
+                    const float *dt_bias, long long pitch, int key_heads, int value_heads, int tiled, int rows,
+                    int place) {
+    DYNAMIC_SHARED(BlockMemory, shared);
+    BlockMemory &memory = *shared;
+    const DeltaHeads heads = {key_heads, value_heads, tiled};
+    const int thread = threadIdx.x, warp = thread / 32, block = blockIdx.x, key_head = blockIdx.y;
+    const int begin = block * BLOCK;  // the block's first token, counted from that of the first block
+    const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - begin);  // new tokens of the block
+    const ConvInputs seen = {kept_inputs, projected, pitch, heads.channels(), place};
+    const long long of_key = block * static_cast<long long>(key_heads) + key_head;
+    queries += of_key * BLOCK * KEY_DIM, keys += of_key * BLOCK * KEY_DIM;
+    kept_keys += key_head * KEY_DIM * BLOCK;
+
+    for (int i = thread; i < 2 * KEY_DIM; i += THREADS) {
+        const int of_key = i / KEY_DIM, own = i % KEY_DIM;
+        float *const column = &memory.rows.pairs[of_key][0][own];
+        for (int token = 0; token < low; ++token) column[token * ROW] = of_key ? kept_keys[own * BLOCK + token] : 0.0f;
+        seen.convolve(conv, own + (of_key ? heads.key(key_head) : heads.query(key_head)), begin + low, begin + high,
+                      [&](int token, float x) { column[(token - begin) * ROW] = x; });
+        for (int token = high; token < BLOCK; ++token) column[token * ROW] = 0.0f;
+    }
+    __syncthreads();
+    for (int i = warp; i < 2 * (high - low); i += WARPS) {
+        const int of_key = i % 2;
+        set_length(memory.rows.pairs[of_key][low + i / 2], of_key ? 1.0f : rsqrtf(static_cast<float>(KEY_DIM)));
+    }
+    __syncthreads();
+
+    float of_keys[4][4] = {}, of_queries[4][4] = {};  // products of tokens i + TILE · r with j + TILE · s
+    const int own = thread / TILE, other = thread % TILE;
+    if (own < TILE) {
+#pragma unroll 1
+        for (int channel = 0; channel < KEY_DIM; channel += 4) {
+            float right[4][4];
+#pragma unroll
+            for (int s = 0; s < 4; ++s) load_floats(right[s], memory.rows.pairs[1][other + TILE * s] + channel);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                float query[4], key[4];
+                load_floats(query, memory.rows.pairs[0][own + TILE * r] + channel);
+                load_floats(key, memory.rows.pairs[1][own + TILE * r] + channel);
+#pragma unroll
+                for (int s = 0; s < 4; ++s)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        of_queries[r][s] += query[e] * right[s][e];
+                        of_keys[r][s] += key[e] * right[s][e];
+                    }
+            }
+        }
+    }
+    for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS) {
+        queries[i] = memory.rows.pairs[0][i / KEY_DIM][i % KEY_DIM];
+        keys[i] = memory.rows.pairs[1][i % BLOCK][i / BLOCK];
+    }
+
+    const float *const gates = projected + (begin + low - place) * pitch;
+#pragma unroll 1
+    for (int member = 0; member < value_heads / key_heads; ++member) {
+        const int head = heads.member(key_head, member);
+        const long long of_head = block * static_cast<long long>(value_heads) + head;
+        const float *const updates = kept_updates + head * BLOCK * VALUE_DIM;
+        __syncthreads();  // all have solved their columns
+        if (warp == 0)
+            compute_gates(memory, heads, head, gates, pitch, kept_decays + head * BLOCK, decay[head], dt_bias[head],
+                          low, high);
+        __syncthreads();
+        for (int i = thread; i < BLOCK; i += THREADS) logs[of_head * BLOCK + i] = memory.logs[i];
+        if (own < TILE) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int i = own + TILE * r;
+                float *const row = weights + (of_head * BLOCK + i) * BLOCK;
+#pragma unroll
+                for (int s = 0; s < 4; ++s) {
+                    const int j = other + TILE * s;
+                    const float between = j <= i ? expf(memory.logs[i] - memory.logs[j]) : 0.0f;
+                    row[j] = i >= low && i < high ? between * of_queries[r][s] : 0.0f;
+                    memory.factors[j][i] = j < i ? -memory.betas[i] * between * of_keys[r][s] : 0.0f;
+                }
+            }
+        }
+        __syncthreads();
+        for (int i = thread; i < KEY_DIM + VALUE_DIM; i += THREADS) {
+            const bool is_value = i >= KEY_DIM;
+            const int column = is_value ? i - KEY_DIM : i;
+            float *const x = &memory.rows.columns[0][thread];
+            if (is_value) {
+                for (int token = 0; token < low; ++token) x[token * THREADS] = updates[token * VALUE_DIM + column];
+                seen.convolve(conv, heads.value(head) + column, begin + low, begin + high, [&](int token, float value) {
+                    x[(token - begin) * THREADS] = memory.betas[token - begin] * value;
+                });
+                for (int token = high; token < BLOCK; ++token) x[token * THREADS] = 0.0f;
+                solve(memory, news + of_head * BLOCK * VALUE_DIM + column, VALUE_DIM);
+            } else {
+                for (int token = 0; token < BLOCK; ++token)
+                    x[token * THREADS] = memory.since[token] * keys[column * BLOCK + token];
+                solve(memory, reads + of_head * BLOCK * KEY_DIM + column, KEY_DIM);
+            }
+        }
+    }
+}

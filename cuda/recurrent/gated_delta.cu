@@ -1,0 +1,200 @@
+// The op `gated_delta` in a step: rows are added to the current blocks of slots, and their results are computed.
+//
+// y (T, H, D). slots: keys (S, Q, A, N), updates (S, H, N, D), decays (S, H, N), inputs (S, WIDTH − 1 + N, C) get those
+// of the rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a], `pitch` numbers apart; conv (WIDTH, C),
+// decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
+//
+// A block of threads has a value head of a span. It brings the matrix, which is most of its bytes, and what it needs of
+// the block so far into the L2 cache, and convolves while that is on its way. Then threads hold the matrix in registers,
+// and take row by row: the update u and the result y of a row are sums over rows of the matrix and over earlier updates,
+// which groups of threads add up. So a row's sums have the same order whichever rows are computed with it. What value
+// heads with one key have in common is computed by each of them, and written by the first.
+//
+// With MOST_ROWS 1, span i has row i or none: then y is 0 there.
+// Grid (H, spans), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MOST_ROWS (1 or 16), THREADS, SHARED.
+// JOINS: delta.cuh, delta_matrix.cuh.
+// PRECOND: the rows of a span lie in one block.
+// Cost: a head reads its matrix once, and keys and updates of the block's tokens so far.
+
+constexpr int TOKENS = BLOCK / 4;  // threads of a row of keys
+constexpr int KEY_GROUPS = THREADS / TOKENS < KEY_DIM ? THREADS / TOKENS : KEY_DIM;
+constexpr int WARPS = THREADS / 32;
+constexpr int MATRIX_SUMS = GROUPS * VALUE_DIM, KEY_SUMS = KEY_GROUPS * BLOCK;
+
+// Shared memory. pairs: the key of each row, and its query. values: of each row, then its update. weights: of the
+// block's updates in the row's update, and in its result.
+struct StepMemory {
+    float sums[2 * (MATRIX_SUMS > KEY_SUMS ? MATRIX_SUMS : KEY_SUMS)];
+    float pairs[MOST_ROWS][2][KEY_DIM];
+    float values[MOST_ROWS][VALUE_DIM], results[MOST_ROWS][VALUE_DIM];
+    float weights[2][BLOCK], decays[BLOCK], betas[MOST_ROWS];
+};
+static_assert(sizeof(StepMemory) == SHARED, "SHARED is what a block takes");
+
+// The products of row r's key, and of its query, with the block's keys, of which `place` are in the slot and the others
+// among the rows; each group of threads adds up its channels.
+__device__ __forceinline__ void multiply_keys(StepMemory &memory, const float *keys, int r, int place) {
+    const int first = threadIdx.x % TOKENS * 4, group = threadIdx.x / TOKENS;
+    if (group >= KEY_GROUPS) return;
+    float by_key[4] = {}, by_query[4] = {};
+#pragma unroll 1
+    for (int channel = group; channel < KEY_DIM; channel += KEY_GROUPS) {
+        const float *const own = keys + channel * BLOCK + first;
+        float kept[4] = {};
+        if (first + 4 <= place) {
+            load_floats(kept, own);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 3; ++i)
+                if (first + i < place) kept[i] = own[i];
+        }
+        const float key = memory.pairs[r][0][channel], query = memory.pairs[r][1][channel];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = first + i - place;
+            const float other = row < 0 ? kept[i] : row <= r ? memory.pairs[row][0][channel] : 0.0f;
+            by_key[i] += key * other;
+            by_query[i] += query * other;
+        }
+    }
+    store_floats(memory.sums + 2 * group * BLOCK + first, by_key);
+    store_floats(memory.sums + (2 * group + 1) * BLOCK + first, by_query);
+}
+
+// `weights` of row r, the token `token` of its block, from the products.
+__device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
+    for (int i = threadIdx.x; i < 2 * BLOCK; i += THREADS) {
+        const int of_query = i / BLOCK, other = i % BLOCK;
+        float weight = 0.0f;
+        if (other < token + of_query) {
+#pragma unroll 4
+            for (int group = 0; group < KEY_GROUPS; ++group) weight += memory.sums[2 * group * BLOCK + i];
+            weight *= expf(memory.decays[token] - memory.decays[other]) * (of_query ? 1.0f : -memory.betas[r]);
+        }
+        memory.weights[of_query][other] = weight;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *inputs, const float *matrices,
+                   const float *projected, const float *conv, const float *decay, const float *dt_bias,
+                   const float *norm, const int *spans, long long pitch, int key_heads, int tiled, float eps) {
+    let_next_begin();
+    wait_for_previous();
+    DYNAMIC_SHARED(StepMemory, shared);
+    StepMemory &memory = *shared;
+    const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.x), tiled};
+    const int head = blockIdx.x, key_head = heads.key_of(head), channels = heads.channels();
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int *const span = spans + 4 * blockIdx.y;
+    const long long slot = span[0], of_slot = slot * heads.values + head;
+    const int first = span[1], rows = span[2], place = span[3];
+    if (rows == 0) {
+        if (MOST_ROWS == 1)
+            for (int i = thread; i < VALUE_DIM; i += THREADS)
+                y[(blockIdx.y * static_cast<long long>(heads.values) + head) * VALUE_DIM + i] = 0.0f;
+        return;
+    }
+    const int column = thread % COLUMNS * 4, group = thread / COLUMNS;
+    const float *const matrix = matrices + of_slot * KEY_DIM * VALUE_DIM;
+
+    y += (first * static_cast<long long>(heads.values) + head) * VALUE_DIM;
+    projected += first * pitch;
+    keys += (slot * key_heads + key_head) * KEY_DIM * BLOCK;
+    updates += of_slot * BLOCK * VALUE_DIM;
+    decays += of_slot * BLOCK;
+    inputs += slot * (WIDTH - 1 + BLOCK) * channels;
+    for (int i = thread * 32; i < KEY_DIM * VALUE_DIM; i += THREADS * 32) prefetch_line(matrix + i);
+    for (int i = thread * 32; i < place * VALUE_DIM; i += THREADS * 32) prefetch_line(updates + i);
+    if (place > 0)
+        for (int i = thread * 32; i < KEY_DIM * BLOCK; i += THREADS * 32) prefetch_line(keys + i);
+
+    // Queries, keys and values of the rows, and their gates.
+    const ConvInputs seen = {inputs, projected, pitch, channels, place};
+    const bool is_first = heads.is_first(head);
+    for (int i = thread; i < 2 * KEY_DIM + VALUE_DIM; i += THREADS) {
+        const bool is_value = i >= 2 * KEY_DIM;
+        const int of_query = i >= KEY_DIM, own = is_value ? i - 2 * KEY_DIM : i - of_query * KEY_DIM;
+        const int start = is_value ? heads.value(head) : of_query ? heads.query(key_head) : heads.key(key_head);
+        seen.convolve(conv, start + own, place, place + rows, [&](int token, float x) {
+            (is_value ? memory.values[token - place] : memory.pairs[token - place][of_query])[own] = x;
+            if (is_value || is_first)
+                inputs[(token + WIDTH - 1) * static_cast<long long>(channels) + start + own] =
+                    seen.at(token, start + own);
+        });
+    }
+    for (int i = thread; i < place; i += THREADS) memory.decays[i] = decays[i];
+    if (warp == 0) {
+        const float *const gates = projected + min(lane, rows - 1) * pitch;
+        const float own = decay[head] * softplus(gates[heads.decay(head)] + dt_bias[head]);
+        float total = place > 0 ? decays[place - 1] : 0.0f;
+        if (lane < rows) memory.betas[lane] = sigmoid(gates[heads.beta(head)]);
+        for (int r = 0; r < rows; ++r) {
+            total += __shfl_sync(0xffffffffu, own, r);
+            if (lane == r) memory.decays[place + r] = decays[place + r] = total;
+        }
+    }
+    float held[HELD][4];
+    if (group < GROUPS) load_rows(held, matrix, group, 0, column);
+    __syncthreads();
+    for (int i = warp; i < 2 * rows; i += WARPS) {
+        const int r = i / 2, of_query = i % 2;
+        float *const x = memory.pairs[r][of_query];
+        set_length(x, of_query ? rsqrtf(static_cast<float>(KEY_DIM)) : 1.0f);
+        if (!of_query && is_first)
+            for (int channel = lane; channel < KEY_DIM; channel += 32) keys[channel * BLOCK + place + r] = x[channel];
+    }
+    __syncthreads();
+
+    for (int r = 0; r < rows; ++r) {
+        const int token = place + r;
+        multiply_keys(memory, keys, r, place);
+        __syncthreads();
+        weigh(memory, r, token);
+        __syncthreads();
+        const float beta = memory.betas[r], since = expf(memory.decays[token]);
+        if (group < GROUPS) {
+            float update[4] = {}, result[4] = {};
+#pragma unroll 1
+            for (int start = 0; start < OWN; start += HELD) {
+                if (OWN > HELD && (r > 0 || start > 0)) load_rows(held, matrix, group, start, column);
+#pragma unroll
+                for (int i = 0; i < HELD; ++i) {
+                    const int channel = (start + i) * GROUPS + group;
+                    if (KEY_DIM % (GROUPS * HELD) && channel >= KEY_DIM) break;
+                    const float key = memory.pairs[r][0][channel], query = memory.pairs[r][1][channel];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) update[e] += key * held[i][e], result[e] += query * held[i][e];
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) update[e] *= -beta * since, result[e] *= since;
+#pragma unroll 1
+            for (int other = group; other < token; other += GROUPS) {
+                const float known = memory.weights[0][other], queried = memory.weights[1][other];
+                float earlier[4];
+                load_floats(earlier, other < place ? updates + other * VALUE_DIM + column
+                                                   : memory.values[other - place] + column);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) update[e] += known * earlier[e], result[e] += queried * earlier[e];
+            }
+            store_floats(memory.sums + 2 * group * VALUE_DIM + column, update);
+            store_floats(memory.sums + (2 * group + 1) * VALUE_DIM + column, result);
+        }
+        __syncthreads();
+        for (int i = thread; i < VALUE_DIM; i += THREADS) {
+            float update = beta * memory.values[r][i], result = 0.0f;
+#pragma unroll 4
+            for (int other = 0; other < GROUPS; ++other) {
+                update += memory.sums[2 * other * VALUE_DIM + i];
+                result += memory.sums[(2 * other + 1) * VALUE_DIM + i];
+            }
+            memory.values[r][i] = updates[token * VALUE_DIM + i] = update;
+            memory.results[r][i] = result + memory.weights[1][token] * update;
+        }
+        __syncthreads();
+    }
+    for (int r = warp; r < rows; r += WARPS)
+        write_gated(y + r * static_cast<long long>(heads.values) * VALUE_DIM, memory.results[r],
+                    projected + r * pitch + heads.gate(head), norm, eps);
+}

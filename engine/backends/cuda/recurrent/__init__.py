@@ -1,0 +1,1 @@
+"""Launches of the kernels in `cuda/recurrent/`: layers whose state is not K/V."""

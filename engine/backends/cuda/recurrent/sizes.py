@@ -1,0 +1,115 @@
+"""Launch configurations of the kernels of gated delta rules, and the memory that they need beside the slots.
+
+Letters as in `engine.backends.delta`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, threads_for
+from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, step_rows
+from polarlm.engine.backends.delta import LARGEST_CODE, LEAST_SCALE, DeltaSlots
+
+_FLOAT = 4
+_STEP_THREADS = 512
+_HELD = 8  # rows of a matrix that a thread of a step holds
+_SLICES = (32, 16)  # columns of a matrix of a block of delta_scan
+_LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
+PROMPT_ROWS = 1024  # of a prompt that are computed at a time: more of them need more memory
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """The sizes that kernels are compiled for."""
+
+    key_dim: int
+    value_dim: int
+    block: int
+    width: int
+
+    @classmethod
+    def of(cls, slots: DeltaSlots) -> DeltaSizes:
+        """The sizes of slots, or of one of them."""
+        *_, key_dim, block = slots.keys.shape
+        return cls(key_dim, slots.updates.shape[-1], block, slots.inputs.shape[-2] - block + 1)
+
+    @property
+    def defines(self) -> dict[str, int | float | str]:
+        return {"KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim, "BLOCK": self.block, "WIDTH": self.width}
+
+    def check(self) -> None:
+        """Raises ValueError where there are no kernels for these sizes."""
+        if any(size % 4 for size in (self.key_dim, self.value_dim)):
+            raise ValueError(
+                f"On a GPU the keys and values of gated delta rules have dimensions that are multiples of 4, "
+                f"not {self.key_dim} and {self.value_dim}: choose device=cpu"
+            )
+        if self.block % 4 or self.block > _LARGEST_BLOCK or self.width > self.block:
+            raise ValueError(
+                f"On a GPU gated delta rules have no kernels for blocks of {self.block} tokens: choose 64."
+            )
+        shared = max(self.blocks().shared, self.scan(1, 1).shared, self.step(16).shared)
+        if shared > SHARED_BYTES or self.value_dim > 4 * _STEP_THREADS:
+            raise ValueError(
+                f"On a GPU gated delta rules have no kernels for heads of {self.key_dim} × {self.value_dim} numbers: "
+                "choose device=cpu"
+            )
+
+    def _matrix_threads(self) -> int:
+        """Threads that share out a matrix, of which each has 4 columns and at most 8 rows, if there are enough."""
+        columns = self.value_dim // 4
+        return min(_STEP_THREADS, _whole_warps(max(columns * -(-self.key_dim // _HELD), self.block // 4)))
+
+    def step(self, most_rows: int) -> LaunchConfig:
+        """The launch of gated_delta for at most `most_rows` rows of a sequence."""
+        rows, threads = step_rows(most_rows), self._matrix_threads()
+        columns, tokens = self.value_dim // 4, self.block // 4
+        groups, key_groups = (min(threads // width, self.key_dim) for width in (columns, tokens))
+        sums = 2 * max(groups * self.value_dim, key_groups * self.block)
+        of_row = 2 * self.key_dim + 2 * self.value_dim + 1
+        shared = _FLOAT * (sums + rows * of_row + 3 * self.block)
+        return LaunchConfig({**self.defines, "MOST_ROWS": rows, "THREADS": threads, "SHARED": shared}, threads, shared)
+
+    def advance(self) -> LaunchConfig:
+        """The launch of advance_delta."""
+        threads = self._matrix_threads()
+        return LaunchConfig({**self.defines, "THREADS": threads}, threads)
+
+    def blocks(self) -> LaunchConfig:
+        """The launch of delta_blocks."""
+        threads = _whole_warps((self.block // 4) ** 2)
+        rows = max(2 * (self.key_dim + 4), threads)
+        shared = _FLOAT * self.block * (rows + self.block + 3)
+        return LaunchConfig({**self.defines, "THREADS": threads, "SHARED": shared}, threads, shared)
+
+    def scan(self, heads: int, processors: int) -> LaunchConfig:
+        """The launch of delta_scan for `heads` value heads: with slices so wide that all multiprocessors have one."""
+        slices = [columns for columns in _SLICES if heads * -(-self.value_dim // columns) >= processors]
+        columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
+        threads = _whole_warps(self.block // 2 * (columns // 4))
+        left = max(2 * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
+        shared = _FLOAT * (left + (self.key_dim + self.block) * columns)
+        defines = {**self.defines, "SLICE": columns, "THREADS": threads, "SHARED": shared}
+        return LaunchConfig(defines, threads, shared)
+
+    def finish(self) -> LaunchConfig:
+        """The launches of delta_results and delta_inputs."""
+        return LaunchConfig(self.defines, 256)
+
+
+def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
+    """The launches of encode_states and decode_states."""
+    defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
+    return LaunchConfig(defines, threads_for(value_dim))
+
+
+def scratch(sizes: DeltaSizes, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
+    """Return the shapes of what delta_blocks writes for delta_scan: queries, keys, reads, news, weights, logs."""
+    a, d, n = sizes.key_dim, sizes.value_dim, sizes.block
+    of_keys, of_heads = [(n, a), (a, n)], [(n, a), (n, d), (n, n), (n,)]
+    return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
+
+
+def _whole_warps(threads: int) -> int:
+    return -(-threads // WARP) * WARP

@@ -1,0 +1,158 @@
+"""Gated delta rules on the emulated device, against the recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.bench.gpu.shapes import llama
+from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.recurrent import ops as recurrent
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.sizes import check_layers
+from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
+from tests.backends import test_recurrent as bodies
+from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.tiny import VOCABULARY, make_model
+
+SHAPES = [  # and the tokens of a block
+    (GatedDelta(2, 4, 8, 12, 4), 16),
+    (GatedDelta(2, 6, 16, 32, 3, tiled=True), 8),
+    (GatedDelta(1, 1, 32, 16, 2), 12),
+    (GatedDelta(1, 2, 68, 72, 4), 64),  # several warps, slices of a matrix, more rows of it than a thread holds
+]
+
+
+class OnDevice:
+    """The ops with arrays of the host, which are copied to the device and back."""
+
+    rows_alike = isinstance(open_device(), EmulatedDevice)
+
+    def __init__(self) -> None:
+        self._ops = CudaOps(open_device())
+
+    def gated_delta(
+        self, rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
+    ) -> np.ndarray:
+        to_device = self._ops.to_device
+        weights = DeltaWeights(*map(to_device, w[:4]), w.eps, w.tiled)
+        held = DeltaSlots(*map(to_device, slots))
+        kept = None if ends is None else DeltaEnds(ends.numbers, to_device(ends.matrices), to_device(ends.inputs))
+        y = self._ops.gated_delta(to_device(rows), weights, held, to_device(spans) if ends is None else spans, kept)
+        self._copy_back(slots, held)
+        if ends is not None and kept is not None:
+            self._copy_back(ends[1:], kept[1:])
+        return self._ops.to_host(y)
+
+    def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
+        held = [DeltaSlots(*map(self._ops.to_device, layer)) for layer in layers]
+        self._ops.advance_delta(held, slots, tiled=tiled)
+        for layer, own in zip(layers, held, strict=True):
+            self._copy_back(layer, own)
+
+    def _copy_back(self, arrays: Sequence[np.ndarray], held: Sequence[np.ndarray]) -> None:
+        for to, given in zip(arrays, held, strict=True):
+            to[...] = self._ops.to_host(given)
+
+
+@pytest.fixture(autouse=True)
+def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bodies.BACKENDS, "cuda", OnDevice)
+
+
+every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
+
+
+@every_shape
+@pytest.mark.parametrize("blocks", [1, 100])
+def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
+    monkeypatch: pytest.MonkeyPatch, shape: GatedDelta, block: int, blocks: int
+) -> None:
+    """blocks: of a prompt that are computed at a time, at most."""
+    monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
+    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, block)
+
+
+@every_shape
+def test_rows_that_are_not_kept_leave_no_trace(shape: GatedDelta, block: int) -> None:
+    bodies.test_rows_that_are_not_kept_leave_no_trace("cuda", shape, block)
+
+
+@pytest.mark.parametrize(("shape", "block"), SHAPES[:1])
+def test_a_step_of_several_sequences_changes_their_slots_alone(shape: GatedDelta, block: int) -> None:
+    bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "block", "words"),
+    [
+        (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
+        (GatedDelta(2, 4, 30, 128, 4), 64, "multiples of 4, not 30 and 128: choose device=cpu"),
+        (GatedDelta(2, 4, 256, 256, 4), 64, "heads of 256 × 256 numbers: choose device=cpu"),
+        (Mamba2(2, 4, 128, 64, 4), 64, "layers of Mamba 2"),
+    ],
+)
+def test_layers_without_kernels_are_refused(mixer: Recurrent, block: int, words: str) -> None:
+    config = llama(layers=1)
+    config = replace(config, layers=(*config.layers, replace(config.layers[0], mixer=mixer)))
+    with pytest.raises(EngineError, match=words) as caught:
+        check_layers(CudaOps(open_device()), config, block)
+    assert caught.value.code == "device_unavailable"
+    check_layers(NumpyOps(), config, block)
+
+
+def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None:
+    """Also of a column of zeros, and of one of tiny numbers; later changes of the states do not matter."""
+    matrices, inputs = rng.standard_normal((2, 3, 8, 20)), rng.standard_normal((2, 3, 5))
+    matrices[0, 1, :, 3], matrices[1, 2, :, 4] = 0, 1e-31
+    ops, host = CudaOps(open_device()), NumpyOps()
+    ends = DeltaEnds([0, 1], ops.to_device(matrices), ops.to_device(inputs))
+    for exact in (False, True):
+        wanted = host.keep_states(DeltaEnds([0, 1], *map(ops.to_host, ends[1:])), exact=exact)()
+        fetch = ops.keep_states(ends, exact=exact)
+        if exact:
+            ends.matrices[:] = 0
+        found = fetch()
+        assert found.keys() == wanted.keys()
+        for name, array in wanted.items():
+            assert found[name].dtype == array.dtype
+            np.testing.assert_array_equal(found[name], array)
+        one = {name: array[1] for name, array in wanted.items()}
+        np.testing.assert_array_equal(ops.to_host(ops.restore_states(one)), host.restore_states(one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixture", ["qwen3_5_tied", "qwen3_next_shared_keys"])
+def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixture: str
+) -> None:
+    """The next turn, and prompts that leave the first one at a block's end and within one; several at a time."""
+    monkeypatch.setattr(assembly, "select", lambda device, threads: (CudaOps(open_device(checked=False)), ""))
+    path, ids = make_model(tmp_path, fixture), np.random.default_rng(0).integers(5, VOCABULARY, 200).tolist()
+    settings = {"block_size": 16, "ctx_size": 256, "cache_type": "f16", "state_type": "f32"}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    def answer(engine: Engine, prompt: list[int]) -> tuple[tuple[int, ...], int]:
+        found = engine.generate(prompt, params)
+        return found.token_ids, found.usage.cached_tokens
+
+    with Engine.load(path, **settings) as engine:
+        first, cached = answer(engine, ids[:101])
+        assert cached == 0
+        turns = [[*ids[:101], *first, *ids[105:110]], [*ids[:96], *ids[110:130]], [*ids[:70], *ids[130:160]]]
+        found = [answer(engine, turn) for turn in turns]
+        assert [cached for _, cached in found] == [108, 96, 32]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(lambda prompt: answer(engine, prompt)[0], [turns[1], ids[160:190]]))
+    for turn, (tokens, _) in zip(turns, found, strict=True):
+        with Engine.load(path, **settings) as engine:
+            assert answer(engine, turn)[0][:4] == tokens[:4]
+    assert together[0][:4] == found[1][0][:4]
