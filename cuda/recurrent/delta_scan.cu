@@ -2,63 +2,92 @@
 // delta_blocks or mamba2_blocks.
 //
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
-// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i exp(g_N − g_i) k_i u_iᵀ. With READS 0 the
-// updates are `news`, there are no `reads`, and results are added to what y has.
+// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `faded` keys. With READS 0
+// the updates are `news`, there are no `reads`, and results are added to what y has.
 //
 // y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
 // D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
 // those after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
 //
 // A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. A thread has 4
-// columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory.
+// columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory. Each of
+// the two products of a block of tokens, reads and queries by the matrix, weights and faded keys by the updates, is
+// computed in two stages, each of which has half of the terms: while one is computed, the next one is copied.
 // Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE, READS, THREADS, SHARED.
 // JOINS: delta.cuh.
-// PRECOND: SLICE % 4 == 0, THREADS >= N / 2 · SLICE / 4.
+// PRECOND: SLICE % 4 == 0, KEY_DIM % 8 == BLOCK % 8 == 0, THREADS >= N / 2 · SLICE / 4.
 // Cost: for a block of a head (2 + READS) NAD + N²D FMA, and N((2 + READS) A + N) numbers read for each slice.
 
 constexpr int APART = BLOCK / 2;  // distance of a thread's rows
 constexpr int KEY_ROWS = (KEY_DIM + APART - 1) / APART;  // of the matrix, of a thread
+constexpr int READ = KEY_DIM / 2, ADDED = BLOCK / 2;  // terms of a stage
+constexpr int READ_ROW = READ + 4, ADDED_ROW = ADDED + 4;  // distances of rows, so that neighbours are in other banks
 constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query, after the reads
-constexpr int READ_ROWS = QUERIES / APART;  // of the reads, of a thread
-constexpr int WIDE_ROW = KEY_DIM + 4, ROW = BLOCK + 4;  // distances of rows, so that neighbours are in other banks
+constexpr int READING_ROWS = QUERIES + BLOCK, READ_ROWS = QUERIES / APART;  // of both; of the reads, of a thread
+constexpr int READING = READING_ROWS * READ_ROW, ADDING = (BLOCK + KEY_DIM) * ADDED_ROW;
 
-// Shared memory. reading: reads, then queries; adding: weights, then faded keys.
-union Left {
-    float reading[QUERIES + BLOCK][WIDE_ROW];
-    float adding[BLOCK + KEY_DIM][ROW];
-};
+// Shared memory. left: of this stage and the next, reads and queries, or weights and faded keys.
 struct ScanMemory {
-    Left left;
+    float left[2][READING > ADDING ? READING : ADDING];
     float matrix[KEY_DIM][SLICE], updates[BLOCK][SLICE];
 };
 static_assert(sizeof(ScanMemory) == SHARED, "SHARED is what a block takes");
 
+// Starts to copy NUMBERS numbers of each of ROWS rows, which are `pitch` apart, to rows that are NUMBERS + 4 apart.
+template <int ROWS, int NUMBERS>
+__device__ __forceinline__ void copy_rows(float *to, const float *from, int pitch) {
+    for (int i = 4 * threadIdx.x; i < ROWS * NUMBERS; i += 4 * THREADS)
+        cp_async<16>(to + i / NUMBERS * (NUMBERS + 4) + i % NUMBERS, from + i / NUMBERS * pitch + i % NUMBERS);
+}
+
+// What the stages of a head copy.
+struct Operands {
+    const float *reads, *queries, *weights, *faded;
+    int heads, key_heads, head, key_head;
+
+    // Starts to copy the left operand of a stage: 0 and 1 of the first product, 2 and 3 of the second.
+    template <int STAGE>
+    __device__ __forceinline__ void copy(ScanMemory &memory, int block) const {
+        constexpr int half = STAGE % 2;
+        float *const to = memory.left[half];
+        const long long of_head = block * static_cast<long long>(heads) + head;
+        if (STAGE < 2) {
+            const long long of_key = block * static_cast<long long>(key_heads) + key_head;
+            if (READS) copy_rows<BLOCK, READ>(to, reads + of_head * BLOCK * KEY_DIM + half * READ, KEY_DIM);
+            copy_rows<BLOCK, READ>(to + QUERIES * READ_ROW, queries + of_key * BLOCK * KEY_DIM + half * READ, KEY_DIM);
+        } else {
+            copy_rows<BLOCK, ADDED>(to, weights + of_head * BLOCK * BLOCK + half * ADDED, BLOCK);
+            copy_rows<KEY_DIM, ADDED>(to + BLOCK * ADDED_ROW, faded + of_head * KEY_DIM * BLOCK + half * ADDED, BLOCK);
+        }
+        cp_async_commit();
+    }
+};
+
+// Waits for the copies of a stage, by which all threads have finished the one before it.
+__device__ __forceinline__ void begin_stage() {
+    cp_async_wait<0>();
+    __syncthreads();
+}
+
 // sums += left · right, of rows first, first + APART, … of `left`, of which there are `most`, and 4 columns of `right`.
-template <int ROWS, int DEPTH, int PITCH>
+template <int TERMS, int ROWS>
 __device__ __forceinline__ void add_products(float (&sums)[ROWS][4], const float *left, int first, int most,
                                              const float *right) {
 #pragma unroll 2
-    for (int k = 0; k < DEPTH; k += 4) {
+    for (int k = 0; k < TERMS; k += 4) {
         float of_right[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_floats(of_right[i], right + (k + i) * SLICE);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             float of_left[4];
-            load_floats(of_left, left + min(first + APART * r, most - 1) * PITCH + k);
+            load_floats(of_left, left + min(first + APART * r, most - 1) * (TERMS + 4) + k);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) sums[r][e] += of_left[i] * of_right[i][e];
         }
     }
-}
-
-// Starts to copy ROWS rows of NUMBERS numbers to rows that are PITCH numbers apart.
-template <int ROWS, int NUMBERS, int PITCH>
-__device__ __forceinline__ void copy_rows(float *to, const float *from) {
-    for (int i = 4 * threadIdx.x; i < ROWS * NUMBERS; i += 4 * THREADS)
-        cp_async<16>(to + i / NUMBERS * PITCH + i % NUMBERS, from + i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -73,9 +102,12 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     const int own = thread % (SLICE / 4) * 4, first = thread / (SLICE / 4), column = blockIdx.x * SLICE + own;
     const bool is_active = first < APART && column < VALUE_DIM;
     const int blocks = (place + rows + BLOCK - 1) / BLOCK;
+    const Operands operands = {reads, queries, weights, faded, heads.values, key_heads, head, key_head};
+    const float *const matrix_terms = memory.matrix[0] + own, *const update_terms = memory.updates[0] + own;
     matrices += head * KEY_DIM * VALUE_DIM + column;
     y += head * VALUE_DIM + column;
 
+    operands.copy<0>(memory, 0);
     float matrix[KEY_ROWS][4] = {};
     if (is_active) {
 #pragma unroll
@@ -90,94 +122,82 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     for (int block = 0; block < blocks; ++block) {
         const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - block * BLOCK);
         const long long of_head = block * static_cast<long long>(heads.values) + head;
-        const long long of_key = block * static_cast<long long>(key_heads) + key_head;
         const float *const log = logs + of_head * BLOCK;
-        if (READS) copy_rows<BLOCK, KEY_DIM, WIDE_ROW>(memory.left.reading[0], reads + of_head * BLOCK * KEY_DIM);
-        copy_rows<BLOCK, KEY_DIM, WIDE_ROW>(memory.left.reading[QUERIES], queries + of_key * BLOCK * KEY_DIM);
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncthreads();
-        float sums[READ_ROWS + 2][4] = {};  // of reads M, and two rows of the results
+        float sums[READ_ROWS + 2][4] = {}, updates[2][4];  // of reads M, and two rows of the results; two rows of u
+        begin_stage();
+        operands.copy<1>(memory, block);
+        if (is_active) add_products<READ>(sums, memory.left[0], first, READING_ROWS, matrix_terms);
+        begin_stage();
+        operands.copy<2>(memory, block);
         if (is_active) {
-            add_products<READ_ROWS + 2, KEY_DIM, WIDE_ROW>(sums, memory.left.reading[0], first, QUERIES + BLOCK,
-                                                           memory.matrix[0] + own);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float update[4];
-                load_floats(update, news + (of_head * BLOCK + first + APART * i) * VALUE_DIM + column);
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    if (READS) update[e] -= sums[i][e];
-                store_floats(memory.updates[first + APART * i] + own, update);
-            }
-        }
-        __syncthreads();
-        copy_rows<BLOCK, BLOCK, ROW>(memory.left.adding[0], weights + of_head * BLOCK * BLOCK);
-        copy_rows<KEY_DIM, BLOCK, ROW>(memory.left.adding[BLOCK], faded + of_head * KEY_DIM * BLOCK);
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncthreads();
-        if (is_active) {
-            float added[2 + KEY_ROWS][4];  // two rows of the results, and those of the matrix
-            const float whole = expf(log[BLOCK - 1]), since[2] = {expf(log[first]), expf(log[first + APART])};
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                added[0][e] = since[0] * sums[READ_ROWS][e], added[1][e] = since[1] * sums[READ_ROWS + 1][e];
-#pragma unroll
-                for (int i = 0; i < KEY_ROWS; ++i) added[2 + i][e] = whole * matrix[i][e];
-            }
-            add_products<2 + KEY_ROWS, BLOCK, ROW>(added, memory.left.adding[0], first, BLOCK + KEY_DIM,
-                                                   memory.updates[0] + own);
+            add_products<READ>(sums, memory.left[1], first, READING_ROWS, matrix_terms + READ * SLICE);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int token = first + APART * i;
-                if (token < low || token >= high) continue;
-                const long long row = block * BLOCK + token - place;
-                float *const result = y + row * heads.values * VALUE_DIM;
-                if (!READS) {
-                    float before[4];
-                    load_floats(before, result);
+                load_floats(updates[i], news + (of_head * BLOCK + token) * VALUE_DIM + column);
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) added[i][e] += before[e];
-                }
-                store_floats(result, added[i]);
-            }
-            if (high == BLOCK) {
-                const int target = kept[block];
-#pragma unroll
-                for (int i = 0; i < KEY_ROWS; ++i) {
-                    const int row = first + APART * i;
-                    if (row >= KEY_DIM) break;
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) matrix[i][e] = added[2 + i][e];
-                    store_floats(memory.matrix[row] + own, matrix[i]);
-                    if (target < 0) continue;
-                    const long long of_end = target * static_cast<long long>(heads.values) + head;
-                    store_floats(end_matrices + (of_end * KEY_DIM + row) * VALUE_DIM + column, matrix[i]);
-                }
+                for (int e = 0; e < 4; ++e)
+                    if (READS) updates[i][e] -= sums[i][e];
+                store_floats(memory.updates[token] + own, updates[i]);
             }
         }
-        __syncthreads();
-        if (high < BLOCK) {
-            if (is_active) {
+        float added[2 + KEY_ROWS][4];  // two rows of the results, and those of the matrix
+        const float whole = expf(log[BLOCK - 1]);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int token = first + APART * i;
-                    if (token < low || token >= high) continue;
-                    float update[4];
-                    load_floats(update, memory.updates[token] + own);
-                    store_floats(kept_updates + (head * BLOCK + token) * VALUE_DIM + column, update);
-                }
+        for (int e = 0; e < 4; ++e) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                added[i][e] = expf(log[min(first + APART * i, BLOCK - 1)]) * sums[READ_ROWS + i][e];
+#pragma unroll
+            for (int i = 0; i < KEY_ROWS; ++i) added[2 + i][e] = whole * matrix[i][e];
+        }
+        begin_stage();
+        operands.copy<3>(memory, block);
+        if (is_active) add_products<ADDED>(added, memory.left[0], first, BLOCK + KEY_DIM, update_terms);
+        begin_stage();
+        if (block + 1 < blocks) operands.copy<0>(memory, block + 1);
+        if (!is_active) continue;
+        add_products<ADDED>(added, memory.left[1], first, BLOCK + KEY_DIM, update_terms + ADDED * SLICE);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = first + APART * i;
+            if (token < low || token >= high) continue;
+            const long long row = block * BLOCK + token - place;
+            float *const result = y + row * heads.values * VALUE_DIM;
+            if (!READS) {
+                float before[4];
+                load_floats(before, result);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) added[i][e] += before[e];
             }
-            if (blockIdx.x > 0) continue;
-            for (int i = low + thread; i < high; i += THREADS) kept_decays[head * BLOCK + i] = log[i];
-            if (!heads.is_first(head)) continue;
+            store_floats(result, added[i]);
+            if (high < BLOCK) store_floats(kept_updates + (head * BLOCK + token) * VALUE_DIM + column, updates[i]);
+        }
+        if (high < BLOCK) break;
+        const int target = kept[block];
+#pragma unroll
+        for (int i = 0; i < KEY_ROWS; ++i) {
+            const int row = first + APART * i;
+            if (row >= KEY_DIM) break;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) matrix[i][e] = added[2 + i][e];
+            store_floats(memory.matrix[row] + own, matrix[i]);
+            if (target < 0) continue;
+            const long long of_end = target * static_cast<long long>(heads.values) + head;
+            store_floats(end_matrices + (of_end * KEY_DIM + row) * VALUE_DIM + column, matrix[i]);
+        }
+    }
+    const int complete = (place + rows) / BLOCK;
+    if (complete < blocks && blockIdx.x == 0) {  // what has become known of the last block
+        const int low = complete == 0 ? place : 0, high = place + rows - complete * BLOCK;
+        const long long of_head = complete * static_cast<long long>(heads.values) + head;
+        for (int i = low + thread; i < high; i += THREADS) kept_decays[head * BLOCK + i] = logs[of_head * BLOCK + i];
+        if (heads.is_first(head))
             for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS)
                 if (i % BLOCK >= low && i % BLOCK < high)
                     kept_keys[key_head * KEY_DIM * BLOCK + i] = faded[of_head * KEY_DIM * BLOCK + i];
-        }
     }
-    if (!is_active || place + rows < BLOCK) return;
+    if (!is_active || complete == 0) return;
 #pragma unroll
     for (int i = 0; i < KEY_ROWS; ++i) {
         const int row = first + APART * i;

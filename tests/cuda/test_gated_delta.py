@@ -15,24 +15,25 @@ from polarlm.bench.gpu.shapes import llama
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.recurrence import make_rows, make_slots, make_weights, recurrence
 from tests.tiny import VOCABULARY, make_model
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
     (GatedDelta(2, 6, 16, 32, 3, tiled=True), 8),
-    (GatedDelta(1, 1, 32, 16, 2), 12),
-    (GatedDelta(1, 2, 68, 72, 4), 64),  # several warps, slices of a matrix, more rows of it than a thread holds
+    (GatedDelta(1, 1, 32, 16, 2), 24),
+    (GatedDelta(1, 2, 72, 76, 4), 64),  # several warps, slices of a matrix, more rows of it than a thread holds
     (Mamba2(1, 11, 16, 12, 4), 16),  # more heads than a block of threads has
     (Mamba2(2, 6, 8, 16, 3, conv_bias=False), 8),
-    (Mamba2(3, 3, 32, 16, 2), 12),
-    (Mamba2(1, 2, 68, 72, 4), 64),
+    (Mamba2(3, 3, 32, 16, 2), 24),
+    (Mamba2(1, 2, 72, 76, 4), 64),
 ]
 
 
@@ -118,13 +119,26 @@ def test_a_step_of_several_sequences_changes_their_slots_alone(shape: Recurrent,
     bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
 
 
+@pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[4]])
+def test_an_empty_row_changes_no_slot(rng: np.random.Generator, shape: Recurrent, block: int) -> None:
+    """As batches are filled up with: its result is 0."""
+    w, rows, slots = make_weights(rng, shape), make_rows(rng, shape, 2), make_slots(shape, 2, block)
+    untouched = [array[0].copy() for array in slots]
+    spans = np.array([DeltaSpan(1, 0, 1, 0), DeltaSpan(0, 0, 0, 0)], np.int32)
+    found = bodies.op_of(OnDevice(), w)(rows, w, slots, spans)
+    bodies.assert_close(found[:1], recurrence(rows[:1], w, shape)[0])
+    assert not found[1].any()
+    for before, after in zip(untouched, slots, strict=True):
+        np.testing.assert_array_equal(before, after[0])
+
+
 @pytest.mark.parametrize(
     ("mixer", "block", "words"),
     [
         (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
-        (GatedDelta(2, 4, 30, 128, 4), 64, "multiples of 4, not 30 × 128: choose device=cpu"),
+        (GatedDelta(2, 4, 30, 128, 4), 64, "gated delta rules .* of 8 .* of 4, not 30 and 128: choose device=cpu"),
         (GatedDelta(2, 4, 256, 256, 4), 64, "heads of 256 × 256 numbers: choose device=cpu"),
-        (Mamba2(2, 4, 128, 66, 4), 64, "matrices of Mamba 2 have sizes that are multiples of 4"),
+        (Mamba2(2, 4, 128, 66, 4), 64, "Mamba 2 .* of 8 .* of 4, not 128 and 66"),
     ],
 )
 def test_layers_without_kernels_are_refused(mixer: Recurrent, block: int, words: str) -> None:

@@ -34,7 +34,7 @@ def mamba2(
 
     add_by_blocks(spans, slots, ends, add, tiled=False)
     y *= silu(projected[:, :inner])
-    parts = y.reshape(len(y), groups, -1)
+    parts = y.reshape(len(y), groups, inner // groups)
     return rms_norm(parts, w.norm.reshape(groups, -1), w.eps).reshape(y.shape)
 
 

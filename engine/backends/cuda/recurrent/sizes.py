@@ -46,12 +46,12 @@ class DeltaSizes:
 
     def check(self) -> None:
         """Raises ValueError where there are no kernels for these sizes."""
-        if any(size % 4 for size in (self.key_dim, self.value_dim)):
+        if self.key_dim % 8 or self.value_dim % 4:
             raise ValueError(
-                f"On a GPU the matrices of {self.name} have sizes that are multiples of 4, "
-                f"not {self.key_dim} × {self.value_dim}: choose device=cpu"
+                f"On a GPU the keys of {self.name} have a multiple of 8 numbers and the values one of 4, "
+                f"not {self.key_dim} and {self.value_dim}: choose device=cpu"
             )
-        if self.block % 4 or self.block > _LARGEST_BLOCK or self.width > self.block:
+        if self.block % 8 or self.block > _LARGEST_BLOCK or self.width > self.block:
             raise ValueError(
                 f"On a GPU there are no kernels of {self.name} for blocks of {self.block} tokens: choose 64."
             )
@@ -95,8 +95,9 @@ class DeltaSizes:
         slices = [columns for columns in _SLICES if 8 * heads * -(-self.value_dim // columns) >= 7 * processors]
         columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
         threads = _whole_warps(self.block // 2 * (columns // 4))
-        left = max((1 + self.reads) * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
-        shared = _FLOAT * (left + (self.key_dim + self.block) * columns)
+        reading = (1 + self.reads) * self.block * (self.key_dim // 2 + 4)
+        left = max(reading, (self.block + self.key_dim) * (self.block // 2 + 4))
+        shared = _FLOAT * (2 * left + (self.key_dim + self.block) * columns)
         own = {"SLICE": columns, "READS": int(self.reads), "THREADS": threads, "SHARED": shared}
         defines = {**self.defines, **own}
         return LaunchConfig(defines, threads, shared)
