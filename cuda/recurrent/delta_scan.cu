@@ -3,14 +3,14 @@
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
 // u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `faded` keys.
 //
-// y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N, D),
-// kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D): those
-// after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
+// y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
+// D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
+// those after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
 //
 // A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. A thread has 4
-// columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory. Each of the
-// two products of a block of tokens, reads and queries by the matrix, weights and faded keys by the updates, is computed
-// in two stages, each of which has half of the terms: while one is computed, the next one is copied.
+// columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory. Each of
+// the two products of a block of tokens, reads and queries by the matrix, weights and faded keys by the updates, is
+// computed in two stages, each of which has half of the terms: while one is computed, the next one is copied.
 // Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE, THREADS, SHARED.
 // JOINS: delta.cuh.
 // PRECOND: SLICE % 4 == 0, KEY_DIM % 8 == BLOCK % 8 == 0, THREADS >= N / 2 · SLICE / 4.
