@@ -43,7 +43,7 @@ __device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 384 ? 2 : 1)
 gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *inputs, const float *matrices,
                    const float *projected, const float *conv, const float *decay, const float *dt_bias,
                    const float *norm, const int *spans, long long pitch, int key_heads, int tiled, float eps) {

@@ -126,7 +126,7 @@ class RecurrentOps:
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
-        self._launch("delta_results", grid, config, *args, file="finish_delta")
+        self._launch("delta_results", grid, config, *args)
         self._keep_inputs(sizes, slot, ends, projected, on_device, place)
 
     def _add_mamba2_rows(
@@ -181,7 +181,7 @@ class RecurrentOps:
         """convolved: rows that begin with what is convolved."""
         channels, config = slot.inputs.shape[1], sizes.finish()
         args = slot.inputs, ends.inputs, convolved, kept, row_stride(convolved), channels, len(convolved), place
-        self._launch("delta_inputs", (-(-channels // config.threads),), config, *args, file="finish_delta")
+        self._launch("delta_inputs", (-(-channels // config.threads),), config, *args, file="delta_results")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         key_heads, heads = layers[0].keys.shape[1], layers[0].updates.shape[1]
@@ -198,7 +198,7 @@ class RecurrentOps:
             scales = self._device.empty((count, heads, dim), np.float32)
             config = state_codes(key_dim, dim)
             args = codes, scales, ends.matrices
-            self._launch("encode_states", (count * heads,), config, *args, file="code_states")
+            self._launch("state_codes", (count * heads,), config, *args)
             arrays = {"codes": codes, "scales": scales, "inputs": ends.inputs}
         fetch = {name: self._device.to_host_later(array)[1] for name, array in arrays.items()}
         return lambda: {name: wait() for name, wait in fetch.items()}
@@ -209,7 +209,7 @@ class RecurrentOps:
         codes, scales = (self._device.from_host(kept[name]) for name in ("codes", "scales"))
         matrices, (heads, key_dim, dim) = self._device.empty(codes.shape, np.float32), codes.shape
         config = state_codes(key_dim, dim)
-        self._launch("decode_states", (heads,), config, matrices, codes, scales, file="code_states")
+        self._launch("state_matrices", (heads,), config, matrices, codes, scales, file="state_codes")
         return matrices
 
 

@@ -142,7 +142,7 @@ def mamba2_results(size: int, rows: int) -> LaunchConfig:
 
 
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
-    """The launches of encode_states and decode_states."""
+    """The launches of state_codes and state_matrices."""
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
     return LaunchConfig(defines, threads_for(value_dim))
 
