@@ -58,6 +58,7 @@ class RecurrentOps(Protocol):
             S ← exp(w.decay Δ) S + B (Δ x)ᵀ,   y = SᵀC + w.skip x
 
         and the result is RMSNorm(y · silu(z)), normalized in Q parts. spans, ends: as in `gated_delta`.
+        CUDA: mamba2 for a step; mamba2_blocks, delta_scan and delta_inputs for a prompt; mamba2_results for both.
         """
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
