@@ -51,12 +51,14 @@ class RecurrentOps:
     def gated_delta(
         self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array, ends: DeltaEnds | None = None
     ) -> Array:
-        heads, dim = slots.updates.shape[1], slots.updates.shape[3]
+        key_heads, (_, heads, _, dim) = slots.keys.shape[1], slots.updates.shape
         y = self._device.empty((len(projected), heads * dim), np.float32)
-        if ends is None:
-            self._step(y, projected, w, slots, spans)
-        else:
-            self._prompt(slots, spans, ends, partial(self._add_rows, y, projected, w, ends))
+        if ends is not None:
+            self._prompt(slots, spans, ends, partial(self._add_delta_rows, y, projected, w, ends))
+            return y
+        weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
+        args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
+        self._launch("gated_delta", (heads, len(spans)), DeltaSizes.of(slots).step(_span_rows(spans, y)), *args)
         return y
 
     def mamba2(
@@ -64,28 +66,16 @@ class RecurrentOps:
     ) -> Array:
         rows, groups, inner = len(projected), slots.keys.shape[1], len(w.norm)
         y = self._device.empty((rows, inner), np.float32)
+        pitch, size = row_stride(projected), inner // groups
         if ends is None:
-            config = Mamba2Sizes.of(slots).step(self._step_rows(projected, spans))
-            weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
-            args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), groups
+            config, weights = Mamba2Sizes.of(slots).step(_span_rows(spans, y)), (w.conv, w.bias, w.decay, w.dt_bias)
+            args = y, *_step_state(slots), projected, *weights, w.skip, spans, pitch, groups
             self._launch("mamba2", (len(w.skip), len(spans)), config, *args)
         else:
             self._prompt(slots, spans, ends, partial(self._add_mamba2_rows, y, projected, w, ends))
-        size = inner // groups
-        args = y, projected, w.norm, row_stride(projected), size, float(w.eps)
-        self._launch("mamba2_results", (groups, rows), mamba2_results(size, rows), *args)
+        of_results = y, projected, w.norm, pitch, size, float(w.eps)
+        self._launch("mamba2_results", (groups, rows), mamba2_results(size, rows), *of_results)
         return y
-
-    def _step_rows(self, projected: Array, spans: Array) -> int:
-        """Rows of a span, at most."""
-        return 1 if len(spans) == len(projected) else STEP_ROWS
-
-    def _step(self, y: Array, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Array) -> None:
-        key_heads, heads = slots.keys.shape[1], slots.updates.shape[1]
-        config = DeltaSizes.of(slots).step(self._step_rows(projected, spans))
-        weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
-        args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
-        self._launch("gated_delta", (heads, len(spans)), config, *args)
 
     def _prompt(self, slots: DeltaSlots, spans: Array, ends: DeltaEnds, add: _AddRows) -> None:
         """Add the rows of each span, PROMPT_ROWS at most at a time, which end with a block."""
@@ -103,7 +93,7 @@ class RecurrentOps:
                 add(slice(first, end), slot, place, kept)
                 number, place, first = number + blocks, (place + end - first) % block, end
 
-    def _add_rows(
+    def _add_delta_rows(
         self,
         y: Array,
         projected: Array,
@@ -125,8 +115,8 @@ class RecurrentOps:
         self._scan(sizes, y, slot, ends, [queries, *others], on_device, w.tiled, rows, place)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
-        args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
-        self._launch("delta_results", grid, config, *args)
+        of_results = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
+        self._launch("delta_results", grid, config, *of_results)
         self._keep_inputs(sizes, slot, ends, projected, on_device, place)
 
     def _add_mamba2_rows(
@@ -211,6 +201,11 @@ class RecurrentOps:
         config = state_codes(key_dim, dim)
         self._launch("state_matrices", (heads,), config, matrices, codes, scales, file="state_codes")
         return matrices
+
+
+def _span_rows(spans: Array, y: Array) -> int:
+    """Rows of a span of a step, at most."""
+    return 1 if len(spans) == len(y) else STEP_ROWS
 
 
 def _known(slot: DeltaSlots) -> tuple[Array, Array, Array]:
