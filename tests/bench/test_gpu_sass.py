@@ -222,7 +222,7 @@ DELTA_BUDGETS = [
     ("advance_delta", DELTA.advance(), 115, None),
     ("delta_blocks", DELTA.blocks(), 131, 1.133),
     ("delta_scan", DELTA.scan(16, 132), 199, 1.161),
-    ("delta_scan", DELTA.scan(48, 132), 164, 1.193),
+    ("delta_scan", DELTA.scan(48, 132), 243, 1.159),
 ]
 
 
