@@ -15,10 +15,11 @@
 // computed in two stages, each of which has half of the terms: while one is computed, the next one is copied.
 // Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE, READS, THREADS, SHARED.
 // JOINS: delta.cuh.
-// PRECOND: SLICE % 4 == 0, KEY_DIM % 8 == BLOCK % 8 == 0, THREADS >= N / 2 · SLICE / 4.
+// PRECOND: SLICE % 4 == 0, KEY_DIM % 8 == BLOCK % 8 == 0, THREADS >= APART · SLICE / 4.
 // Cost: for a block of a head (2 + READS) NAD + N²D FMA, and N((2 + READS) A + N) numbers read for each slice.
 
-constexpr int APART = BLOCK / 2;  // distance of a thread's rows
+constexpr int TOKENS = SLICE < 32 || BLOCK < 64 ? 2 : 4;  // of a thread: four, if registers for its rows are enough
+constexpr int APART = BLOCK / TOKENS;  // distance of its rows
 constexpr int KEY_ROWS = (KEY_DIM + APART - 1) / APART;  // of the matrix, of a thread
 constexpr int READ = KEY_DIM / 2, ADDED = BLOCK / 2;  // terms of a stage
 constexpr int READ_ROW = READ + 4, ADDED_ROW = ADDED + 4;  // distances of rows, so that neighbours are in other banks
@@ -123,7 +124,7 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
         const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - block * BLOCK);
         const long long of_head = block * static_cast<long long>(heads.values) + head;
         const float *const log = logs + of_head * BLOCK;
-        float sums[READ_ROWS + 2][4] = {}, updates[2][4];  // of reads M, and two rows of the results; two rows of u
+        float sums[READ_ROWS + TOKENS][4] = {}, updates[TOKENS][4];  // rows of reads M, and of the results; rows of u
         begin_stage();
         operands.copy<1>(memory, block);
         if (is_active) add_products<READ>(sums, memory.left[0], first, READING_ROWS, matrix_terms);
@@ -132,7 +133,7 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
         if (is_active) {
             add_products<READ>(sums, memory.left[1], first, READING_ROWS, matrix_terms + READ * SLICE);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < TOKENS; ++i) {
                 const int token = first + APART * i;
                 load_floats(updates[i], news + (of_head * BLOCK + token) * VALUE_DIM + column);
 #pragma unroll
@@ -141,16 +142,18 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
                 store_floats(memory.updates[token] + own, updates[i]);
             }
         }
-        float added[2 + KEY_ROWS][4];  // two rows of the results, and those of the matrix
+        float added[TOKENS + KEY_ROWS][4];  // rows of the results, and those of the matrix
         const float whole = expf(log[BLOCK - 1]);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        for (int i = 0; i < TOKENS; ++i) {
+            const float since = expf(log[min(first + APART * i, BLOCK - 1)]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                added[i][e] = expf(log[min(first + APART * i, BLOCK - 1)]) * sums[READ_ROWS + i][e];
-#pragma unroll
-            for (int i = 0; i < KEY_ROWS; ++i) added[2 + i][e] = whole * matrix[i][e];
+            for (int e = 0; e < 4; ++e) added[i][e] = since * sums[READ_ROWS + i][e];
         }
+#pragma unroll
+        for (int i = 0; i < KEY_ROWS; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) added[TOKENS + i][e] = whole * matrix[i][e];
         begin_stage();
         operands.copy<3>(memory, block);
         if (is_active) add_products<ADDED>(added, memory.left[0], first, BLOCK + KEY_DIM, update_terms);
@@ -159,7 +162,7 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
         if (!is_active) continue;
         add_products<ADDED>(added, memory.left[1], first, BLOCK + KEY_DIM, update_terms + ADDED * SLICE);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < TOKENS; ++i) {
             const int token = first + APART * i;
             if (token < low || token >= high) continue;
             const long long row = block * BLOCK + token - place;
@@ -180,7 +183,7 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
             const int row = first + APART * i;
             if (row >= KEY_DIM) break;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) matrix[i][e] = added[2 + i][e];
+            for (int e = 0; e < 4; ++e) matrix[i][e] = added[TOKENS + i][e];
             store_floats(memory.matrix[row] + own, matrix[i]);
             if (target < 0) continue;
             const long long of_end = target * static_cast<long long>(heads.values) + head;

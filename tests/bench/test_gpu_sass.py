@@ -13,7 +13,7 @@ from polarlm.bench.gpu.cost import packed_steps
 from polarlm.bench.gpu.sass import Counts, disassemble, disassembler, parse
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.launch import LaunchConfig
-from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes
+from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import get
 from tests.cuda.variants import Cache, Define, Variant
@@ -214,24 +214,30 @@ def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budge
     assert instructions == pytest.approx(budget.instructions, rel=0.03)
 
 
-# Kernels of gated delta rules of 128 × 128 numbers: registers, and for prompts instructions of a float32 product.
-DELTA = DeltaSizes(128, 128, 64, 4)
+# Kernels of gated delta rules of 128 × 128 numbers, and of Mamba 2 of 128 × 64: registers, and for prompts instructions of
+# a float32 product.
+DELTA, MAMBA2 = DeltaSizes(128, 128, 64, 4), Mamba2Sizes(128, 64, 64, 4)
 DELTA_BUDGETS = [
     ("gated_delta", DELTA.step(1), 63, None),
     ("gated_delta", DELTA.step(16), 62, None),
     ("advance_delta", DELTA.advance(), 115, None),
     ("delta_blocks", DELTA.blocks(), 131, 1.133),
     ("delta_scan", DELTA.scan(16, 132), 199, 1.161),
-    ("delta_scan", DELTA.scan(48, 132), 164, 1.193),
+    ("delta_scan", DELTA.scan(48, 132), 243, 1.159),
+    ("mamba2", MAMBA2.step(1), 64, None),
+    ("mamba2", MAMBA2.step(16), 64, None),
+    ("mamba2_blocks", MAMBA2.blocks(), 108, 1.203),
+    ("delta_scan", MAMBA2.scan(48, 132), 167, 1.161),
+    ("delta_scan", MAMBA2.scan(128, 132), 237, 1.159),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "config", "registers", "instructions"), DELTA_BUDGETS)
-def test_gated_delta_rules_stay_within_3_percent_of_their_budgets(
+def test_recurrent_layers_stay_within_3_percent_of_their_budgets(
     kernel: str, config: LaunchConfig, registers: int, instructions: float | None
 ) -> None:
-    """Two blocks of a step fit a multiprocessor with at most 64 registers."""
+    """With at most 64 registers, 1,024 threads of a step fit a multiprocessor."""
     skip_without_the_recorded_compiler()
     used, binary = nvrtc.compile_binary(Variant(kernel, config.defines).text(), ARCH)
     (usage,) = used

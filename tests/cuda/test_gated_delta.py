@@ -15,6 +15,7 @@ from polarlm.bench.gpu.shapes import llama
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
+from polarlm.engine.backends.cuda.recurrent import sizes
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
@@ -98,8 +99,10 @@ every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
     monkeypatch: pytest.MonkeyPatch, shape: Recurrent, block: int, blocks: int
 ) -> None:
-    """blocks: of a prompt that are computed at a time, at most."""
+    """blocks: of a prompt that are computed at a time, at most; many of them with wide slices of a matrix."""
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
+    if blocks > 1:
+        monkeypatch.setattr(sizes, "_SLICES", (32,))
     bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, block)
 
 

@@ -94,7 +94,8 @@ class DeltaSizes:
         """The launch of delta_scan for `heads` value heads: with slices so wide that most multiprocessors have one."""
         slices = [columns for columns in _SLICES if 8 * heads * -(-self.value_dim // columns) >= 7 * processors]
         columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
-        threads = _whole_warps(self.block // 2 * (columns // 4))
+        tokens = 2 if columns < _SLICES[0] or self.block < _LARGEST_BLOCK else 4  # of a thread: see delta_scan.cu
+        threads = _whole_warps(self.block // tokens * (columns // 4))
         reading = (1 + self.reads) * self.block * (self.key_dim // 2 + 4)
         left = max(reading, (self.block + self.key_dim) * (self.block // 2 + 4))
         shared = _FLOAT * (2 * left + (self.key_dim + self.block) * columns)
