@@ -24,7 +24,7 @@ struct StepMemory {
 };
 static_assert(sizeof(StepMemory) == SHARED, "SHARED is what a block takes");
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 128 ? 1024 / THREADS : 1)
 mamba2_kernel(float *y, float *keys, float *updates, float *decays, float *inputs, const float *matrices,
               const float *projected, const float *conv, const float *bias, const float *decay, const float *dt_bias,
               const float *skip, const int *spans, long long pitch, int key_heads) {

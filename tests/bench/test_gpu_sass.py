@@ -214,8 +214,8 @@ def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budge
     assert instructions == pytest.approx(budget.instructions, rel=0.03)
 
 
-# Kernels of gated delta rules of 128 × 128 numbers, and of Mamba 2 of 128 × 64: registers, and for prompts instructions of
-# a float32 product.
+# Kernels of gated delta rules of 128 × 128 numbers and of Mamba 2 of 128 × 64: registers, and for prompts instructions
+# of a float32 product.
 DELTA, MAMBA2 = DeltaSizes(128, 128, 64, 4), Mamba2Sizes(128, 64, 64, 4)
 DELTA_BUDGETS = [
     ("gated_delta", DELTA.step(1), 63, None),
