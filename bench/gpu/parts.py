@@ -65,15 +65,21 @@ def _launch(traced: tracing.Launch) -> Launch:
         y, x, *_ = arrays
         inputs = len(y) * x.nbytes // len(x)
         flops = 2 * y.size * x.shape[1] * (2 if "#define ACTIVATION " in traced.text else 1)
+    if name == "delta_results":  # it reads as many gates as results, and few of the other numbers of a row
+        moved = 3 * arrays[0].nbytes
+    if name == "delta_inputs":
+        moved = 2 * arrays[0].nbytes
     if name in DELTA:
         flops = _delta_flops(name, *(array.shape for array in arrays if array.ndim == 4 and array.dtype == np.float32))
     return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared, flops)
 
 
 def _delta_flops(kernel: str, *shapes: tuple[int, ...]) -> int:
-    """Of the kernels of a prompt. shapes: of the arrays between them: queries, keys, reads, news and so on."""
-    (_, keys, n, a), _, (blocks, heads, *_), (*_, d) = shapes[-5:-1] if kernel == "delta_scan" else shapes[:4]
+    """Of the kernels of a prompt. shapes: of delta_blocks first that of queries, of both last those of reads, news and
+    weights."""
+    (blocks, heads, n, a), (*_, d) = shapes[-3:-1]
     if kernel == "delta_blocks":
+        keys = shapes[0][1]
         return blocks * (4 * keys * n * n * a + heads * n * n * (a + d))
     return 2 * blocks * heads * n * d * (3 * a + n)
 

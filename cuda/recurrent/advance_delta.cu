@@ -1,8 +1,8 @@
 // The op `advance_delta`: slots whose block is complete advance to the start of the next one, in place.
 //
-// layers (layers, 5): addresses, a DeltaArrays in each row; slots int32 (slots). With the decays g of the block's tokens
-// a head's matrix M becomes exp(g of the last) M + Σ_i exp(g of the last − g_i) k_i u_iᵀ, and the inputs of the block's
-// last tokens become those before the next one.
+// layers (layers, 5): addresses, a DeltaArrays in each row; slots int32 (slots). With the decays g of the block's
+// tokens a head's matrix M becomes exp(g of the last) M + Σ_i exp(g of the last − g_i) k_i u_iᵀ, and the inputs of the
+// block's last tokens become those before the next one.
 // Grid (H, slots, layers), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS.
 // JOINS: delta.cuh, delta_matrix.cuh.
 // PRECOND: WIDTH − 1 <= BLOCK; no slot is there twice.

@@ -1,6 +1,6 @@
-// What the kernels of gated delta rules share. Letters as in engine/backends/delta.py: Q key heads, H value heads, A key
-// dim (KEY_DIM), D value dim (VALUE_DIM), C channels of q, k and v, N tokens of a block (BLOCK). A, D and N are multiples
-// of 4, so that rows of all arrays are aligned to 16 bytes if their arrays are.
+// What the kernels of gated delta rules share. Letters as in engine/backends/delta.py: Q key heads, H value heads, A
+// key dim (KEY_DIM), D value dim (VALUE_DIM), C channels of q, k and v, N tokens of a block (BLOCK). D is a multiple of
+// 4, A and N are of 8, so that rows of all arrays are aligned to 16 bytes if their arrays are.
 
 // The heads of a layer, and where a projected row [q | k | v | z | b | a] has what belongs to them.
 struct DeltaHeads {

@@ -1,15 +1,16 @@
 // The op `gated_delta` for a prompt, first part: what does not depend on the matrices, of all blocks at once.
 //
 // With the matrix M of a head before a block, the updates u of its tokens i solve u_i + Σ_j<i L_ij u_j = b_i (v_i −
-// exp(g_i) Mᵀk_i), where L_ij = b_i exp(g_i − g_j) k_i·k_j (Yang et al., "Gated Delta Networks", 2024, §3.3). The inverse
-// of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had before
-// keep the updates that it has.
+// exp(g_i) Mᵀk_i), where L_ij = b_i exp(g_i − g_j) k_i·k_j (Yang et al., "Gated Delta Networks", 2024, §3.3). The
+// inverse of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had
+// before keep the updates that it has.
 //
-// queries (blocks, Q, N, A), keys (blocks, Q, A, N); of value heads: reads (blocks, H, N, A), news (blocks, H, N, D),
-// weights (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Tokens that there
-// are not have 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart, the first of which has the
-// place `place` in its block. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs
-// (WIDTH − 1 + N, C). conv (WIDTH, C), decay, dt_bias (H,).
+// queries (blocks, Q, N, A), keys (blocks, Q, A, N); of value heads: faded (blocks, H, A, N): keys times exp(g_N −
+// g_i), but keys alone of a block that is not complete; reads (blocks, H, N, A), news (blocks, H, N, D), weights
+// (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Tokens that there are not
+// have 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart, the first of which has the place
+// `place` in its block. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs (WIDTH −
+// 1 + N, C). conv (WIDTH, C), decay, dt_bias (H,).
 // Grid (blocks, Q), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS, SHARED.
 // JOINS: delta.cuh.
 // PRECOND: THREADS >= (N / 4)².
@@ -88,7 +89,7 @@ __device__ __forceinline__ void solve(BlockMemory &memory, float *out, int pitch
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, float *weights, float *logs,
+delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, float *news, float *weights, float *logs,
                     const float *projected, const float *kept_keys, const float *kept_updates,
                     const float *kept_decays, const float *kept_inputs, const float *conv, const float *decay,
                     const float *dt_bias, long long pitch, int key_heads, int value_heads, int tiled, int rows,
@@ -159,6 +160,10 @@ delta_blocks_kernel(float *queries, float *keys, float *reads, float *news, floa
                           low, high);
         __syncthreads();
         for (int i = thread; i < BLOCK; i += THREADS) logs[of_head * BLOCK + i] = memory.logs[i];
+        for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS) {
+            const float fading = high == BLOCK ? expf(memory.logs[BLOCK - 1] - memory.logs[i % BLOCK]) : 1.0f;
+            faded[of_head * KEY_DIM * BLOCK + i] = fading * keys[i];
+        }
         if (own < TILE) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {

@@ -1,5 +1,5 @@
-// How a block of a step shares out a head's matrix (KEY_DIM, VALUE_DIM): a thread has 4 columns and every GROUPS-th row.
-// It holds HELD of them in registers.
+// How a block of a step shares out a head's matrix (KEY_DIM, VALUE_DIM): a thread has 4 columns and every GROUPS-th
+// row. It holds HELD of them in registers.
 
 constexpr int COLUMNS = VALUE_DIM / 4;  // threads of a row
 constexpr int GROUPS = THREADS / COLUMNS < KEY_DIM ? THREADS / COLUMNS : KEY_DIM;

@@ -1,47 +1,84 @@
 // The op `gated_delta` for a prompt, second part: the blocks of a prompt in their order, after delta_blocks.
 //
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
-// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i exp(g_N − g_i) k_i u_iᵀ.
+// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `faded` keys.
 //
-// y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N, D),
-// kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D): those
-// after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
+// y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
+// D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
+// those after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
 //
 // A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. A thread has 4
-// columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory.
+// columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory. Each of
+// the two products of a block of tokens, reads and queries by the matrix, weights and faded keys by the updates, is
+// computed in two stages, each of which has half of the terms: while one is computed, the next one is copied.
 // Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE, THREADS, SHARED.
 // JOINS: delta.cuh.
-// PRECOND: SLICE % 4 == 0, THREADS >= N / 2 · SLICE / 4.
+// PRECOND: SLICE % 4 == 0, KEY_DIM % 8 == BLOCK % 8 == 0, THREADS >= APART · SLICE / 4.
 // Cost: for a block of a head 3NAD + N²D FMA, and N(3A + N) numbers read for each slice.
 
-constexpr int APART = BLOCK / 2;  // distance of a thread's rows
+constexpr int TOKENS = SLICE < 32 || BLOCK < 64 ? 2 : 4;  // of a thread: four, if registers for its rows are enough
+constexpr int APART = BLOCK / TOKENS;  // distance of its rows
 constexpr int KEY_ROWS = (KEY_DIM + APART - 1) / APART;  // of the matrix, of a thread
-constexpr int WIDE_ROW = KEY_DIM + 4, ROW = BLOCK + 4;  // distances of rows, so that neighbours are in other banks
+constexpr int READ = KEY_DIM / 2, ADDED = BLOCK / 2;  // terms of a stage
+constexpr int READ_ROW = READ + 4, ADDED_ROW = ADDED + 4;  // distances of rows, so that neighbours are in other banks
+constexpr int READING = 2 * BLOCK * READ_ROW, ADDING = (BLOCK + KEY_DIM) * ADDED_ROW;
 
-// Shared memory. reading: reads, then queries times exp(g); adding: weights, then keys times exp(g_N − g).
-union Left {
-    float reading[2 * BLOCK][WIDE_ROW];
-    float adding[BLOCK + KEY_DIM][ROW];
-};
+// Shared memory. left: of this stage and the next, reads and queries, or weights and faded keys.
 struct ScanMemory {
-    Left left;
+    float left[2][READING > ADDING ? READING : ADDING];
     float matrix[KEY_DIM][SLICE], updates[BLOCK][SLICE];
 };
 static_assert(sizeof(ScanMemory) == SHARED, "SHARED is what a block takes");
 
+// Starts to copy NUMBERS numbers of each of ROWS rows, which are `pitch` apart, to rows that are NUMBERS + 4 apart.
+template <int ROWS, int NUMBERS>
+__device__ __forceinline__ void copy_rows(float *to, const float *from, int pitch) {
+    for (int i = 4 * threadIdx.x; i < ROWS * NUMBERS; i += 4 * THREADS)
+        cp_async<16>(to + i / NUMBERS * (NUMBERS + 4) + i % NUMBERS, from + i / NUMBERS * pitch + i % NUMBERS);
+}
+
+// What the stages of a head copy.
+struct Operands {
+    const float *reads, *queries, *weights, *faded;
+    int heads, key_heads, head, key_head;
+
+    // Starts to copy the left operand of a stage: 0 and 1 of the first product, 2 and 3 of the second.
+    template <int STAGE>
+    __device__ __forceinline__ void copy(ScanMemory &memory, int block) const {
+        constexpr int half = STAGE % 2;
+        float *const to = memory.left[half];
+        const long long of_head = block * static_cast<long long>(heads) + head;
+        if (STAGE < 2) {
+            const long long of_key = block * static_cast<long long>(key_heads) + key_head;
+            copy_rows<BLOCK, READ>(to, reads + of_head * BLOCK * KEY_DIM + half * READ, KEY_DIM);
+            copy_rows<BLOCK, READ>(to + BLOCK * READ_ROW, queries + of_key * BLOCK * KEY_DIM + half * READ, KEY_DIM);
+        } else {
+            copy_rows<BLOCK, ADDED>(to, weights + of_head * BLOCK * BLOCK + half * ADDED, BLOCK);
+            copy_rows<KEY_DIM, ADDED>(to + BLOCK * ADDED_ROW, faded + of_head * KEY_DIM * BLOCK + half * ADDED, BLOCK);
+        }
+        cp_async_commit();
+    }
+};
+
+// Waits for the copies of a stage, by which all threads have finished the one before it.
+__device__ __forceinline__ void begin_stage() {
+    cp_async_wait<0>();
+    __syncthreads();
+}
+
 // sums += left · right, of rows first, first + APART, … of `left`, of which there are `most`, and 4 columns of `right`.
-template <int ROWS, int DEPTH, int PITCH>
+template <int TERMS, int ROWS>
 __device__ __forceinline__ void add_products(float (&sums)[ROWS][4], const float *left, int first, int most,
                                              const float *right) {
 #pragma unroll 2
-    for (int k = 0; k < DEPTH; k += 4) {
+    for (int k = 0; k < TERMS; k += 4) {
         float of_right[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_floats(of_right[i], right + (k + i) * SLICE);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             float of_left[4];
-            load_floats(of_left, left + min(first + APART * r, most - 1) * PITCH + k);
+            load_floats(of_left, left + min(first + APART * r, most - 1) * (TERMS + 4) + k);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -52,7 +89,7 @@ __device__ __forceinline__ void add_products(float (&sums)[ROWS][4], const float
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updates, float *kept_decays,
-                  float *end_matrices, const float *queries, const float *keys, const float *reads, const float *news,
+                  float *end_matrices, const float *queries, const float *faded, const float *reads, const float *news,
                   const float *weights, const float *logs, const int *kept, int key_heads, int tiled, int rows,
                   int place) {
     DYNAMIC_SHARED(ScanMemory, shared);
@@ -62,9 +99,12 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     const int own = thread % (SLICE / 4) * 4, first = thread / (SLICE / 4), column = blockIdx.x * SLICE + own;
     const bool is_active = first < APART && column < VALUE_DIM;
     const int blocks = (place + rows + BLOCK - 1) / BLOCK;
+    const Operands operands = {reads, queries, weights, faded, heads.values, key_heads, head, key_head};
+    const float *const matrix_terms = memory.matrix[0] + own, *const update_terms = memory.updates[0] + own;
     matrices += head * KEY_DIM * VALUE_DIM + column;
     y += head * VALUE_DIM + column;
 
+    operands.copy<0>(memory, 0);
     float matrix[KEY_ROWS][4] = {};
     if (is_active) {
 #pragma unroll
@@ -79,101 +119,76 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     for (int block = 0; block < blocks; ++block) {
         const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - block * BLOCK);
         const long long of_head = block * static_cast<long long>(heads.values) + head;
-        const long long of_key = block * static_cast<long long>(key_heads) + key_head;
         const float *const log = logs + of_head * BLOCK;
-        for (int i = 4 * thread; i < 2 * BLOCK * KEY_DIM; i += 4 * THREADS) {
-            const int row = i / KEY_DIM, channel = i % KEY_DIM;
-            const bool is_query = row >= BLOCK;
-            float x[4];
-            load_floats(x, is_query ? queries + of_key * BLOCK * KEY_DIM + i - BLOCK * KEY_DIM
-                                    : reads + of_head * BLOCK * KEY_DIM + i);
-            const float factor = is_query ? expf(log[row - BLOCK]) : 1.0f;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[e] *= factor;
-            store_floats(memory.left.reading[row] + channel, x);
-        }
-        __syncthreads();
-        float sums[4][4] = {};  // two rows of reads M, and of the results
+        float sums[2 * TOKENS][4] = {}, updates[TOKENS][4];  // rows of reads M, and of the results; rows of u
+        begin_stage();
+        operands.copy<1>(memory, block);
+        if (is_active) add_products<READ>(sums, memory.left[0], first, 2 * BLOCK, matrix_terms);
+        begin_stage();
+        operands.copy<2>(memory, block);
         if (is_active) {
-            add_products<4, KEY_DIM, WIDE_ROW>(sums, memory.left.reading[0], first, 2 * BLOCK, memory.matrix[0] + own);
+            add_products<READ>(sums, memory.left[1], first, 2 * BLOCK, matrix_terms + READ * SLICE);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float update[4];
-                load_floats(update, news + (of_head * BLOCK + first + APART * i) * VALUE_DIM + column);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) update[e] -= sums[i][e];
-                store_floats(memory.updates[first + APART * i] + own, update);
-            }
-        }
-        __syncthreads();
-        const float last = log[BLOCK - 1];
-        for (int i = 4 * thread; i < BLOCK * (BLOCK + KEY_DIM); i += 4 * THREADS) {
-            const int row = i / BLOCK, token = i % BLOCK;
-            float x[4];
-            if (row < BLOCK) {
-                load_floats(x, weights + of_head * BLOCK * BLOCK + i);
-            } else {
-                load_floats(x, keys + of_key * KEY_DIM * BLOCK + i - BLOCK * BLOCK);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[e] *= expf(last - log[token + e]);
-            }
-            store_floats(memory.left.adding[row] + token, x);
-        }
-        __syncthreads();
-        if (is_active) {
-            float added[2 + KEY_ROWS][4];  // two rows of the results, and those of the matrix
-            const float whole = expf(last);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                added[0][e] = sums[2][e], added[1][e] = sums[3][e];
-#pragma unroll
-                for (int i = 0; i < KEY_ROWS; ++i) added[2 + i][e] = whole * matrix[i][e];
-            }
-            add_products<2 + KEY_ROWS, BLOCK, ROW>(added, memory.left.adding[0], first, BLOCK + KEY_DIM,
-                                                   memory.updates[0] + own);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < TOKENS; ++i) {
                 const int token = first + APART * i;
-                if (token < low || token >= high) continue;
-                const long long row = block * BLOCK + token - place;
-                store_floats(y + row * heads.values * VALUE_DIM, added[i]);
-            }
-            if (high == BLOCK) {
-                const int target = kept[block];
+                load_floats(updates[i], news + (of_head * BLOCK + token) * VALUE_DIM + column);
 #pragma unroll
-                for (int i = 0; i < KEY_ROWS; ++i) {
-                    const int row = first + APART * i;
-                    if (row >= KEY_DIM) break;
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) matrix[i][e] = added[2 + i][e];
-                    store_floats(memory.matrix[row] + own, matrix[i]);
-                    if (target >= 0)
-                        store_floats(end_matrices + ((target * static_cast<long long>(heads.values) + head) * KEY_DIM + row)
-                                     * VALUE_DIM + column, matrix[i]);
-                }
+                for (int e = 0; e < 4; ++e) updates[i][e] -= sums[i][e];
+                store_floats(memory.updates[token] + own, updates[i]);
             }
         }
-        __syncthreads();
-        if (high < BLOCK) {
-            if (is_active) {
+        float added[TOKENS + KEY_ROWS][4];  // rows of the results, and those of the matrix
+        const float whole = expf(log[BLOCK - 1]);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int token = first + APART * i;
-                    if (token < low || token >= high) continue;
-                    float update[4];
-                    load_floats(update, memory.updates[token] + own);
-                    store_floats(kept_updates + (head * BLOCK + token) * VALUE_DIM + column, update);
-                }
-            }
-            if (blockIdx.x > 0) continue;
-            for (int i = low + thread; i < high; i += THREADS) kept_decays[head * BLOCK + i] = log[i];
-            if (!heads.is_first(head)) continue;
-            for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS)
-                if (i % BLOCK >= low && i % BLOCK < high)
-                    kept_keys[key_head * KEY_DIM * BLOCK + i] = keys[of_key * KEY_DIM * BLOCK + i];
+        for (int i = 0; i < TOKENS; ++i) {
+            const float since = expf(log[min(first + APART * i, BLOCK - 1)]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) added[i][e] = since * sums[TOKENS + i][e];
+        }
+#pragma unroll
+        for (int i = 0; i < KEY_ROWS; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) added[TOKENS + i][e] = whole * matrix[i][e];
+        begin_stage();
+        operands.copy<3>(memory, block);
+        if (is_active) add_products<ADDED>(added, memory.left[0], first, BLOCK + KEY_DIM, update_terms);
+        begin_stage();
+        if (block + 1 < blocks) operands.copy<0>(memory, block + 1);
+        if (!is_active) continue;
+        add_products<ADDED>(added, memory.left[1], first, BLOCK + KEY_DIM, update_terms + ADDED * SLICE);
+#pragma unroll
+        for (int i = 0; i < TOKENS; ++i) {
+            const int token = first + APART * i;
+            if (token < low || token >= high) continue;
+            const long long row = block * BLOCK + token - place;
+            store_floats(y + row * heads.values * VALUE_DIM, added[i]);
+            if (high < BLOCK) store_floats(kept_updates + (head * BLOCK + token) * VALUE_DIM + column, updates[i]);
+        }
+        if (high < BLOCK) break;
+        const int target = kept[block];
+#pragma unroll
+        for (int i = 0; i < KEY_ROWS; ++i) {
+            const int row = first + APART * i;
+            if (row >= KEY_DIM) break;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) matrix[i][e] = added[TOKENS + i][e];
+            store_floats(memory.matrix[row] + own, matrix[i]);
+            if (target >= 0)
+                store_floats(end_matrices + ((target * static_cast<long long>(heads.values) + head) * KEY_DIM + row)
+                             * VALUE_DIM + column, matrix[i]);
         }
     }
-    if (!is_active || place + rows < BLOCK) return;
+    const int complete = (place + rows) / BLOCK;
+    if (complete < blocks && blockIdx.x == 0) {  // what has become known of the last block
+        const int low = complete == 0 ? place : 0, high = place + rows - complete * BLOCK;
+        const long long of_head = complete * static_cast<long long>(heads.values) + head;
+        for (int i = low + thread; i < high; i += THREADS) kept_decays[head * BLOCK + i] = logs[of_head * BLOCK + i];
+        if (heads.is_first(head))
+            for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS)
+                if (i % BLOCK >= low && i % BLOCK < high)
+                    kept_keys[key_head * KEY_DIM * BLOCK + i] = faded[of_head * KEY_DIM * BLOCK + i];
+    }
+    if (!is_active || complete == 0) return;
 #pragma unroll
     for (int i = 0; i < KEY_ROWS; ++i) {
         const int row = first + APART * i;

@@ -5,10 +5,10 @@
 // decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
 //
 // A block of threads has a value head of a span. It brings the matrix, which is most of its bytes, and what it needs of
-// the block so far into the L2 cache, and convolves while that is on its way. Then threads hold the matrix in registers,
-// and take row by row: the update u and the result y of a row are sums over rows of the matrix and over earlier updates,
-// which groups of threads add up. So a row's sums have the same order whichever rows are computed with it. What value
-// heads with one key have in common is computed by each of them, and written by the first.
+// the block so far into the L2 cache, and convolves while that is on its way. Then threads hold the matrix in
+// registers, and take row by row: the update u and the result y of a row are sums over rows of the matrix and over
+// earlier updates, which groups of threads add up. So a row's sums have the same order whichever rows are computed with
+// it. What value heads with one key have in common is computed by each of them, and written by the first.
 //
 // With MOST_ROWS 1, span i has row i or none: then y is 0 there.
 // Grid (H, spans), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MOST_ROWS (1 or 16), THREADS, SHARED.
@@ -75,7 +75,7 @@ __device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 384 ? 2 : 1)
 gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *inputs, const float *matrices,
                    const float *projected, const float *conv, const float *decay, const float *dt_bias,
                    const float *norm, const int *spans, long long pitch, int key_heads, int tiled, float eps) {

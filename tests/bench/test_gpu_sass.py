@@ -220,9 +220,9 @@ DELTA_BUDGETS = [
     ("gated_delta", DELTA.step(1), 63, None),
     ("gated_delta", DELTA.step(16), 62, None),
     ("advance_delta", DELTA.advance(), 115, None),
-    ("delta_blocks", DELTA.blocks(), 128, 1.133),
-    ("delta_scan", DELTA.scan(16, 132), 151, 1.16),
-    ("delta_scan", DELTA.scan(48, 132), 133, 1.16),
+    ("delta_blocks", DELTA.blocks(), 131, 1.133),
+    ("delta_scan", DELTA.scan(16, 132), 199, 1.161),
+    ("delta_scan", DELTA.scan(48, 132), 243, 1.159),
 ]
 
 

@@ -14,20 +14,22 @@ from polarlm.bench.gpu.shapes import llama
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
+from polarlm.engine.backends.cuda.recurrent import sizes
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.recurrence import make_rows, make_slots, make_weights, recurrence
 from tests.tiny import VOCABULARY, make_model
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
     (GatedDelta(2, 6, 16, 32, 3, tiled=True), 8),
-    (GatedDelta(1, 1, 32, 16, 2), 12),
-    (GatedDelta(1, 2, 68, 72, 4), 64),  # several warps, slices of a matrix, more rows of it than a thread holds
+    (GatedDelta(1, 1, 32, 16, 2), 24),
+    (GatedDelta(1, 2, 72, 76, 4), 64),  # several warps, slices of a matrix, more rows of it than a thread holds
 ]
 
 
@@ -76,9 +78,16 @@ every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
     monkeypatch: pytest.MonkeyPatch, shape: GatedDelta, block: int, blocks: int
 ) -> None:
-    """blocks: of a prompt that are computed at a time, at most."""
+    """blocks: of a prompt that are computed at a time, at most; many of them with wide slices of a matrix."""
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
+    if blocks > 1:
+        monkeypatch.setattr(sizes, "_SLICES", (32,))
     bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, block)
+
+
+@pytest.mark.slow
+def test_heads_of_the_size_that_models_have() -> None:
+    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", GatedDelta(1, 2, 128, 128, 4), 64)
 
 
 @every_shape
@@ -91,11 +100,23 @@ def test_a_step_of_several_sequences_changes_their_slots_alone(shape: GatedDelta
     bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
 
 
+def test_an_empty_row_changes_no_slot(rng: np.random.Generator) -> None:
+    """As batches are filled up with: its result is 0."""
+    shape, block = SHAPES[0]
+    w, rows, slots = make_weights(rng, shape), make_rows(rng, shape, 2), make_slots(shape, 2, block)
+    untouched = [array[0].copy() for array in slots]
+    found = OnDevice().gated_delta(rows, w, slots, np.array([DeltaSpan(1, 0, 1, 0), DeltaSpan(0, 0, 0, 0)], np.int32))
+    bodies.assert_close(found[:1], recurrence(rows[:1], w, shape)[0])
+    assert not found[1].any()
+    for before, after in zip(untouched, slots, strict=True):
+        np.testing.assert_array_equal(before, after[0])
+
+
 @pytest.mark.parametrize(
     ("mixer", "block", "words"),
     [
         (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
-        (GatedDelta(2, 4, 30, 128, 4), 64, "multiples of 4, not 30 and 128: choose device=cpu"),
+        (GatedDelta(2, 4, 30, 128, 4), 64, "multiple of 8 .* one of 4, not 30 and 128: choose device=cpu"),
         (GatedDelta(2, 4, 256, 256, 4), 64, "heads of 256 × 256 numbers: choose device=cpu"),
         (Mamba2(2, 4, 128, 64, 4), 64, "layers of Mamba 2"),
     ],

@@ -115,7 +115,7 @@ def test_a_conversation_of_a_hybrid_launches_nothing_unexpected(tmp_path: Path) 
             converse(engine, length)
         engine.generate([*PROMPT[:144], 5], SOME)
         seen = {kernel for text, kernel in device.kernels.items() if text in device.launched}
-        assert seen > {"gated_delta_kernel", "delta_scan_kernel", "advance_delta_kernel", "decode_states_kernel"}
+        assert seen > {"gated_delta_kernel", "delta_scan_kernel", "advance_delta_kernel", "state_matrices_kernel"}
         assert not device.unexpected() - {"copy_full_kernel"}
 
 

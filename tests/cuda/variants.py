@@ -274,8 +274,8 @@ def _delta() -> dict[str, list[Variant]]:
             ("advance_delta", sizes.advance()),
             ("delta_blocks", sizes.blocks()),
             *(("delta_scan", sizes.scan(heads, 132)) for heads in (16, 48)),
-            ("finish_delta", sizes.finish()),
-            ("code_states", state_codes(sizes.key_dim, sizes.value_dim)),
+            ("delta_results", sizes.finish()),
+            ("state_codes", state_codes(sizes.key_dim, sizes.value_dim)),
         ]
         for kernel, config in configs:
             variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))

@@ -103,15 +103,16 @@ class RecurrentOps:
 
         scan, wanted = sizes.scan(heads, self._device.processors), self._device.from_host(kept)
         slices = -(-dim // int(scan.defines["SLICE"]))
-        written, read = (y, slot.matrices, *known, ends.matrices), (*arrays, wanted)
+        queries, _, *others = arrays
+        written, read = (y, slot.matrices, *known, ends.matrices), (queries, *others, wanted)
         self._launch("delta_scan", (slices, heads), scan, *written, *read, key_heads, int(w.tiled), rows, place)
 
         finish = sizes.finish()
         of_results = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
         blocks = -(-rows * heads * WARP // finish.threads)
-        self._launch("delta_results", (blocks,), finish, *of_results, file="finish_delta")
+        self._launch("delta_results", (blocks,), finish, *of_results)
         of_inputs = slot.inputs, ends.inputs, projected, wanted, pitch, channels, rows, place
-        self._launch("delta_inputs", (-(-channels // finish.threads),), finish, *of_inputs, file="finish_delta")
+        self._launch("delta_inputs", (-(-channels // finish.threads),), finish, *of_inputs, file="delta_results")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         key_heads, heads = layers[0].keys.shape[1], layers[0].updates.shape[1]
@@ -128,7 +129,7 @@ class RecurrentOps:
             scales = self._device.empty((count, heads, dim), np.float32)
             config = state_codes(key_dim, dim)
             args = codes, scales, ends.matrices
-            self._launch("encode_states", (count * heads,), config, *args, file="code_states")
+            self._launch("state_codes", (count * heads,), config, *args)
             arrays = {"codes": codes, "scales": scales, "inputs": ends.inputs}
         fetch = {name: self._device.to_host_later(array)[1] for name, array in arrays.items()}
         return lambda: {name: wait() for name, wait in fetch.items()}
@@ -139,5 +140,5 @@ class RecurrentOps:
         codes, scales = (self._device.from_host(kept[name]) for name in ("codes", "scales"))
         matrices, (heads, key_dim, dim) = self._device.empty(codes.shape, np.float32), codes.shape
         config = state_codes(key_dim, dim)
-        self._launch("decode_states", (heads,), config, matrices, codes, scales, file="code_states")
+        self._launch("state_matrices", (heads,), config, matrices, codes, scales, file="state_codes")
         return matrices

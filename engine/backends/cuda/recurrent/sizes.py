@@ -40,12 +40,12 @@ class DeltaSizes:
 
     def check(self) -> None:
         """Raises ValueError where there are no kernels for these sizes."""
-        if any(size % 4 for size in (self.key_dim, self.value_dim)):
+        if self.key_dim % 8 or self.value_dim % 4:
             raise ValueError(
-                f"On a GPU the keys and values of gated delta rules have dimensions that are multiples of 4, "
-                f"not {self.key_dim} and {self.value_dim}: choose device=cpu"
+                f"On a GPU the dimension of a gated delta rule's keys is a multiple of 8 and that of its values one of "
+                f"4, not {self.key_dim} and {self.value_dim}: choose device=cpu"
             )
-        if self.block % 4 or self.block > _LARGEST_BLOCK or self.width > self.block:
+        if self.block % 8 or self.block > _LARGEST_BLOCK or self.width > self.block:
             raise ValueError(
                 f"On a GPU gated delta rules have no kernels for blocks of {self.block} tokens: choose 64."
             )
@@ -84,12 +84,13 @@ class DeltaSizes:
         return LaunchConfig({**self.defines, "THREADS": threads, "SHARED": shared}, threads, shared)
 
     def scan(self, heads: int, processors: int) -> LaunchConfig:
-        """The launch of delta_scan for `heads` value heads: with slices so wide that all multiprocessors have one."""
-        slices = [columns for columns in _SLICES if heads * -(-self.value_dim // columns) >= processors]
+        """The launch of delta_scan for `heads` value heads: with slices so wide that most multiprocessors have one."""
+        slices = [columns for columns in _SLICES if 8 * heads * -(-self.value_dim // columns) >= 7 * processors]
         columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
-        threads = _whole_warps(self.block // 2 * (columns // 4))
-        left = max(2 * self.block * (self.key_dim + 4), (self.block + self.key_dim) * (self.block + 4))
-        shared = _FLOAT * (left + (self.key_dim + self.block) * columns)
+        tokens = 2 if columns < _SLICES[0] or self.block < _LARGEST_BLOCK else 4  # of a thread: see delta_scan.cu
+        threads = _whole_warps(self.block // tokens * (columns // 4))
+        left = max(2 * self.block * (self.key_dim // 2 + 4), (self.block + self.key_dim) * (self.block // 2 + 4))
+        shared = _FLOAT * (2 * left + (self.key_dim + self.block) * columns)
         defines = {**self.defines, "SLICE": columns, "THREADS": threads, "SHARED": shared}
         return LaunchConfig(defines, threads, shared)
 
@@ -99,15 +100,15 @@ class DeltaSizes:
 
 
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
-    """The launches of encode_states and decode_states."""
+    """The launches of state_codes and state_matrices."""
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
     return LaunchConfig(defines, threads_for(value_dim))
 
 
 def scratch(sizes: DeltaSizes, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
-    """Return the shapes of what delta_blocks writes for delta_scan: queries, keys, reads, news, weights, logs."""
+    """Return the shapes of what delta_blocks writes: queries, keys; faded, reads, news, weights, logs."""
     a, d, n = sizes.key_dim, sizes.value_dim, sizes.block
-    of_keys, of_heads = [(n, a), (a, n)], [(n, a), (n, d), (n, n), (n,)]
+    of_keys, of_heads = [(n, a), (a, n)], [(a, n), (n, a), (n, d), (n, n), (n,)]
     return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
 
 

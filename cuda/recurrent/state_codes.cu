@@ -1,12 +1,13 @@
-// The ops `keep_states` and `restore_states`: matrices of states as codes of 8 bits with a scale for each column, and
-// back.
+// The ops `keep_states` and `restore_states`: matrices of states become codes of 8 bits with a scale for each column
+// (`state_codes`), and codes become matrices (`state_matrices`).
 //
 // codes (n, A, D), scales (n, D), matrices (n, A, D), of n heads. A scale is the column's largest magnitude divided by
 // LARGEST; columns whose scale is not above LEAST have codes 0. Codes are rounded to nearest even.
 // Grid (n), block any. DEFINES: KEY_DIM, VALUE_DIM, LARGEST, LEAST.
-// Cost: `encode_states` reads a matrix twice, the second time from the L2 cache.
+// PRECOND: none.
+// Cost: `state_codes` reads a matrix twice, the second time from the L2 cache.
 extern "C" __global__ void __launch_bounds__(1024)
-encode_states_kernel(signed char *codes, float *scales, const float *matrices) {
+state_codes_kernel(signed char *codes, float *scales, const float *matrices) {
     const long long first = blockIdx.x * static_cast<long long>(KEY_DIM) * VALUE_DIM;
     for (int column = threadIdx.x; column < VALUE_DIM; column += blockDim.x) {
         const float *const x = matrices + first + column;
@@ -22,7 +23,7 @@ encode_states_kernel(signed char *codes, float *scales, const float *matrices) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-decode_states_kernel(float *matrices, const signed char *codes, const float *scales) {
+state_matrices_kernel(float *matrices, const signed char *codes, const float *scales) {
     const long long first = blockIdx.x * static_cast<long long>(KEY_DIM) * VALUE_DIM;
     for (int column = threadIdx.x; column < VALUE_DIM; column += blockDim.x) {
         const float scale = scales[blockIdx.x * static_cast<long long>(VALUE_DIM) + column];
