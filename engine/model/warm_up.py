@@ -32,9 +32,14 @@ def warm_up(model: Transformer) -> SequenceKV:
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks, one that reads them, and a step that completes a block, after `warm_up`."""
+    """Run a prompt that completes blocks and one that reads them, after `warm_up`.
+
+    Recurrent layers have a kernel for a step that completes a block; for these one is run as well.
+    """
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
+    if not any(group.is_sparse for group in model.store.groups):
+        return
     if more := -(sequence.length + 1) % model.store.shape.block_size:
         _prompt(model, sequence, more)
     _step(model, sequence)

@@ -94,6 +94,7 @@ def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
 every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
 
 
+# Product: shapes decide the tiles of a matrix, blocks the launches that each tile is carried through.
 @every_shape
 @pytest.mark.parametrize("blocks", [1, 100])
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(

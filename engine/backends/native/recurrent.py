@@ -78,8 +78,6 @@ class DeltaOps:
             eps=w.eps,
         )
         self._launch(gated_delta(spec), len(spans) * spec.key_heads, arguments, grain=1)
-        if ends is not None:
-            self._expect_advance(slots, tiled=w.tiled)
         return y
 
     def mamba2(
@@ -116,13 +114,7 @@ class DeltaOps:
         launch(mamba2_rows.add_rows(spec), len(spans) * spec.heads, arguments)
         parts = PartArguments(y, w.norm, spec.groups, spec.inner // spec.groups, w.eps)
         launch(mamba2.norm_parts(), rows, parts)
-        if ends is not None:
-            self._expect_advance(slots, tiled=False)
         return y
-
-    def _expect_advance(self, slots: DeltaSlots, *, tiled: bool) -> None:
-        """Let the kernel compile that the steps after a prompt need at the end of its last block."""
-        self._launch.library.expect([advance(*_sizes(slots), tiled=tiled)])
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         sizes, numbers = _sizes(layers[0]), np.array(slots, np.int32)

@@ -16,7 +16,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.weight_formats import ExpertLinear
-from polarlm.model_loaders.config import Activation, Experts
+from polarlm.model_loaders.config import Activation, Experts, is_gated
 from tests import weights
 from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
@@ -68,13 +68,23 @@ def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> weig
 
 
 class Layer:
-    """The matrices of `count` experts with sizes E and F. formats: of gate, up and down."""
+    """The matrices of `count` experts with sizes E and F. formats: of gate, up and down. gated: whether they have a
+    gate."""
 
-    def __init__(self, rng: np.random.Generator, formats: tuple[str, str, str], count: int, e: int, f: int, bias: bool):
-        gate, up, down = formats
-        self.gate_up = [[stored(rng, gate, f, e), stored(rng, up, f, e)] for _ in range(count)]
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        formats: tuple[str, str, str],
+        count: int,
+        e: int,
+        f: int,
+        bias: bool,
+        gated: bool = True,
+    ):
+        *ups, down = formats if gated else formats[1:]
+        self.gate_up = [[stored(rng, up, f, e) for up in ups] for _ in range(count)]
         self.down = [[stored(rng, down, e, f)] for _ in range(count)]
-        sizes = (2 * f, e)
+        sizes = (len(ups) * f, e)
         self.biases = [rng.standard_normal((count, n)).astype(np.float32) if bias else None for n in sizes]
 
     def on(self, ops: LinearOps | NumpyOps) -> list[ExpertLinear]:
@@ -92,12 +102,12 @@ def test_results_are_those_of_numpy(level: Level) -> None:
     launch = launcher(level)
     ops, matrices = ExpertOps(launch), LinearOps(launch)
     formats = [("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "q5_0"), ("mxfp4",) * 3, ("f16", "f16", "bf16"), ("f32",) * 3]
-    activations: list[Activation] = ["silu", "gelu_tanh", "swiglu_clamped"]
+    activations: list[Activation] = ["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
     for of, rows, bias, activation, has_norm, adds in pairs(
         [*formats, ("iq2_xxs",) * 3], [1, 5, 33], [False, True], activations, [False, True], [False, True]
     ):
         e, f = (256, 256) if set(of) & {"q4_k", "iq2_xxs"} else (64, 96) if of[0] in weights.BLOCKS else (48, 24)
-        layer, count = Layer(rng, of, 7, e, f, bias), 7
+        layer, count = Layer(rng, of, 7, e, f, bias, is_gated(activation)), 7
         x, residual = (rng.standard_normal((rows, e)).astype(np.float32) for _ in range(2))
         rule = Experts(count, 3, f, activation, renormalize=True)
         routing = PLAIN.route(rng.standard_normal((rows, count)).astype(np.float32), rule)
