@@ -14,14 +14,13 @@ import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan
 from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.delta_slots import (
     Prompt,
     PromptRows,
     View,
     copy_slot,
-    decode,
-    encode,
     ends_to_keep,
     first_tokens,
     one_slot,
@@ -31,17 +30,17 @@ from polarlm.engine.state.shapes import ArraySpec
 from polarlm.engine.state.tables import BlockTable, Growth
 from polarlm.model_loaders.config import GatedDelta
 
-_F32, _I8 = np.dtype(np.float32), np.dtype(np.int8)
+_F32 = np.dtype(np.float32)
 _SNAPSHOTS = 2  # for each slot
 
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """How one layer stores its state. exact: whether snapshots are in float32. snapshots: their number; None: two for
+    """How one layer stores its state. codes: how snapshots keep its matrices. snapshots: their number; None: two for
     each slot."""
 
     mixer: GatedDelta
-    exact: bool = False
+    codes: SnapshotCodes = EIGHT_BITS
     snapshots: int | None = None
     window: None = None
     values: int = 0  # of K/V
@@ -71,11 +70,11 @@ class DeltaShape:
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         one = self.mixer
-        heads, keys, values = one.value_heads, one.key_dim, one.value_dim
-        inputs = ArraySpec("inputs", (one.width - 1, one.channels), _F32)
-        if self.exact:
-            return [ArraySpec("matrices", (heads, keys, values), _F32), inputs]
-        return [ArraySpec("codes", (heads, keys, values), _I8), ArraySpec("scales", (heads, values), _F32), inputs]
+        fields = self.codes.fields(one.key_dim, one.value_dim).items()
+        return [
+            *(ArraySpec(name, (one.value_heads, *shape), dtype) for name, (shape, dtype) in fields),
+            ArraySpec("inputs", (one.width - 1, one.channels), _F32),
+        ]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
         one = self.mixer
@@ -183,10 +182,9 @@ class DeltaState:
             return
         block = table.block(start // self.block_size - 1)
         assert block is not None
-        kept = self._snapshots[layer]
-        exact = kept["matrices"][block] if self._shape.exact else decode(kept["codes"][block], kept["scales"][block])
-        slot.matrices[0] = self._ops.to_device(exact)
-        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"][block])
+        kept = {name: array[block] for name, array in self._snapshots[layer].items()}
+        slot.matrices[0] = self._ops.to_device(self._shape.codes.decode(kept))
+        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"])
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
         return View(growth.buffer, next(iter(growth.slots.values())), rows, position)
@@ -220,12 +218,9 @@ class DeltaState:
 
     def _keep(self, layer: int, block: int, matrices: Array, inputs: Array) -> None:
         """Write a snapshot."""
-        kept, exact = self._snapshots[layer], self._ops.to_host(matrices)
-        if self._shape.exact:
-            kept["matrices"][block] = exact
-        else:
-            kept["codes"][block], kept["scales"][block] = encode(exact)
-        kept["inputs"][block] = self._ops.to_host(inputs)
+        fields = self._shape.codes.encode(self._ops.to_host(matrices))
+        for name, array in {**fields, "inputs": self._ops.to_host(inputs)}.items():
+            self._snapshots[layer][name][block] = array
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: what the next tokens read is exact."""

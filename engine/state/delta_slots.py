@@ -1,4 +1,4 @@
-"""Slots and snapshots of gated delta rules: rows that are added, copies, codes, and which snapshots are kept."""
+"""Slots of gated delta rules: rows that are added, copies, and which snapshots are kept."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Delt
 from polarlm.engine.backends.ops import Array, Ops
 
 _STEP = 4  # of the distances, in blocks, between the end of a prompt and the snapshots before it
-_CODES = 127
-_LEAST = 1e-30  # a scale whose codes are 0
 
 
 class Prompt(NamedTuple):
@@ -96,19 +94,3 @@ def ends_to_keep(first: int, complete: int, branch: int | None) -> list[int]:
         distance *= _STEP
     wanted = {complete - 1 - one for one in distances} | ({branch} if branch is not None else set())
     return sorted(number for number in wanted if max(1, first) <= number < complete)
-
-
-@np.errstate(invalid="ignore", over="ignore")  # of damaged weights, which the check of logits finds
-def encode(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes int8 (..., A, D) of matrices (..., A, D), and scales (..., D): one for each value channel.
-
-    A channel of values that is larger than the others then costs these no precision.
-    """
-    scales = np.abs(matrices).max(axis=-2) / np.float32(_CODES)
-    factors = np.divide(1, scales, out=np.zeros_like(scales), where=scales > _LEAST)
-    return np.rint(matrices * factors[..., None, :]).astype(np.int8), scales
-
-
-def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the matrices (..., A, D) that were encoded."""
-    return codes * scales[..., None, :]
