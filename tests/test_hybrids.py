@@ -90,11 +90,12 @@ def test_where_prompts_part_is_learned(load: Load) -> None:
     assert found.usage.cached_tokens == 6 * N
 
 
-def test_coded_snapshots_change_little(load: Load) -> None:
+def changes(load: Load, state_type: str) -> float:
+    """How much the largest log-probabilities of a token differ after an exact snapshot and after a coded one."""
     ids = ids_of(4 * N)
     more = [*ids, *ids_of(3 * N, seed=1)]
     scores = []
-    for settings in ({}, {"state_type": "8bit"}):
+    for settings in ({}, {"state_type": state_type}):
         engine = load(**settings)
         answer(engine, ids, tokens=1)
         params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
@@ -104,7 +105,22 @@ def test_coded_snapshots_change_little(load: Load) -> None:
     exact, coded = scores
     shared = exact.keys() & coded.keys()
     assert len(shared) >= 15
-    assert 0 < max(abs(exact[token] - coded[token]) for token in shared) < 0.2
+    return max(abs(exact[token] - coded[token]) for token in shared)
+
+
+def test_coded_snapshots_change_little(load: Load) -> None:
+    assert 0 < changes(load, "8bit") < 0.2
+
+
+@pytest.mark.parametrize("load", ["qwen3_5_moe_with_images"], indirect=True)
+def test_fewer_bits_change_more(load: Load) -> None:
+    assert changes(load, "8bit") < changes(load, "4bit") < 1
+
+
+@pytest.mark.parametrize("load", ["qwen3_next_shared_keys"], indirect=True)
+def test_a_state_that_four_bits_do_not_suit_is_refused(load: Load) -> None:
+    with pytest.raises(EngineError, match=r"state_type=4bit does not suit .* of 8 × 12 numbers; choose 8bit or f32"):
+        load(state_type="4bit")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +128,18 @@ def test_coded_snapshots_change_little(load: Load) -> None:
 )
 def test_a_session_continues_to_the_bit(load: Load, tmp_path: Path, state_type: str, length: int) -> None:
     """Within a block, and at the end of one, where a session has a snapshot."""
+    check_session(load, tmp_path, state_type, length)
+
+
+@pytest.mark.parametrize("load", ["qwen3_5_moe_with_images"], indirect=True)
+def test_a_session_with_snapshots_of_four_bits(load: Load, tmp_path: Path) -> None:
+    for length in (4 * N, 4 * N + 5):
+        check_session(load, tmp_path, "4bit", length)
+    with pytest.raises(EngineError, match="state:4bit"):
+        load(state_type="8bit").load_session(tmp_path / "session")
+
+
+def check_session(load: Load, tmp_path: Path, state_type: str, length: int) -> None:
     engine, ids = load(state_type=state_type), ids_of(length)
     answer(engine, ids, tokens=1)
     engine.save_session(tmp_path / "session", prompt=ids)

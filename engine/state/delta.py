@@ -14,7 +14,7 @@ import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
+from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes, narrowed
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.delta_slots import (
     Prompt,
@@ -73,7 +73,7 @@ class DeltaShape:
         fields = self.codes.fields(one.key_dim, one.value_dim).items()
         return [
             *(ArraySpec(name, (one.value_heads, *shape), dtype) for name, (shape, dtype) in fields),
-            ArraySpec("inputs", (one.width - 1, one.channels), _F32),
+            ArraySpec("inputs", (one.width - 1, one.channels), self.codes.inputs),
         ]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
@@ -184,7 +184,7 @@ class DeltaState:
         assert block is not None
         kept = {name: array[block] for name, array in self._snapshots[layer].items()}
         slot.matrices[0] = self._ops.to_device(self._shape.codes.decode(kept))
-        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"])
+        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"].astype(_F32, copy=False))
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
         return View(growth.buffer, next(iter(growth.slots.values())), rows, position)
@@ -219,7 +219,7 @@ class DeltaState:
     def _keep(self, layer: int, block: int, matrices: Array, inputs: Array) -> None:
         """Write a snapshot."""
         fields = self._shape.codes.encode(self._ops.to_host(matrices))
-        for name, array in {**fields, "inputs": self._ops.to_host(inputs)}.items():
+        for name, array in {**fields, "inputs": narrowed(self._ops.to_host(inputs), self._shape.codes.inputs)}.items():
             self._snapshots[layer][name][block] = array
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
