@@ -8,8 +8,9 @@ the layers of Qwen3.5, three gated delta rules to one of attention, with key and
 and 3.5 million parameters in all, so that an hour of one core teaches it to tell a story.
 
 The file has stories that are separated by lines of `<|endoftext|>`. The last ones are held out: the model's
-perplexity on them is printed beside those of counts of single tokens and of pairs. FOLDER gets the weights as
-bfloat16 with a configuration and a tokenizer, every few minutes, the last time after --minutes. Matrices are trained
+perplexity on them is printed beside those of counts of single tokens and of pairs. FOLDER gets a tokenizer, the
+weights as bfloat16 every few minutes, the last time after --minutes, and at the end the held-out stories and the logits
+of some of their tokens (`reference.npz`, as `make_fixtures.py` describes it). Matrices are trained
 with Muon (Jordan et al., 2024), the rest with AdamW. The learning rate falls to 0 at the end of the time, so a
 machine that does more steps gives a better model, and no two runs give the same one.
 """
@@ -32,6 +33,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 END = "<|endoftext|>"
 VOCABULARY, CONTEXT, BATCH = 1024, 512, 8
 HELD_OUT = 40_000  # tokens
+REFERENCE = 160  # tokens whose logits are kept
 MATRICES_RATE, REST_RATE, WARM_UP = 5e-3, 3e-3, 0.03
 SAVE_EVERY = 300  # seconds
 SEED = 20_261_124
@@ -59,7 +61,9 @@ def main() -> None:
     model = new_model()
     print(f"{sum(one.numel() for one in model.parameters()):,} parameters")
     fit(model, train, options.minutes * 60, lambda: save(model, options.folder))
-    print(f"held out, model: perplexity {math.exp(held_out_loss(model, held_out)):.3f}")
+    stored = stored_model(model)
+    print(f"held out, model: perplexity {math.exp(held_out_loss(stored, held_out)):.3f}")
+    write_reference(stored, tokenizer, held_out, options.folder)
 
 
 def train_tokenizer(stories: list[str]) -> Tokenizer:
@@ -184,14 +188,28 @@ def loss_of(model: Qwen3_5ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-@torch.no_grad()
-def held_out_loss(model: Qwen3_5ForCausalLM, held_out: torch.Tensor) -> float:
-    """Nats per token, with the weights as they are stored and sums in float32."""
+def stored_model(model: Qwen3_5ForCausalLM) -> Qwen3_5ForCausalLM:
+    """The model with the weights as they are stored, and arithmetic in float32."""
     stored = Qwen3_5ForCausalLM(model.config).eval()
     stored.load_state_dict({name: one.bfloat16().float() for name, one in model.state_dict().items()})
+    return stored
+
+
+@torch.no_grad()
+def held_out_loss(stored: Qwen3_5ForCausalLM, held_out: torch.Tensor) -> float:
+    """Nats per token, of windows of CONTEXT."""
     rows = held_out.unfold(0, CONTEXT + 1, CONTEXT)
-    nats = [cross_entropy(stored(row[None, :-1]).logits[0], row[1:]).item() for row in rows]
-    return float(np.mean(nats))
+    return float(np.mean([cross_entropy(stored(row[None, :-1]).logits[0], row[1:]).item() for row in rows]))
+
+
+@torch.no_grad()
+def write_reference(stored: Qwen3_5ForCausalLM, tokenizer: Tokenizer, held_out: torch.Tensor, folder: Path) -> None:
+    """The held-out stories as a text, and the logits of the first tokens of them, as `make_fixtures` writes these."""
+    text = tokenizer.decode(held_out.tolist(), skip_special_tokens=False)
+    stories = text.split(END)[1:]  # the first one is cut
+    (folder / "held_out.txt").write_text("\n".join(stories) + "\n", encoding="utf-8")
+    ids = torch.tensor([0, *tokenizer.encode(stories[0]).ids, 0, *tokenizer.encode(stories[1]).ids])[:REFERENCE]
+    np.savez_compressed(folder / "reference.npz", ids=ids.numpy(), logits=stored(ids[None]).logits[0].numpy())
 
 
 def save(model: Qwen3_5ForCausalLM, folder: Path) -> None:
