@@ -112,34 +112,16 @@ def test_coded_snapshots_change_little(load: Load) -> None:
     assert 0 < changes(load, "8bit") < 0.2
 
 
-@pytest.mark.parametrize("load", ["qwen3_5_moe_with_images"], indirect=True)
 def test_fewer_bits_change_more(load: Load) -> None:
-    assert changes(load, "8bit") < changes(load, "4bit") < 1
-
-
-@pytest.mark.parametrize("load", ["qwen3_next_shared_keys"], indirect=True)
-def test_a_state_that_four_bits_do_not_suit_is_refused(load: Load) -> None:
-    with pytest.raises(EngineError, match=r"state_type=4bit does not suit .* of 8 × 12 numbers; choose 8bit or f32"):
-        load(state_type="4bit")
+    assert changes(load, "8bit") < changes(load, "5bit") < 1
 
 
 @pytest.mark.parametrize(
-    ("state_type", "length"), [("f32", 4 * N), ("8bit", 4 * N - 1), ("8bit", 4 * N), ("8bit", 4 * N + 5)]
+    ("state_type", "length"),
+    [("f32", 4 * N), ("8bit", 4 * N - 1), ("8bit", 4 * N), ("8bit", 4 * N + 5), ("5bit", 4 * N), ("5bit", 4 * N + 5)],
 )
 def test_a_session_continues_to_the_bit(load: Load, tmp_path: Path, state_type: str, length: int) -> None:
     """Within a block, and at the end of one, where a session has a snapshot."""
-    check_session(load, tmp_path, state_type, length)
-
-
-@pytest.mark.parametrize("load", ["qwen3_5_moe_with_images"], indirect=True)
-def test_a_session_with_snapshots_of_four_bits(load: Load, tmp_path: Path) -> None:
-    for length in (4 * N, 4 * N + 5):
-        check_session(load, tmp_path, "4bit", length)
-    with pytest.raises(EngineError, match="state:4bit"):
-        load(state_type="8bit").load_session(tmp_path / "session")
-
-
-def check_session(load: Load, tmp_path: Path, state_type: str, length: int) -> None:
     engine, ids = load(state_type=state_type), ids_of(length)
     answer(engine, ids, tokens=1)
     engine.save_session(tmp_path / "session", prompt=ids)
@@ -156,8 +138,9 @@ def test_sessions_of_another_state_type_are_refused(load: Load, tmp_path: Path) 
     engine, ids = load(), ids_of(3 * N)
     answer(engine, ids, tokens=1)
     engine.save_session(tmp_path / "session", prompt=ids)
-    with pytest.raises(EngineError, match="state:f32"):
-        load(state_type="8bit").load_session(tmp_path / "session")
+    for other in ("8bit", "5bit"):
+        with pytest.raises(EngineError, match="state:f32"):
+            load(state_type=other).load_session(tmp_path / "session")
 
 
 @pytest.mark.parametrize("kind", ["its answer follows", "its answer is replaced", "it ends with a block"])

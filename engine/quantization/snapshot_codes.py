@@ -2,7 +2,7 @@
 
 A matrix has a row for each of A key channels and a column for each of D value channels, and a token reads the same sum
 of rows in all columns. A few value channels are often larger than the others, and must cost these no precision: either
-each has a scale of its own, or a rotation mixes them, and each row has a norm. What a coding costs is measured by
+each has a scale of its own, or a rotation mixes them, and each row has a scale. What a coding costs is measured by
 `polarlm quality --state`.
 """
 
@@ -14,12 +14,13 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from polarlm.engine import codecs
-from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs.parts.rotation import signed_hadamard
+from polarlm.engine.codecs.schema.streams import Schema, codes, numbers, pack
 
 _F32 = np.dtype(np.float32)
 _LARGEST = 127  # code of eight bits
 _LEAST = 1e-30  # a scale whose codes are 0
+_BITS, _MIDDLE = 5, 15.5  # of codes 0 to 31
 
 Fields = Mapping[str, np.ndarray]
 
@@ -88,35 +89,46 @@ class Channels:
 
 @dataclass(frozen=True)
 class Rotated:
-    """The codes that a codec of keys and values has for rows, whose channels its rotation mixes.
+    """Five bits for each number, after a rotation that mixes the value channels, and a scale for each row.
 
-    Every row is then close to a Gaussian vector, whatever the channels are like.
+    A row y, rotated, is kept as s·(code − 15.5) with s = max|y| / 15.5. A few large channels become many numbers of
+    about one size, and all others become close to a Gaussian's. Of 128 of these the error is .0028 of the variance; it is
+    .0025 with the best levels (Max, 1960). Codes of pairs, such as `ring5`, have .0020, but take five times as long to
+    choose, and a prompt waits for that.
     """
 
     name: str
-    codec: Codec
     inputs: ClassVar[np.dtype] = np.dtype(np.float16)
 
     def fields(self, keys: int, values: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        try:
-            self.codec.check(values, keys)
-        except ValueError:
+        if keys * values % 8:
             problem = f"state_type={self.name} does not suit a recurrent state of {keys} × {values} numbers"
-            raise ValueError(f"{problem}; choose {EIGHT_BITS.name} or {EXACT.name}") from None
-        return {name: (field.shape, field.dtype) for name, field in self.codec.fields(keys, values).items()}
+            raise ValueError(f"{problem}; choose {EIGHT_BITS.name} or {EXACT.name}")
+        return {name: (stream.field.shape, stream.field.dtype) for name, stream in _streams(keys, values).items()}
 
+    @np.errstate(invalid="ignore", over="ignore")  # of damaged weights, as above
     def encode(self, matrices: np.ndarray) -> dict[str, np.ndarray]:
-        finite = np.where(np.isfinite(matrices), matrices, np.float32(0))  # the check of logits finds damaged weights
-        return self.codec.encode(finite @ self._rotation(matrices.shape[-1]))
+        rotated = matrices @ signed_hadamard(matrices.shape[-1])
+        scales = narrowed(np.abs(rotated).max(axis=-1) / np.float32(_MIDDLE), self.inputs)
+        steps = scales.astype(np.float32)
+        rotated *= np.divide(1, steps, out=np.zeros_like(steps), where=steps > 0)[..., None]
+        rotated += np.float32(_MIDDLE + 0.5)  # so that the conversion, which cuts, rounds
+        np.clip(rotated, 0, 2 * _MIDDLE, out=rotated)
+        streams = {"scales": scales, "codes": rotated.astype(np.uint8)}
+        return pack(_streams(*matrices.shape[-2:]), streams)
 
+    @np.errstate(invalid="ignore", over="ignore")
     def decode(self, fields: Fields) -> np.ndarray:
-        rotated = self.codec.decode(fields)
-        return rotated @ self._rotation(rotated.shape[-1]).T
+        scales = fields["scales"]
+        keys = scales.shape[-1]
+        values = 8 * fields["codes"].shape[-1] // (_BITS * keys)
+        rotated = _streams(keys, values)["codes"].unpack(fields["codes"]) - np.float32(_MIDDLE)
+        rotated *= scales[..., None].astype(np.float32)
+        return rotated @ signed_hadamard(values).T
 
-    def _rotation(self, values: int) -> np.ndarray:
-        rotation = self.codec.rotation(values)
-        assert rotation is not None
-        return rotation
+
+def _streams(keys: int, values: int) -> Schema:
+    return {"scales": numbers(np.float16, keys), "codes": codes(_BITS, keys, values)}
 
 
 def narrowed(inputs: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -127,6 +139,6 @@ def narrowed(inputs: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.clip(inputs, -limit, limit).astype(dtype)
 
 
-EXACT, EIGHT_BITS, FOUR_BITS = Exact("f32"), Channels("8bit"), Rotated("4bit", codecs.get("turbo4"))
-ALL: Mapping[str, SnapshotCodes] = {one.name: one for one in (EIGHT_BITS, FOUR_BITS, EXACT)}
+EXACT, EIGHT_BITS, FIVE_BITS = Exact("f32"), Channels("8bit"), Rotated("5bit")
+ALL: Mapping[str, SnapshotCodes] = {one.name: one for one in (EIGHT_BITS, FIVE_BITS, EXACT)}
 """By the value of the setting `state_type`."""
