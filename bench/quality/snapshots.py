@@ -86,16 +86,19 @@ def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], cod
     """Return hidden states (T, E) of `ids` (T,) after a sequence that ends with a snapshot, which is coded before it
     is read. Releases the sequence."""
     last = sequence.length // model.store.shape.block_size - 1
-    tables = zip(model.store.groups, sequence.tables, strict=True)
-    blocks = [(group, [table.block(last)]) for group, table in tables if isinstance(group, DeltaState)]
-    kept = [(group, block, group.read_blocks(block)) for group, block in blocks]
+    kept = []
+    for group, table in zip(model.store.groups, sequence.tables, strict=True):
+        if isinstance(group, DeltaState):
+            block = table.block(last)
+            assert block is not None
+            kept.append((group, [block], group.read_blocks([block])))
     try:
-        for group, block, arrays in kept:
-            group.write_blocks(block, {place: _coded(place[1], array, codes) for place, array in arrays.items()})
+        for group, blocks, arrays in kept:
+            group.write_blocks(blocks, {place: _coded(place[1], array, codes) for place, array in arrays.items()})
         return hidden_of(model, sequence, ids)
     finally:
-        for group, block, arrays in kept:  # others continue from it, too
-            group.write_blocks(block, arrays)
+        for group, blocks, arrays in kept:  # others continue from it, too
+            group.write_blocks(blocks, arrays)
         model.store.release(sequence)
 
 

@@ -92,9 +92,9 @@ class Rotated:
     """Five bits for each number, after a rotation that mixes the value channels, and a scale for each row.
 
     A row y, rotated, is kept as s·(code − 15.5) with s = max|y| / 15.5. A few large channels become many numbers of
-    about one size, and all others become close to a Gaussian's. Of 128 of these the error is .0028 of the variance; it is
-    .0025 with the best levels (Max, 1960). Codes of pairs, such as `ring5`, have .0020, but take five times as long to
-    choose, and a prompt waits for that.
+    about one size, and all others become close to a Gaussian's. Of 128 of these the error is .0028 of the variance, and
+    with the best levels it would be .0025 (Max, 1960). Codes of pairs, such as `ring5`, have .0020, but take five times
+    as long to choose, and a prompt waits for that.
     """
 
     name: str
