@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, step_rows
-from polarlm.engine.backends.delta import LARGEST_CODE, LEAST_SCALE, DeltaSlots
+from polarlm.engine.backends.delta import DeltaSlots
+from polarlm.engine.quantization.snapshot_codes import LARGEST, LEAST
 
 _FLOAT = 4
 _STEP_THREADS = 512
@@ -101,7 +102,7 @@ class DeltaSizes:
 
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
     """The launches of state_codes and state_matrices."""
-    defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
+    defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST), "LEAST": LEAST}
     return LaunchConfig(defines, threads_for(value_dim))
 
 
