@@ -90,8 +90,9 @@ class EngineConfig:
     state_type: str = setting(
         "8bit",
         "--state-type",
-        choices=("8bit", "f32"),
-        help="how snapshots of recurrent layers are kept, from which a conversation continues: in 8 bits, or exactly",
+        choices=("8bit", "5bit", "f32"),
+        help="how snapshots of recurrent layers are kept, from which a conversation continues: in 8 or 5 bits, or "
+        "exactly",
     )
     state_cache: str | None = setting(
         None,

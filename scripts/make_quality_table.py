@@ -11,6 +11,7 @@ from polarlm.bench import report
 from polarlm.bench.quality.causes import format_table
 from polarlm.bench.quality.scores import position_cells
 from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "quality.md"
@@ -112,6 +113,34 @@ def arithmetic_table() -> str:
     return "\n".join([*lines, "", source])
 
 
+def snapshots_table() -> str:
+    """KL after snapshots by the way in which they keep a recurrent state, and by the tokens since; and what coded keys
+    and values cost the same model at these positions."""
+    measured, presets = (newest(f"{kind}-trained-hybrid-????-??-??") for kind in ("state", "quality"))
+    distances = [one["tokens"] for one in measured["rows"][0]["distances"]]
+    header = ["State type", "one snapshot", *(f"KL, first {n}" if n > 1 else "KL, first token" for n in distances)]
+    lines = [f"| {' | '.join([*header, 'KL 99 %, max', 'same top-1'])} |", "|---" * (len(header) + 2) + "|"]
+    for row in measured["rows"]:
+        last = row["distances"][-1]
+        cells = [f"`{row['type']}`", format_bytes(row["bytes"]), *(f"{one['kl_mean']:.2g}" for one in row["distances"])]
+        cells += [f"{last['kl_99th_percentile']:.2g}, {last['kl_max']:.2g}", f"{100 * last['same_top1']:.2f} %"]
+        lines.append(f"| {' | '.join(cells)} |")
+    stretch = presets["rows"][0]["kl_by_position"][-1]
+    costs = [
+        f"{row['kl_by_position'][-1]['kl_mean']:.2g} as {_label(row['type'])}"
+        for row in presets["rows"]
+        if row["scored_as"] == SERVED
+    ]
+    source = (
+        f"{measured['model']} on {measured['text']}: {measured['snapshots']} snapshots, KL in nats; 99 %, the largest "
+        f"and the same top-1 are of the first {distances[-1]} tokens; measured on {measured['date']} with\n"
+        f"`{measured['command']}`.\n"
+        f"At positions {stretch['start']} to {stretch['end'] - 1} of the same text the model's keys and values cost a "
+        f"KL of {', '.join(costs)}; measured with\n`{presets['command']}`."
+    )
+    return "\n".join([*lines, "", source])
+
+
 def needle_table() -> str:
     """How many needles were found, as served, by type and length of the prompt."""
     files = [newest(f"needle-{DEMO}"), newest(f"needle-{DEMO}-more")]
@@ -168,6 +197,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "key bias": key_bias_table,
         "weights": weights_table,
         "arithmetic": arithmetic_table,
+        "snapshots": snapshots_table,
         "needle": needle_table,
     },
 }

@@ -94,11 +94,12 @@ def test_where_prompts_part_is_learned(load: Load) -> None:
     assert found.usage.cached_tokens == 6 * N
 
 
-def test_coded_snapshots_change_little(load: Load) -> None:
+def changes(load: Load, state_type: str) -> float:
+    """How much the largest log-probabilities of a token differ after an exact snapshot and after a coded one."""
     ids = ids_of(4 * N)
     more = [*ids, *ids_of(3 * N, seed=1)]
     scores = []
-    for settings in ({}, {"state_type": "8bit"}):
+    for settings in ({}, {"state_type": state_type}):
         engine = load(**settings)
         answer(engine, ids, tokens=1)
         params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
@@ -108,11 +109,20 @@ def test_coded_snapshots_change_little(load: Load) -> None:
     exact, coded = scores
     shared = exact.keys() & coded.keys()
     assert len(shared) >= 15
-    assert 0 < max(abs(exact[token] - coded[token]) for token in shared) < 0.2
+    return max(abs(exact[token] - coded[token]) for token in shared)
+
+
+def test_coded_snapshots_change_little(load: Load) -> None:
+    assert 0 < changes(load, "8bit") < 0.2
+
+
+def test_fewer_bits_change_more(load: Load) -> None:
+    assert changes(load, "8bit") < changes(load, "5bit") < 1
 
 
 @pytest.mark.parametrize(
-    ("state_type", "length"), [("f32", 4 * N), ("8bit", 4 * N - 1), ("8bit", 4 * N), ("8bit", 4 * N + 5)]
+    ("state_type", "length"),
+    [("f32", 4 * N), ("8bit", 4 * N - 1), ("8bit", 4 * N), ("8bit", 4 * N + 5), ("5bit", 4 * N), ("5bit", 4 * N + 5)],
 )
 def test_a_session_continues_to_the_bit(load: Load, tmp_path: Path, state_type: str, length: int) -> None:
     """Within a block, and at the end of one, where a session has a snapshot."""
@@ -132,8 +142,9 @@ def test_sessions_of_another_state_type_are_refused(load: Load, tmp_path: Path) 
     engine, ids = load(), ids_of(3 * N)
     answer(engine, ids, tokens=1)
     engine.save_session(tmp_path / "session", prompt=ids)
-    with pytest.raises(EngineError, match="state:f32"):
-        load(state_type="8bit").load_session(tmp_path / "session")
+    for other in ("8bit", "5bit"):
+        with pytest.raises(EngineError, match="state:f32"):
+            load(state_type=other).load_session(tmp_path / "session")
 
 
 @pytest.mark.parametrize("kind", ["its answer follows", "its answer is replaced", "it ends with a block"])

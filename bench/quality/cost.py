@@ -15,29 +15,24 @@ from tqdm import tqdm
 from polarlm import model_loaders
 from polarlm.bench import report
 from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, cache_types
-from polarlm.bench.quality import page
+from polarlm.bench.quality import page, snapshot_cost
 from polarlm.bench.quality.budget import MOST, Windows, choose
+from polarlm.bench.quality.inputs import model_files, page_file, read_text
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse, that, use_utf8
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
-from polarlm.engine.loading.sizes import fits_beside
 from polarlm.engine.model.weights import weight_bytes
-from polarlm.model_loaders import hub
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.demo import demo_model
 
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 _SPEED_SHARE = 0.25  # share of the time for measuring speed
 _PROBE = 128  # tokens of the window from which the time is estimated
-_MOST_CHARACTERS = 4_000_000  # characters of the text to read: more than any budget scores
 _LEAST_TOKENS = 64
 _WRITTEN_EVERY = 15  # seconds
 
@@ -52,6 +47,11 @@ class QualityConfig:
     weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
     types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP)
     minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
+    state: bool = setting(
+        False,
+        "--state",
+        help="measure what coded snapshots of a model's recurrent layers cost, in the place of cache types",
+    )
     output: str | None = setting(
         None,
         "--output",
@@ -74,7 +74,32 @@ GROUPS: Mapping[str, type] = {"Quality": QualityConfig}
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes the page and its JSON, prints the table; returns the exit code."""
     use_utf8()
-    return run(lambda argv: _Command(argv, time.monotonic).run(), argv)
+    return run(_measure, argv)
+
+
+def _measure(argv: Sequence[str]) -> None:
+    options = _options(argv)
+    if not options.state:
+        _Command(argv, time.monotonic).run()
+        return
+    if options.types != DEFAULT_TYPES:
+        raise FlagError("--state measures snapshots, with keys and values in half precision; leave --types out")
+    snapshot_cost.measure(options, argv, time.monotonic)
+
+
+def _options(argv: Sequence[str]) -> QualityConfig:
+    """Raises FlagError."""
+    (options,) = parse(
+        argv,
+        GROUPS,
+        prog="polarlm quality",
+        description="What each cache type costs on your model and your text: one page, as HTML and JSON.",
+        checks={
+            "minutes": that(lambda minutes: 0 < minutes <= 24 * 60, "must be above 0 and at most 1440"),
+            "threads": that(lambda threads: threads >= 0, "must be 0 or more"),
+        },
+    )
+    return options
 
 
 class _Command:
@@ -83,23 +108,14 @@ class _Command:
     def __init__(self, argv: Sequence[str], clock: Clock) -> None:
         """Raises FlagError or LoadError for mistakes that can be found before a model is loaded."""
         self._clock, self._started, self._argv = clock, clock(), argv
-        (self._options,) = parse(
-            argv,
-            GROUPS,
-            prog="polarlm quality",
-            description="What each cache type costs on your model and your text: one page, as HTML and JSON.",
-            checks={
-                "minutes": that(lambda minutes: 0 < minutes <= 24 * 60, "must be above 0 and at most 1440"),
-                "threads": that(lambda threads: threads >= 0, "must be 0 or more"),
-            },
-        )
-        self._text = _read(str(self._options.text))
+        self._options = _options(argv)
+        self._text = read_text(str(self._options.text))
         self._seconds = 60 * self._options.minutes
-        self._path, name = _model(self._options.weights)
+        self._path, name = model_files(self._options.weights)
         config, source, dtype = model_loaders.load_weights(self._path)
         try:
             self._types = _chosen(self._options.types, config)
-            self._file = _file(self._options.output, name)
+            self._file = page_file(self._options.output, name)
             self._ops = arithmetic(source, self._options.threads)
             device, ops = devices(self._options.device, self._options.threads)[0]
             size = weight_bytes(ops, source)
@@ -264,40 +280,6 @@ def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
 def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
     settings = replace(EngineConfig(), key_conditioning=one.key_conditioning)
     return fit_weights(settings, ops, config, Sizes(size), [one.pair]).caches[0]
-
-
-def _model(path: str | None) -> tuple[str, str]:
-    """The path of a model's files, which are downloaded if necessary, and its name. Raises LoadError."""
-    if path is None:
-        path = str(demo_model(note))
-    where = Path(path)
-    if path.startswith(hub.PREFIX) and not where.exists():
-        name = hub.parse(path)
-        ops = select("auto", 0)[0]
-        where = hub.fetch(name, fits_beside(EngineConfig(), WHOLE, ops), note)
-        return str(where), name.short if where.is_dir() else where.stem
-    return path, where.resolve().name if where.is_dir() else where.stem
-
-
-def _file(output: str | None, model: str) -> Path:
-    """The path of the page. Raises FlagError if it cannot be written."""
-    if output is None:
-        return report.Output(str(Path.cwd() / f"quality-{report.slug(model)}-{report.today()}.html")).path("", "")
-    path = report.Output(output).path("", "")
-    return path.with_suffix(".html")
-
-
-def _read(file: str) -> str:
-    """The first 4 million characters of the text, with line ends as LF. Raises FlagError."""
-    try:
-        if file == "-":
-            return sys.stdin.read(_MOST_CHARACTERS)
-        with Path(file).open(encoding="utf-8") as text:  # universal newlines: CRLF becomes LF
-            return text.read(_MOST_CHARACTERS)
-    except OSError as error:
-        raise FlagError(f"TEXT: {file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise FlagError(f"TEXT: {file} is not UTF-8 text") from None
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from polarlm.bench import report
@@ -19,7 +19,6 @@ from polarlm.engine.state.plan import format_bytes
 
 Result = Mapping[str, Any]
 
-_TEMPLATE = Path(__file__).with_name("page.html")
 _NONE = "—"
 _PLAIN = ":plain"
 # Column → its explanation, for the page and docs/quality.md.
@@ -39,9 +38,10 @@ COLUMNS = {
 
 def write(file: Path, result: Result) -> None:
     """Write the page. Raises EngineError."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pictures = page_plots.draw(result)
-    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    render(
+        file,
+        "page.html",
         result=result,
         sentences=sentences(result),
         columns=COLUMNS,
@@ -49,12 +49,23 @@ def write(file: Path, result: Result) -> None:
         rows=_cells(result),
         by_position=_by_position(result),
         pictures=[(title, Markup(svg)) for title, svg in pictures or ()],
-        colours=page_plots.COLOURS,
         no_pictures="" if pictures is not None else NO_PICTURES,
         about=_about(result),
         partial=_partial(result),
         missing=_missing(result),
     )
+
+
+def render(file: Path, template: str, **values: Any) -> None:
+    """Write a page of the template. Raises EngineError."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template(template).render(colours=page_plots.COLOURS, **values)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

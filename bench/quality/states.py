@@ -13,6 +13,7 @@ import numpy as np
 from polarlm.bench.quality.divergence import Divergence, compare
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import logprobs_of, states
+from polarlm.engine.state.store import SequenceKV
 
 _ROWS = 64  # rows of logits to compute at a time
 
@@ -45,10 +46,17 @@ def served_states(model: Transformer, ids: Sequence[int], *, every_token_coded: 
     """Hidden states (T, E) of ids (T,) as steps compute them; every_token_coded: see `engine.model.score.states`."""
     sequence = model.store.new_sequence()
     try:
-        chunks = states(model, sequence, ids, every_token_coded=every_token_coded)
-        return np.concatenate([np.array(model.ops.to_host(hidden)) for _, hidden in chunks])
+        return hidden_of(model, sequence, ids, every_token_coded=every_token_coded)
     finally:
         model.store.release(sequence)
+
+
+def hidden_of(
+    model: Transformer, sequence: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False
+) -> np.ndarray:
+    """As `served_states`, of ids that continue a sequence, which is empty or ends with a complete block."""
+    chunks = states(model, sequence, ids, every_token_coded=every_token_coded)
+    return np.concatenate([np.array(model.ops.to_host(hidden)) for _, hidden in chunks])
 
 
 def exact_logprobs(model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> np.ndarray:
@@ -76,6 +84,15 @@ def scored(
         kl[rows], same[rows] = divergence.kl, divergence.same_top1
         logprobs[rows] = logprobs_of(logits, ids[rows.start + 1 : rows.stop + 1])
     return Scored(logprobs, Divergence(kl, same))
+
+
+def divergence(model: Transformer, exact: np.ndarray, hidden: np.ndarray) -> Divergence:
+    """The divergence of the distributions of hidden states (T, E) from those of `exact` (T, E), of the same model."""
+    found = [
+        compare(_logits(model, exact[first : first + _ROWS]), _logits(model, hidden[first : first + _ROWS]))
+        for first in range(0, len(exact), _ROWS)
+    ]
+    return Divergence(np.concatenate([one.kl for one in found]), np.concatenate([one.same_top1 for one in found]))
 
 
 def _logits(model: Transformer, hidden: np.ndarray) -> np.ndarray:

@@ -13,10 +13,7 @@ import numpy as np
 
 Array = Any  # the backend's own, float32
 
-LARGEST_CODE = 127  # of a matrix that is kept as codes
-LEAST_SCALE = 1e-30  # columns with smaller ones have codes 0
-
-# Waits for states on the host, each (n, …): "codes" int8 and "scales", or "matrices"; and "inputs".
+# Waits for states on the host, each (n, …): the fields of `SnapshotCodes`, and "inputs".
 FetchStates = Callable[[], Mapping[str, np.ndarray]]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, FetchStates, Mamba2Weights
+from polarlm.engine.quantization.snapshot_codes import SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
 
 Array = Any
@@ -64,11 +65,8 @@ class RecurrentOps(Protocol):
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         """Let slots whose block is complete advance to the start of the next one, in place. tiled: see DeltaWeights."""
 
-    def keep_states(self, ends: DeltaEnds, *, exact: bool) -> FetchStates:
-        """Start to copy states to the host, as codes of 8 bits unless `exact`; `ends` may change afterwards.
+    def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
+        """Start to copy states to the host, as `codes` keeps them; `ends` may change afterwards."""
 
-        A code is a number of a matrix divided by the scale of its column, 1/127 of the largest magnitude there.
-        """
-
-    def restore_states(self, kept: Mapping[str, np.ndarray]) -> Array:
+    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
         """The matrices of a state that was kept, without its first axis."""

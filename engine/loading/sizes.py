@@ -14,6 +14,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
+from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.delta import DeltaShape
 from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size, plan_for_memory, plan_for_tokens
@@ -95,11 +96,14 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
 
 
 def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
-    """Return the shape with the snapshots of recurrent layers that `config` asks for."""
-    exact = config.state_type == "f32"
-    layers = [replace(one, exact=exact) if isinstance(one, DeltaShape) else one for one in shape.layers]
-    if config.state_cache is not None:
+    """Return the shape with the snapshots of recurrent layers that `config` asks for. Raises EngineError."""
+    codes = snapshot_codes.ALL[config.state_type]
+    layers = [replace(one, codes=codes) if isinstance(one, DeltaShape) else one for one in shape.layers]
+    try:
         each = sum(one.quantized_bytes(shape.block_size) for one in layers if isinstance(one, DeltaShape))
+    except ValueError as error:
+        raise EngineError(str(error), settings=("state_type",)) from None
+    if config.state_cache is not None:
         count = parse_size(config.state_cache, "state_cache") // max(1, each)
         layers = [replace(one, snapshots=count) if isinstance(one, DeltaShape) else one for one in layers]
     return replace(shape, layers=tuple(layers))

@@ -40,11 +40,12 @@ def score(
 def states(
     model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False
 ) -> Iterator[tuple[int, Array]]:
-    """Feed `ids` (T,) to the empty sequence `kv`, and yield (position, hidden states (rows, E) from there on).
+    """Feed `ids` (T,) to `kv`, and yield (index of the first id, hidden states (rows, E) from there on).
 
-    Each yield is a chunk of one block, so that attention reads what it reads in a step: the first and the current block
-    in full precision, all others as codes. With `every_token_coded`, it reads the current block encoded and decoded;
-    its codes may depend on later tokens of the block. The states are valid until the next chunk. Raises OutOfBlocks.
+    `kv` is empty or ends with a complete block. Each yield is a chunk of one block, so that attention reads what it
+    reads in a step: the first and the current block in full precision, all others as codes. With `every_token_coded`,
+    it reads the current block encoded and decoded; its codes may depend on later tokens of the block. The states are
+    valid until the next chunk. Raises OutOfBlocks.
     """
     size = model.store.shape.block_size
     for start in range(0, len(ids), size):

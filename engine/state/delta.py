@@ -14,6 +14,7 @@ import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, FetchStates
 from polarlm.engine.backends.ops import Ops
+from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.delta_slots import (
     Prompt,
@@ -29,17 +30,17 @@ from polarlm.engine.state.shapes import ArraySpec
 from polarlm.engine.state.tables import BlockTable, Growth
 from polarlm.model_loaders.config import Recurrent
 
-_F32, _I8 = np.dtype(np.float32), np.dtype(np.int8)
+_F32 = np.dtype(np.float32)
 _SNAPSHOTS = 2  # for each slot
 
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """How one layer stores its state. exact: whether snapshots are in float32. snapshots: their number; None: two for
+    """How one layer stores its state. codes: how snapshots keep its matrices. snapshots: their number; None: two for
     each slot."""
 
     mixer: Recurrent
-    exact: bool = False
+    codes: SnapshotCodes = EIGHT_BITS
     snapshots: int | None = None
     window: None = None
     values: int = 0  # of K/V
@@ -69,11 +70,11 @@ class DeltaShape:
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         one = self.mixer
-        heads, keys, values = one.value_heads, one.key_dim, one.value_dim
-        inputs = ArraySpec("inputs", (one.width - 1, one.channels), _F32)
-        if self.exact:
-            return [ArraySpec("matrices", (heads, keys, values), _F32), inputs]
-        return [ArraySpec("codes", (heads, keys, values), _I8), ArraySpec("scales", (heads, values), _F32), inputs]
+        fields = self.codes.fields(one.key_dim, one.value_dim).items()
+        return [
+            *(ArraySpec(name, (one.value_heads, *shape), dtype) for name, (shape, dtype) in fields),
+            ArraySpec("inputs", (one.width - 1, one.channels), self.codes.inputs),
+        ]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
         one = self.mixer
@@ -184,7 +185,7 @@ class DeltaState:
         block = table.block(start // self.block_size - 1)
         assert block is not None
         kept = {name: array[block] for name, array in self._snapshots[layer].items()}
-        slot.matrices[0] = self._ops.restore_states(kept)
+        slot.matrices[0] = self._ops.restore_states(kept, self._shape.codes)
         slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"])
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
@@ -215,7 +216,7 @@ class DeltaState:
         (target,) = growth.slots.values()
         copy_slot(one_slot(self._slots[layer], target), slot, (start + count) % self.block_size)
         if growth.quantized:
-            kept[layer] = self._ops.keep_states(ends, exact=self._shape.exact)
+            kept[layer] = self._ops.keep_states(ends, self._shape.codes)
 
     def _write(self, kept: Mapping[int, FetchStates], blocks: Collection[int]) -> None:
         """Write snapshots of all layers, in the order of `blocks`."""
@@ -288,7 +289,7 @@ class DeltaState:
             for layer, slots in self._slots.items():
                 own = one_slot(slots, table.current)
                 ends = DeltaEnds([number], own.matrices, own.inputs[:, :before])
-                kept[layer] = self._ops.keep_states(ends, exact=self._shape.exact)
+                kept[layer] = self._ops.keep_states(ends, self._shape.codes)
             self._write(kept, [block])
             table.snapshots[number] = block
         return table.block(number)

@@ -1,4 +1,4 @@
-"""Slots and snapshots of recurrent layers: rows that are added, copies, and which snapshots are kept."""
+"""Slots of recurrent layers: rows that are added, copies, and which snapshots are kept."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ _DIFFERENCES = {
     "of this program saved it",
 }
 DETERMINE = tuple(_DIFFERENCES)
+_UNNAMED_STATE = "8bit"  # the default, which a session does not name
 
 
 def settings(model: Transformer, name: str) -> dict[str, str]:
@@ -41,9 +42,14 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values())
-        + (" state:f32" if any(getattr(layer, "exact", False) for layer in shape.layers) else ""),
+        + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE),
         "conditioning": conditioned.hexdigest(),
     }
+
+
+def _state_types(layers: Sequence[Any]) -> Iterable[str]:
+    """Return how layers of a recurrent state keep their snapshots."""
+    return dict.fromkeys(layer.codes.name for layer in layers if hasattr(layer, "codes"))
 
 
 def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:

@@ -26,6 +26,7 @@ from polarlm.engine.backends.delta import (
     Mamba2Weights,
 )
 from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes, narrowed
 from polarlm.model_loaders.config import Recurrent
 
 # Adds rows to one slot, from a place in its block. The last argument: see `kept` in `delta_scan.cu`.
@@ -180,26 +181,28 @@ class RecurrentOps:
         grid = heads, len(slots), len(layers)
         self._launch("advance_delta", grid, config, Addresses(rows, written=2), numbers, key_heads, int(tiled))
 
-    def keep_states(self, ends: DeltaEnds, *, exact: bool) -> FetchStates:
-        arrays = {"matrices": ends.matrices, "inputs": ends.inputs}
-        if not exact:
+    def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
+        """Kernels make codes of eight bits; others are made on the host."""
+        inputs = self._device.to_host_later(ends.inputs)[1]
+        if codes == EIGHT_BITS:
             count, heads, key_dim, dim = ends.matrices.shape
-            codes = self._device.empty(ends.matrices.shape, np.int8)
-            scales = self._device.empty((count, heads, dim), np.float32)
-            config = state_codes(key_dim, dim)
-            args = codes, scales, ends.matrices
-            self._launch("state_codes", (count * heads,), config, *args)
-            arrays = {"codes": codes, "scales": scales, "inputs": ends.inputs}
-        fetch = {name: self._device.to_host_later(array)[1] for name, array in arrays.items()}
-        return lambda: {name: wait() for name, wait in fetch.items()}
+            made = {
+                "codes": self._device.empty(ends.matrices.shape, np.int8),
+                "scales": self._device.empty((count, heads, dim), np.float32),
+            }
+            self._launch("state_codes", (count * heads,), state_codes(key_dim, dim), *made.values(), ends.matrices)
+            fetch = {name: self._device.to_host_later(array)[1] for name, array in made.items()}
+            return lambda: {**{name: wait() for name, wait in fetch.items()}, "inputs": inputs()}
+        matrices = self._device.to_host_later(ends.matrices)[1]
+        return lambda: {**codes.encode(matrices()), "inputs": narrowed(inputs(), codes.inputs)}
 
-    def restore_states(self, kept: Mapping[str, np.ndarray]) -> Array:
-        if "matrices" in kept:
-            return self._device.from_host(kept["matrices"])
-        codes, scales = (self._device.from_host(kept[name]) for name in ("codes", "scales"))
-        matrices, (heads, key_dim, dim) = self._device.empty(codes.shape, np.float32), codes.shape
-        config = state_codes(key_dim, dim)
-        self._launch("state_matrices", (heads,), config, matrices, codes, scales, file="state_codes")
+    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
+        if codes != EIGHT_BITS:
+            return self._device.from_host(codes.decode(kept))
+        fields = [self._device.from_host(kept[name]) for name in ("codes", "scales")]
+        heads, key_dim, dim = kept["codes"].shape
+        matrices, config = self._device.empty((heads, key_dim, dim), np.float32), state_codes(key_dim, dim)
+        self._launch("state_matrices", (heads,), config, matrices, *fields, file="state_codes")
         return matrices
 
 

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, SMALL_ROWS, step_rows
-from polarlm.engine.backends.delta import LARGEST_CODE, LEAST_SCALE, DeltaSlots
+from polarlm.engine.backends.delta import DeltaSlots
+from polarlm.engine.quantization.snapshot_codes import LARGEST, LEAST
 from polarlm.model_loaders.config import Mamba2, Recurrent
 
 _FLOAT = 4
@@ -144,7 +145,7 @@ def mamba2_results(size: int, rows: int) -> LaunchConfig:
 
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
     """The launches of state_codes and state_matrices."""
-    defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST_CODE), "LEAST": LEAST_SCALE}
+    defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST), "LEAST": LEAST}
     return LaunchConfig(defines, threads_for(value_dim))
 
 

@@ -1,0 +1,174 @@
+"""`polarlm quality --state`: what coded snapshots of recurrent layers cost on a model; it writes one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from polarlm.bench import report
+from polarlm.bench.quality import page, snapshots
+from polarlm.bench.quality.divergence import Divergence
+from polarlm.bench.quality.inputs import model_files, page_file, read_text
+from polarlm.bench.quality.scores import small, windows
+from polarlm.bench.quality.survey import arithmetic
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.cli.commands import note
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.loading.assembly import Parts, assemble
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.quantization.snapshot_codes import ALL, EXACT
+from polarlm.engine.state.plan import format_bytes
+from polarlm.model_loaders import load_weights
+from polarlm.model_loaders.config import GatedDelta, ModelConfig
+
+if TYPE_CHECKING:
+    from polarlm.bench.quality.cost import QualityConfig
+
+_WINDOW = 8 * snapshots.LENGTH  # tokens, as far as the model's context allows
+_CODINGS = [one for one in ALL.values() if one != EXACT]
+# Column → its explanation, for the page and docs/quality.md.
+COLUMNS = {
+    "state type": "how snapshots keep the matrices of recurrent layers; f32 is exact",
+    "one snapshot": "bytes of a snapshot, all layers together",
+    "bits": "for each number of a matrix, scales or norms included",
+    "tokens after it": "the figures beside it are of so many tokens after each snapshot",
+    "KL mean": "how far the next token's distribution is from that after an exact snapshot, in nats; 0 is the same",
+    "KL 99 %": "one token in a hundred is further off than this, in nats",
+    "KL max": "that of the token that is furthest off, in nats",
+    "same top-1": "tokens for which the most likely one is that after an exact snapshot",
+}
+
+
+def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], float]) -> None:
+    """Measure for `options.minutes`, write the page and its JSON, and print the table.
+
+    Raises FlagError, LoadError or EngineError, and KeyboardInterrupt after writing what was measured.
+    """
+    started = clock()
+    text = read_text(str(options.text))
+    path, name = model_files(options.weights)
+    config, source, dtype = load_weights(path)
+    try:
+        _check(config, name)
+        file = page_file(options.output, f"{name}-state")
+        ops = arithmetic(source, options.threads)
+    finally:
+        source.close()
+    window = min(_WINDOW, config.max_context)
+    note(f"Loading {name}")
+    parts = assemble(settle(path, None, {**snapshots.SETTINGS, "ctx_size": window}), note, ops=ops)
+    about = {
+        "model": name,
+        "weights": dtype,
+        "text": "standard input" if options.text == "-" else Path(str(options.text)).name,
+        "arithmetic": "float32" if isinstance(ops, NumpyOps) else "compiled kernels",
+        "window": window,
+    }
+
+    def keep(found: Sequence[Mapping[str, Divergence]], *, complete: bool) -> None:
+        if found:
+            rows = [asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, found)]
+            more = {"snapshots": len(found), "rows": rows, "seconds": round(clock() - started, 1)}
+            written = report.write(
+                file.with_suffix(".json"),
+                "quality",
+                argv,
+                {**about, **more},
+                complete=complete,
+                program=("polarlm", "quality"),
+            )
+            _write_page(file, written)
+
+    found: list[dict[str, Divergence]] = []
+    try:
+        note(
+            f"{len(_CODINGS)} state types for {report.duration(60 * options.minutes)} at most; Ctrl-C keeps the figures"
+        )
+        try:
+            _continue_texts(parts, text, window, found, lambda: clock() - started < 60 * options.minutes)
+        except BaseException:
+            keep(found, complete=False)
+            raise
+        keep(found, complete=True)
+        print(
+            report.table(list(COLUMNS), cells([asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, found)]))
+        )
+    finally:
+        parts.close()
+    note(f"The page: {file}, its figures: {file.with_suffix('.json')}")
+
+
+def _check(config: ModelConfig, name: str) -> None:
+    """Raises FlagError for a model that `--state` cannot measure."""
+    if not any(isinstance(layer.mixer, GatedDelta) for layer in config.layers):
+        raise FlagError(
+            f"--state: {name} has no recurrent layers whose snapshots could be coded; without --state, its cache types "
+            "are measured"
+        )
+    if config.max_context < 2 * snapshots.LENGTH:
+        raise FlagError(f"--state needs {2 * snapshots.LENGTH} tokens of context, and {name} has {config.max_context}")
+
+
+def _continue_texts(
+    parts: Parts, text: str, window: int, found: list[dict[str, Divergence]], has_time: Callable[[], bool]
+) -> None:
+    """Add the divergences after each snapshot of the text to `found`, until there is no time. Raises FlagError."""
+    tokenizer = parts.source.tokenizer
+    cut = [
+        ids for ids in windows(tokenizer.tokenize(text), window, tokenizer.bos_id) if len(ids) >= 2 * snapshots.LENGTH
+    ]
+    if not cut:
+        raise FlagError(f"TEXT has fewer than {2 * snapshots.LENGTH} tokens: give a longer text")
+    with tqdm(desc="Continuing", unit="snapshot", leave=False, disable=None) as bar:
+        for ids in cut:
+            for one in snapshots.continuations(parts.model, ids, _CODINGS):
+                found.append(one)
+                bar.update()
+                if not has_time():
+                    return
+
+
+def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row of cells for each type and distance. rows: `SnapshotRow`s as dictionaries."""
+    return [
+        [
+            row["type"],
+            format_bytes(row["bytes"]),
+            f"{row['bits']:.2f}",
+            f"{one['tokens']}",
+            *(small(one[figure]) if one[figure] else "0" for figure in ("kl_mean", "kl_99th_percentile", "kl_max")),
+            f"{100 * one['same_top1']:.2f} %",
+        ]
+        for row in rows
+        for one in (row["distances"][-1:] if row["type"] == EXACT.name else row["distances"])
+    ]
+
+
+def _write_page(file: Path, result: Mapping[str, Any]) -> None:
+    arithmetic = (
+        "float32" if result["arithmetic"] == "float32" else "compiled kernels (the weights as float32 do not fit)"
+    )
+    about = [
+        ("model", f"{result['model']}, {result['weights']} weights"),
+        (
+            "text",
+            f"{result['text']}: {result['snapshots']:,} snapshots in windows of up to {result['window']:,} tokens",
+        ),
+        ("arithmetic", f"{arithmetic}; keys and values in half precision"),
+        ("date", f"{result['date']}, {report.duration(result['seconds'])}"),
+        ("command", result["command"]),
+    ]
+    page.render(
+        file,
+        "snapshots.html",
+        result=result,
+        length=snapshots.LENGTH,
+        header=list(COLUMNS),
+        rows=cells(result["rows"]),
+        about=about,
+        columns=COLUMNS,
+    )

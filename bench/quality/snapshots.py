@@ -1,0 +1,140 @@
+"""What coded snapshots of a recurrent state cost: texts continued from them, beside the same from exact ones.
+
+A text is read as a prompt. Every 256 tokens it is continued by the next 256, once from the exact snapshot that the
+prefix cache has of this place, and once from each coding of it. Keys and values are in half precision both times, so
+that the state alone differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polarlm.bench.quality.divergence import Divergence
+from polarlm.bench.quality.states import divergence, hidden_of
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.quantization.snapshot_codes import EXACT, SnapshotCodes, narrowed
+from polarlm.engine.state.delta import DeltaShape, DeltaState
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import SequenceKV
+
+DISTANCES = (1, 16, 64, 256)  # tokens after a snapshot
+LENGTH = DISTANCES[-1]
+SETTINGS = {"cache_type": "f16", "state_type": EXACT.name, "kept_sequences": 2, "parallel": 2}
+"""Of the engine that is measured."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The divergence of the first `tokens` tokens after the snapshots, nats."""
+
+    tokens: int
+    kl_mean: float
+    kl_99th_percentile: float
+    kl_max: float
+    same_top1: float  # share of positions
+
+
+@dataclass(frozen=True)
+class SnapshotRow:
+    """The figures of one coding over all snapshots. bytes: of a snapshot, all layers. bits: per number of a matrix."""
+
+    type: str
+    bytes: int
+    bits: float
+    distances: list[Distance]
+
+
+def is_recurrent(model: Transformer) -> bool:
+    """Whether a model has layers that keep snapshots which can be coded."""
+    return any(isinstance(group, DeltaState) for group in model.store.groups)
+
+
+def continuations(
+    model: Transformer, ids: Sequence[int], codings: Sequence[SnapshotCodes]
+) -> Iterator[dict[str, Divergence]]:
+    """Yield, for each snapshot of a text `ids` (T,), the divergence of LENGTH tokens after it by coding.
+
+    model: of an engine with SETTINGS. T is at least twice LENGTH.
+    """
+    store, prefixes = model.store, PrefixCache(model.store)
+    prompt = store.new_sequence()
+    try:
+        while prompt.length + 2 * LENGTH <= len(ids):
+            here = prompt.length + LENGTH
+            span = store.open(prompt, LENGTH)
+            try:
+                model.forward([span], ids[prompt.length : here])
+            except BaseException:
+                store.abort(span)
+                raise
+            store.commit(span)
+            prefixes.insert(prompt, ids)
+            more = ids[here : here + LENGTH]
+            exact = _continued(model, prefixes.match_prefix(ids[:here]), more, EXACT)
+            yield {
+                one.name: divergence(model, exact, _continued(model, prefixes.match_prefix(ids[:here]), more, one))
+                for one in codings
+            }
+    finally:
+        store.release(prompt)
+
+
+def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], codes: SnapshotCodes) -> np.ndarray:
+    """Return hidden states (T, E) of `ids` (T,) after a sequence that ends with a snapshot, which is coded before it
+    is read. Releases the sequence."""
+    last = sequence.length // model.store.shape.block_size - 1
+    kept = []
+    for group, table in zip(model.store.groups, sequence.tables, strict=True):
+        if isinstance(group, DeltaState):
+            block = table.block(last)
+            assert block is not None
+            kept.append((group, [block], group.read_blocks([block])))
+    try:
+        for group, blocks, arrays in kept:
+            group.write_blocks(blocks, {place: _coded(place[1], array, codes) for place, array in arrays.items()})
+        return hidden_of(model, sequence, ids)
+    finally:
+        for group, blocks, arrays in kept:  # others continue from it, too
+            group.write_blocks(blocks, arrays)
+        model.store.release(sequence)
+
+
+def _coded(name: str, array: np.ndarray, codes: SnapshotCodes) -> np.ndarray:
+    if name == "matrices":
+        return codes.decode(codes.encode(array))
+    return narrowed(array, codes.inputs).astype(array.dtype)
+
+
+def rows_of(
+    model: Transformer, codings: Sequence[SnapshotCodes], found: Sequence[Mapping[str, Divergence]]
+) -> list[SnapshotRow]:
+    """Return a row for exact snapshots, then one for each coding. found: what `continuations` yielded."""
+    same = Divergence(np.zeros(LENGTH), np.ones(LENGTH, bool))
+    return [_row(model, one, [same if one == EXACT else each[one.name] for each in found]) for one in (EXACT, *codings)]
+
+
+def _row(model: Transformer, codes: SnapshotCodes, found: Sequence[Divergence]) -> SnapshotRow:
+    store = model.store.shape
+    shapes = [replace(layer, codes=codes) for layer in store.layers if isinstance(layer, DeltaShape)]
+    sizes = codes.fields(shapes[0].mixer.key_dim, shapes[0].mixer.value_dim).values()
+    bits = 8 * sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in sizes)
+    return SnapshotRow(
+        codes.name,
+        bytes=sum(one.quantized_bytes(store.block_size) for one in shapes),
+        bits=bits / (shapes[0].mixer.key_dim * shapes[0].mixer.value_dim),
+        distances=[_distance(tokens, found) for tokens in DISTANCES],
+    )
+
+
+def _distance(tokens: int, found: Sequence[Divergence]) -> Distance:
+    kl = np.concatenate([one.kl[:tokens] for one in found])
+    return Distance(
+        tokens,
+        kl_mean=float(kl.mean()),
+        kl_99th_percentile=float(np.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
+        same_top1=float(np.mean(np.concatenate([one.same_top1[:tokens] for one in found]))),
+    )

@@ -1,0 +1,156 @@
+"""What continuing from a coded snapshot costs: figures, page, interruption, and wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.bench.quality import cost, page, snapshot_cost, snapshots
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading.assembly import assemble
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.quantization.snapshot_codes import ALL, EIGHT_BITS, EXACT, FIVE_BITS
+from polarlm.engine.state.prefix import PrefixCache
+from tests.conftest import TRAINED_HYBRID
+from tests.tiny import make_model
+
+HERE, MORE = 256, 40  # tokens before a snapshot and after it
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    """Half of a window of held-out stories, and a little more."""
+    text = (TRAINED_HYBRID / "held_out.txt").read_text(encoding="utf-8")
+    parts = assemble(settle(TRAINED_HYBRID, None, {"cache_type": "f16"}), None, ops=NumpyOps(1))
+    try:
+        return [0, *parts.source.tokenizer.tokenize(text[:4000])][: 2 * HERE]
+    finally:
+        parts.close()
+
+
+def probabilities(ids: list[int], state_type: str) -> np.ndarray:
+    """Of the tokens after each of MORE tokens, which steps of an engine with this setting add to what it finds in its
+    prefix cache: the snapshot at HERE."""
+    settings = {**snapshots.SETTINGS, "state_type": state_type, "ctx_size": 512}
+    parts = assemble(settle(TRAINED_HYBRID, None, settings), None, ops=NumpyOps(1))
+    model, store = parts.model, parts.model.store
+    prefixes = PrefixCache(store)
+    prompt = store.new_sequence()
+    span = store.open(prompt, HERE)
+    model.forward([span], ids[:HERE])
+    store.commit(span)
+    prefixes.release(prompt, ids[:HERE])
+    found = prefixes.match_prefix(ids)
+    assert found.length == HERE
+    logits = []
+    for token in ids[HERE : HERE + MORE]:
+        span = store.open_step(found)
+        logits.append(np.array(model.logits(model.forward([span], [token])))[0])
+        store.commit(span)
+    parts.close()
+    powers = np.exp(np.array(logits, np.float64) - np.max(logits, axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def test_figures_are_those_of_engines_with_these_settings(ids: list[int]) -> None:
+    """Divergences computed from the steps of an engine for each state type, in float64."""
+    parts = assemble(settle(TRAINED_HYBRID, None, {**snapshots.SETTINGS, "ctx_size": 512}), None, ops=NumpyOps(1))
+    (found,) = snapshots.continuations(parts.model, ids, [EIGHT_BITS, FIVE_BITS])
+    assert all(group.full.free == group.full.size for group in parts.model.store.groups)
+    parts.close()
+    p = probabilities(ids, "f32")
+    for name, divergence in found.items():
+        q = probabilities(ids, name)
+        kl = (p * np.log(p / q)).sum(axis=1)
+        # Steps and rows of a block add in another order, which costs as much as exact snapshots do.
+        np.testing.assert_allclose(divergence.kl[:MORE], kl, rtol=0.02, atol=2e-9)
+        assert divergence.same_top1[:MORE].tolist() == (p.argmax(1) == q.argmax(1)).tolist()
+        assert len(divergence.kl) == snapshots.LENGTH
+
+
+def test_a_row_for_each_distance() -> None:
+    parts = assemble(settle(TRAINED_HYBRID, None, {**snapshots.SETTINGS, "ctx_size": 512}), None, ops=NumpyOps(1))
+    kl = np.arange(256) / 256
+    rows = snapshots.rows_of(parts.model, [FIVE_BITS], [{"5bit": snapshots.Divergence(kl, kl < 0.5)}])
+    parts.close()
+    exact, coded = rows
+    assert (exact.type, coded.type) == ("f32", "5bit")
+    assert exact.distances[-1] == snapshots.Distance(256, 0.0, 0.0, 0.0, 1.0)
+    assert [one.tokens for one in coded.distances] == [1, 16, 64, 256]
+    assert [one.kl_max for one in coded.distances] == [0, 15 / 256, 63 / 256, 255 / 256]
+    assert coded.distances[-1].kl_mean == pytest.approx(255 / 512)
+    assert coded.distances[-1].same_top1 == 0.5
+    # Three layers of two heads: 128 × 128 codes and 128 halves; and three inputs of 768 channels as halves.
+    assert coded.bytes == 3 * (2 * (128 * 80 + 128 * 2) + 3 * 768 * 2)
+    assert coded.bits == 8 * (128 * 80 + 128 * 2) / 128**2
+    assert exact.bytes == 3 * (2 * 128 * 128 * 4 + 3 * 768 * 4)
+
+
+def argv(text: Path, *flags: str, model: Path = TRAINED_HYBRID) -> list[str]:
+    return [str(text), "--model", str(model), "--state", "--threads", "1", *flags]
+
+
+def test_the_page_and_the_terminal_have_the_same_rows(tmp_path: Path, capsys) -> None:
+    output = tmp_path / "out.html"
+    assert cost.main(argv(TRAINED_HYBRID / "held_out.txt", "-o", str(output), "--minutes", "0.05")) == 0
+    found = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    assert found["complete"] is True
+    assert found["snapshots"] >= 1
+    assert [row["type"] for row in found["rows"]] == ["f32", *(name for name in ALL if name != EXACT.name)]
+    by_type = {row["type"]: row["distances"][-1] for row in found["rows"]}
+    assert 0 < by_type["8bit"]["kl_mean"] < by_type["5bit"]["kl_mean"] < 0.01
+    shown, printed = output.read_text(encoding="utf-8"), capsys.readouterr().out
+    for row in snapshot_cost.cells(found["rows"]):
+        assert "".join(f"<td>{cell}</td>" for cell in row) in shown
+        assert all(cell in printed for cell in row)
+    assert found["command"] in shown.replace("&#39;", "'")
+
+
+def test_what_was_measured_is_kept_when_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, continued = [], snapshots.continuations
+
+    def interrupted(*given):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(given)
+        yield from continued(*given)
+
+    monkeypatch.setattr(snapshots, "continuations", interrupted)
+    output = tmp_path / "out.html"
+    assert cost.main(argv(TRAINED_HYBRID / "held_out.txt", "-o", str(output), "--minutes", "5")) == 130
+    found = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    assert (found["complete"], found["snapshots"]) == (False, 1)
+    assert "This page is partial" in output.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("fixture", "flags", "sentence"),
+    [
+        ("llama_gqa_linear", [], "has no recurrent layers whose snapshots could be coded; without --state"),
+        ("qwen3_5_tied", [], "--state needs 512 tokens of context, and"),
+        (None, [], "TEXT has fewer than 512 tokens: give a longer text"),
+        (None, ["--types", "balanced"], "leave --types out"),
+    ],
+)
+def test_wrong_input_is_answered_with_a_sentence(
+    tmp_path: Path, fixture: str | None, flags: list[str], sentence: str, capsys
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a cat.\n" * 20, encoding="utf-8")
+    model = TRAINED_HYBRID if fixture is None else make_model(tmp_path, fixture)
+    output = tmp_path / "out.html"
+    assert cost.main(argv(text, *flags, "-o", str(output), model=model)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err.splitlines()[-1]
+    assert not output.exists()
+
+
+def test_every_column_is_explained() -> None:
+    """On the page, and in docs/quality.md."""
+    document = (Path(__file__).parents[2] / "docs" / "quality.md").read_text(encoding="utf-8")
+    for name in snapshot_cost.COLUMNS.keys() - page.COLUMNS.keys():
+        assert f"| {name} |" in document, name
