@@ -23,7 +23,7 @@ from polarlm.engine.loading.checks import settle
 from polarlm.engine.quantization.snapshot_codes import ALL, EXACT
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import load_weights
-from polarlm.model_loaders.config import GatedDelta, ModelConfig
+from polarlm.model_loaders.config import ModelConfig, Recurrent
 
 if TYPE_CHECKING:
     from polarlm.bench.quality.cost import QualityConfig
@@ -98,7 +98,7 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
 
 def _check(config: ModelConfig, name: str) -> None:
     """Raises FlagError for a model that `--state` cannot measure."""
-    if not any(isinstance(layer.mixer, GatedDelta) for layer in config.layers):
+    if not any(isinstance(layer.mixer, Recurrent) for layer in config.layers):
         raise FlagError(
             f"--state: {name} has no recurrent layers whose snapshots could be coded; without --state, its cache types "
             "are measured"
