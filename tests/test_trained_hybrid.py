@@ -1,4 +1,4 @@
-"""A small hybrid that was trained: it is the model that it was, and its state matters."""
+"""A small hybrid that was trained: it has the logits of transformers, tells a story, and goes on from a snapshot."""
 
 from __future__ import annotations
 

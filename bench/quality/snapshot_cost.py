@@ -23,7 +23,7 @@ from polarlm.engine.loading.checks import settle
 from polarlm.engine.quantization.snapshot_codes import ALL, EXACT
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import load_weights
-from polarlm.model_loaders.config import GatedDelta, ModelConfig
+from polarlm.model_loaders.config import ModelConfig, Recurrent
 
 if TYPE_CHECKING:
     from polarlm.bench.quality.cost import QualityConfig
@@ -69,42 +69,36 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
         "window": window,
     }
 
-    def keep(found: Sequence[Mapping[str, Divergence]], *, complete: bool) -> None:
-        if found:
-            rows = [asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, found)]
-            more = {"snapshots": len(found), "rows": rows, "seconds": round(clock() - started, 1)}
-            written = report.write(
-                file.with_suffix(".json"),
-                "quality",
-                argv,
-                {**about, **more},
-                complete=complete,
-                program=("polarlm", "quality"),
-            )
-            _write_page(file, written)
-
     found: list[dict[str, Divergence]] = []
+
+    def keep(*, complete: bool) -> list[dict[str, Any]]:
+        """Write the page and its JSON, and return the rows."""
+        rows = [asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, found)]
+        more = {"snapshots": len(found), "rows": rows, "seconds": round(clock() - started, 1)}
+        whole, program = {**about, **more}, ("polarlm", "quality")
+        written = report.write(file.with_suffix(".json"), "quality", argv, whole, complete=complete, program=program)
+        _write_page(file, written)
+        return rows
+
+    limit = 60 * options.minutes
+    note(f"{len(_CODINGS)} state types for {report.duration(limit)} at most; Ctrl-C keeps the figures")
     try:
-        note(
-            f"{len(_CODINGS)} state types for {report.duration(60 * options.minutes)} at most; Ctrl-C keeps the figures"
-        )
         try:
-            _continue_texts(parts, text, window, found, lambda: clock() - started < 60 * options.minutes)
+            _continue_texts(parts, text, window, found, lambda: clock() - started < limit)
         except BaseException:
-            keep(found, complete=False)
+            if found:
+                keep(complete=False)
             raise
-        keep(found, complete=True)
-        print(
-            report.table(list(COLUMNS), cells([asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, found)]))
-        )
+        rows = keep(complete=True)
     finally:
         parts.close()
+    print(report.table(list(COLUMNS), cells(rows)))
     note(f"The page: {file}, its figures: {file.with_suffix('.json')}")
 
 
 def _check(config: ModelConfig, name: str) -> None:
     """Raises FlagError for a model that `--state` cannot measure."""
-    if not any(isinstance(layer.mixer, GatedDelta) for layer in config.layers):
+    if not any(isinstance(layer.mixer, Recurrent) for layer in config.layers):
         raise FlagError(
             f"--state: {name} has no recurrent layers whose snapshots could be coded; without --state, its cache types "
             "are measured"

@@ -47,11 +47,6 @@ class SnapshotRow:
     distances: list[Distance]
 
 
-def is_recurrent(model: Transformer) -> bool:
-    """Whether a model has layers that keep snapshots which can be coded."""
-    return any(isinstance(group, DeltaState) for group in model.store.groups)
-
-
 def continuations(
     model: Transformer, ids: Sequence[int], codings: Sequence[SnapshotCodes]
 ) -> Iterator[dict[str, Divergence]]:
