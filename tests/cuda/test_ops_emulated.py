@@ -264,10 +264,12 @@ def test_linear_is_that_of_numpy(
 
 
 @pytest.mark.parametrize(
-    ("rows", "recorded", "normed", "biased"),
-    [(*rows, *has) for rows, has in each(ROWS, [(True, False), (False, True)])],
+    ("rows", "recorded", "normed", "biased", "activation"),
+    [
+        (*rows, *has, activation)
+        for rows, has, activation in pairs(ROWS, [(True, False), (False, True)], ["silu", "relu_squared"])
+    ],
 )
-@pytest.mark.parametrize("activation", ["silu", "relu_squared"])
 def test_linear_with_an_activation_is_that_of_numpy(
     ops: CudaOps, rng: np.random.Generator, rows: int, recorded: bool, normed: bool, biased: bool, activation: str
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.quantization.snapshot_codes import ALL, EIGHT_BITS, EXACT, FIVE_BITS, SnapshotCodes, narrowed
+from tests.pairs import each
 
 SIZES = [(8, 32), (128, 128), (64, 64)]
 
@@ -15,8 +16,7 @@ def matrices_of(rng: np.random.Generator, keys: int, values: int) -> np.ndarray:
     return rng.standard_normal((2, 3, keys, values)).astype(np.float32)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("codes", ALL.values(), ids=lambda codes: codes.name)
+@pytest.mark.parametrize(("codes", "sizes"), each(ALL.values(), SIZES), ids=str)
 def test_arrays_are_as_announced(rng: np.random.Generator, codes: SnapshotCodes, sizes: tuple[int, int]) -> None:
     """A snapshot is kept in arrays that are allocated before there is one."""
     announced = codes.fields(*sizes)
