@@ -15,7 +15,7 @@ from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._mamba2 import Keys, check_attention, mamba2, names
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.joined_experts import split
+from polarlm.model_loaders.files.joined_experts import split, split_halves
 from polarlm.model_loaders.files.tensor_table import RowParts, TensorSpec, TensorTable, tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
@@ -155,9 +155,9 @@ def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mappi
     for layer in range(len(config.layers)):
         prefix = f"model.layers.{layer}.block_sparse_moe."
         if whole := found.pop(f"{prefix}input_linear.weight", None):
-            halves = split(whole, "{}", (2 * ffn.count, ffn.size, size), ffn.count)
-            for number, tensor in enumerate(halves.values()):
-                found[f"{prefix}experts.{number // 2}.{('gate_proj', 'up_proj')[number % 2]}.weight"] = tensor
+            found |= split_halves(
+                whole, (f"{prefix}experts.{{}}.gate_proj", f"{prefix}experts.{{}}.up_proj"), (ffn.count, ffn.size, size)
+            )
         if whole := found.pop(f"{prefix}output_linear.weight", None):
             found |= split(whole, f"{prefix}experts.{{}}.down_proj", (ffn.count, size, ffn.size))
     return found

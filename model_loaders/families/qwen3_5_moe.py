@@ -13,7 +13,7 @@ from polarlm.model_loaders.families._decoder import gated_mlp
 from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.joined_experts import split
+from polarlm.model_loaders.files.joined_experts import split, split_halves
 from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor
 
@@ -51,9 +51,9 @@ def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mappi
     for layer in range(len(config.layers)):
         prefix = f"model.layers.{layer}.mlp.experts."
         if whole := found.pop(f"{prefix}gate_up_proj", None):
-            halves = split(whole, "{}", (2 * ffn.count, ffn.size, size), ffn.count)
-            for number, tensor in enumerate(halves.values()):
-                found[f"{prefix}{number // 2}.{('gate_proj', 'up_proj')[number % 2]}.weight"] = tensor
+            found |= split_halves(
+                whole, (f"{prefix}{{}}.gate_proj", f"{prefix}{{}}.up_proj"), (ffn.count, ffn.size, size)
+            )
         if whole := found.pop(f"{prefix}down_proj", None):
             found |= split(whole, f"{prefix}{{}}.down_proj", (ffn.count, size, ffn.size))
     return found

@@ -139,6 +139,14 @@ def split(
     }
 
 
+def split_halves(whole: StoredTensor, names: tuple[str, str], shape: tuple[int, int, int]) -> dict[str, StoredTensor]:
+    """As `split`, of two matrices of each expert, by the names that `names` make of its number. shape: experts, rows of
+    a matrix, columns."""
+    count, *one = shape
+    halves = split(whole, "{}", (2 * count, one[0], one[1]), count)
+    return {f"{names[number % 2].format(number // 2)}.weight": tensor for number, tensor in enumerate(halves.values())}
+
+
 def _columns(whole: StoredTensor, names: tuple[str, ...], kind: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
     """The tensors of each expert in a tensor of all of them, whose columns are their rows."""
     found: dict[str, StoredTensor] = {}
