@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3: Mamba 2, attention without RoPE, and networks without a gate, dense or of experts.
 
 Files number mixers and networks alike. Here a mixer and the network that follows it are a layer; some have no network.
+Layers that predict several tokens are not loaded.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ _NUMBER = re.compile(r"(?<=^model\.layers\.)\d+|(?<=^blk\.)\d+")
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list KV heads and sizes of networks, 0 where a layer has none. Experts have a bias of choice."""
     kv_heads, sizes, found = values["num_key_value_heads"], values["intermediate_size"], _KEYS.implied(values)
-    network = _EXPERTS if values["n_routed_experts"] else _DENSE
+    network, after_last = _EXPERTS if values["n_routed_experts"] else _DENSE, values["layers_after_last"]
     if isinstance(kv_heads, list) and isinstance(sizes, list) and len(kv_heads) == len(sizes):
+        if isinstance(after_last, int) and 0 < after_last <= len(sizes):
+            kv_heads, sizes = kv_heads[:-after_last], sizes[:-after_last]
         kinds = (
             network if size else _ATTENTION if heads else _MAMBA for heads, size in zip(kv_heads, sizes, strict=True)
         )
@@ -70,6 +73,7 @@ _GGUF_KEYS = {
     "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count",
     "moe_latent_size": "moe_latent_size",
+    "layers_after_last": "nextn_predict_layers",  # which predict several tokens; the lists have them, too
 }
 GGUF = GgufLayout("nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys=_GGUF_KEYS, implied=_implied)
 

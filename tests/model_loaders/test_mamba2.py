@@ -67,8 +67,8 @@ def mamba_of(config: ModelConfig) -> Mamba2:
     return next(layer.mixer for layer in config.layers if isinstance(layer.mixer, Mamba2))
 
 
-def as_gguf(path: Path, name: str) -> Path:
-    """A fixture as llama.cpp's converter writes it, in F32."""
+def as_gguf(path: Path, name: str, *, predicting: int = 0) -> Path:
+    """A fixture as llama.cpp's converter writes it, in F32. predicting: layers after the last one, without tensors."""
     config, source, _ = load_weights(FIXTURES / name)
     source.close()
     mixer, settings = mamba_of(config), settings_of(name)
@@ -85,7 +85,9 @@ def as_gguf(path: Path, name: str) -> Path:
     }
     if name.startswith("nemotron"):
         size = settings["moe_intermediate_size" if "experts" in name else "intermediate_size"]
-        changes["feed_forward_length"] = [size * (kind in ("mlp", "moe")) for kind in kinds]
+        changes["feed_forward_length"] = [size * (kind in ("mlp", "moe")) for kind in kinds] + [size] * predicting
+        changes["attention__head_count_kv"] += [2] * predicting
+        changes |= {"block_count": len(kinds) + predicting, "nextn_predict_layers": predicting}
     else:
         multipliers = {"attention__scale": "attention_multiplier", "logit_scale": "logits_scaling"}
         multipliers |= {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}
@@ -111,6 +113,13 @@ def test_a_gguf_file_has_the_same_logits(name: str, tmp_path: Path) -> None:
     config, weights = read_model(as_gguf(tmp_path / "model.gguf", name))
     logits = prefill_logits(bare_model(config, weights), reference["ids"].tolist())
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=2e-6 * np.ptp(reference["logits"]))
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
+    """A GGUF file of Nemotron 3 counts them as layers that have both attention and a network."""
+    name = "nemotron_h_experts"
+    files = [as_gguf(tmp_path / f"{count}.gguf", name, predicting=count) for count in (0, 1)]
+    assert len({load_weights(file)[0] for file in files}) == 1
 
 
 def test_a_mixer_of_nemotron_and_the_network_after_it_are_a_layer() -> None:
