@@ -11,9 +11,10 @@ from functools import cache
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.backends.native.kernels.recurrent.delta_rows import Rows
 from polarlm.engine.backends.native.kernels.recurrent.delta_unit import Delta, DeltaArguments, Scratch, Unit
+from polarlm.engine.backends.native.kernels.recurrent.spans import by_blocks, kept_row, span_of
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
+from polarlm.engine.jit.lang.values import F32, Value, vector
 
 
 @cache
@@ -22,22 +23,16 @@ def gated_delta(spec: Delta) -> Kernel[DeltaArguments]:
 
     def emit(e: Emitter, args: DeltaArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            head, span = unit % spec.key_heads, args.spans + unit // spec.key_heads * 16
-            slot, first, count, place = (e.load(span + 4 * field, I32).sext(I64) for field in range(4))
-            unit_state = e, spec, args, scratch, slot, head
-            row, left, at, number = (e.variable(value) for value in (first, count, place, e.i64(0)))
-            with e.repeat_while() as condition:
-                now = e.imin(left.get(), -at.get() + spec.block)
-                Rows(*unit_state).add(row.get(), now, at.get())
-                row.add(now)
-                left.add(-now)
-                at.add(now)
+            head, span = unit % spec.key_heads, span_of(e, args.spans, unit // spec.key_heads)
+            own = e, spec, args, scratch, span.slot, head
+
+            def add(row: Value, count: Value, place: Value, number: Value) -> None:
+                Rows(*own).add(row, count, place)
                 if spec.is_prompt:
-                    with e.when(at.get() >= spec.block):
-                        _BlockEnd(*unit_state).advance(number.get())
-                        number.add(1)
-                        at.set(e.i64(0))
-                condition.append(left.get() > 0)
+                    with e.when(place + count >= spec.block):
+                        _BlockEnd(*own).advance(number)
+
+            by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name, emit, DeltaArguments, scratch=Scratch(spec).end)
 
@@ -49,16 +44,14 @@ class _BlockEnd(Unit):
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
         before = 4 * spec.channels * (spec.width - 1)
-        kept = e.variable(e.i64(-1))
-        with e.when(number < args.blocks):
-            kept.set(e.load(args.kept + number * 4, I32).sext(I64))
+        kept = kept_row(e, args.kept, args.blocks, number)
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
-            target = args.end_matrices + (kept.get() * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
-            self.state(head).advance(e, self.scaled, (self.tile, self.vectors), (kept.get() >= 0, target))
-            self._advance_inputs(self.value_channel(head), spec.value_dim, kept.get(), before)
+            target = args.end_matrices + (kept * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
+            self.state(head).advance(e, self.scaled, (self.tile, self.vectors), (kept >= 0, target))
+            self._advance_inputs(self.value_channel(head), spec.value_dim, kept, before)
         for channel, count in self.parts():
-            self._advance_inputs(channel, count, kept.get(), before)
+            self._advance_inputs(channel, count, kept, before)
 
     def _advance_inputs(self, channel: Value, count: int, kept: Value, before: int) -> None:
         e, spec = self.e, self.spec

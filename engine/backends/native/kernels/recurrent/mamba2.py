@@ -12,13 +12,8 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent.gates import silu
-from polarlm.engine.backends.native.kernels.recurrent.mamba2_unit import (
-    Mamba2,
-    Mamba2Arguments,
-    by_blocks,
-    kept_row,
-    span_of,
-)
+from polarlm.engine.backends.native.kernels.recurrent.mamba2_unit import Mamba2, Mamba2Arguments
+from polarlm.engine.backends.native.kernels.recurrent.spans import by_blocks, kept_row, span_of
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
@@ -36,7 +31,7 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            span, channel = span_of(e, args, unit // parts), unit % parts * PART
+            span, channel = span_of(e, args.spans, unit // parts), unit % parts * PART
             inputs = args.inputs + span.slot * (row_bytes * (before + spec.block)) + channel * 4
             columns = e.imin(-channel + spec.channels, PART)
 
@@ -60,7 +55,7 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
                     over_columns(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        end_block(kept_row(e, args, number))
+                        end_block(kept_row(e, args.kept, args.blocks, number))
 
             def end_block(kept: Value) -> None:
                 target = args.end_inputs + kept * (before * row_bytes) + channel * 4
@@ -74,7 +69,7 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
                 over_columns(e, columns, repeat)
 
-            by_blocks(e, spec, span, add)
+            by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name("convolve"), emit, Mamba2Arguments)
 
@@ -86,7 +81,7 @@ def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            span, group = span_of(e, args, unit // spec.groups), unit % spec.groups
+            span, group = span_of(e, args.spans, unit // spec.groups), unit % spec.groups
             of_slot = args.keys + (span.slot * spec.groups + group) * key_bytes
 
             def copy(target: Value, source: Value) -> None:
@@ -119,7 +114,7 @@ def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
                     with e.when(place + count < spec.block):
                         copy(of_slot, keys)
 
-            by_blocks(e, spec, span, add)
+            by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name("multiply_keys"), emit, Mamba2Arguments)
 

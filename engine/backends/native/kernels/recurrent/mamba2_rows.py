@@ -7,14 +7,8 @@ from functools import cache
 from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent.block_end import Matrix
 from polarlm.engine.backends.native.kernels.recurrent.gates import silu, softplus
-from polarlm.engine.backends.native.kernels.recurrent.mamba2_unit import (
-    Mamba2,
-    Mamba2Arguments,
-    Span,
-    by_blocks,
-    kept_row,
-    span_of,
-)
+from polarlm.engine.backends.native.kernels.recurrent.mamba2_unit import Mamba2, Mamba2Arguments
+from polarlm.engine.backends.native.kernels.recurrent.spans import Span, by_blocks, kept_row, span_of
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I32, Value, vector
@@ -50,8 +44,8 @@ def add_rows(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            head = _Head(e, spec, args, scratch, span_of(e, args, unit // spec.heads), unit % spec.heads)
-            by_blocks(e, spec, head.span, head.add)
+            head = _Head(e, spec, args, scratch, span_of(e, args.spans, unit // spec.heads), unit % spec.heads)
+            by_blocks(e, spec.block, head.span, head.add)
 
     return Kernel(spec.name("add_rows"), emit, Mamba2Arguments, scratch=_Scratch(spec).end)
 
@@ -147,7 +141,7 @@ class _Head:
     def _end_block(self, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
         size = 4 * spec.size * spec.dim
-        kept = kept_row(e, args, number)
+        kept = kept_row(e, args.kept, args.blocks, number)
         target = args.end_matrices + (kept * spec.heads + self.head) * size
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
         state = Matrix(self.matrix, keys, self.updates, self.decays, spec.size, spec.dim, spec.block)

@@ -1,14 +1,12 @@
-"""What the kernels of Mamba 2 are specialized for, their arguments, and the rows of a span, block by block."""
+"""What the kernels of Mamba 2 are specialized for, their arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
-from polarlm.engine.jit.lang.values import I32, I64, Value
 
 _STEP_ROWS, _PROMPT_ROWS = 2, 6  # whose sums stay in registers
 
@@ -82,36 +80,3 @@ class Mamba2Arguments(NamedTuple):
     end_matrices: Pointer
     end_inputs: Pointer
     blocks: Int64
-
-
-class Span(NamedTuple):
-    slot: Value
-    first: Value  # row
-    rows: Value
-    place: Value  # of the first row's token in its block
-
-
-def span_of(e: Emitter, args: Mamba2Arguments, number: Value) -> Span:
-    at = args.spans + number * 16
-    return Span(*(e.load(at + 4 * field, I32).sext(I64) for field in range(4)))
-
-
-def kept_row(e: Emitter, args: Mamba2Arguments, number: Value) -> Value:
-    """The row in which the state after a block is kept, or −1."""
-    kept = e.variable(e.i64(-1))
-    with e.when(number < args.blocks):
-        kept.set(e.load(args.kept + number * 4, I32).sext(I64))
-    return kept.get()
-
-
-def by_blocks(e: Emitter, spec: Mamba2, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
-    """Emit body(first row, rows, place, number of the block) for the rows of each block of a span."""
-    row, left, place, number = (e.variable(value) for value in (span.first, span.rows, span.place, e.i64(0)))
-    with e.repeat_while() as condition:
-        now = e.imin(left.get(), -place.get() + spec.block)
-        body(row.get(), now, place.get(), number.get())
-        row.add(now)
-        left.add(-now)
-        place.set(e.i64(0))
-        number.add(1)
-        condition.append(left.get() > 0)
