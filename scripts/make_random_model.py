@@ -90,7 +90,7 @@ SHAPES = {
 }
 # Type of the command line → the type of most matrices, and of those that matter most.
 TYPES = {
-    "q4_0": (Type.Q4_0, Type.Q6_K),
+    "q4_0": (Type.Q4_0, Type.Q6_K),  # the latter of the output alone, as in files that llama-quantize makes
     "q4_k": (Type.Q4_K, Type.Q6_K),
     "q6_k": (Type.Q6_K, Type.Q6_K),
     "q8_0": (Type.Q8_0, Type.Q8_0),
@@ -202,7 +202,7 @@ def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, in
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "token_embd.weight", vocabulary, shape.hidden, better if shape.tied else usual
     for layer in range(shape.layers):
-        mixed = better if _has_better_matrices(layer, shape.layers) else usual
+        mixed = better if kind != "q4_0" and _has_better_matrices(layer, shape.layers) else usual
         for name, rows, columns, type in (
             ("attn_norm.weight", 0, shape.hidden, Type.F32),
             *_mixer(shape, layer, usual, mixed),

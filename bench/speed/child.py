@@ -34,6 +34,8 @@ sys.path.append(sys.path.pop(0))
 del sys.argv[1:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
+# Python keeps the bytecode of what it imports, as it does for users: pip has written that of installed packages already.
+_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 _LAST_SECONDS = 10.0  # seconds for the process to end
 
 
@@ -56,7 +58,7 @@ class Child:
                 stderr=self._errors,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, **(variables or {})},
+                env={**os.environ, **_BYTECODE, **(variables or {})},
                 start_new_session=True,  # Ctrl-C reaches only the parent, which ends the child
             )
         except OSError as error:
