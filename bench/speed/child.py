@@ -34,7 +34,7 @@ sys.path.append(sys.path.pop(0))
 del sys.argv[1:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-# Python keeps the bytecode of what it imports, as it does for users: pip has written that of installed packages already.
+# Python keeps the bytecode of what it imports, as it does for users; pip has written that of installed packages.
 _BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 _LAST_SECONDS = 10.0  # seconds for the process to end
 

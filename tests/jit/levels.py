@@ -47,7 +47,7 @@ class Narrow(Generic):
 
     name = "narrow"
     registers = 32
-    sums = 4
+    code_tiles = ((4, 1),)
     float_tile = 4, 2
 
     def __init__(self) -> None:

@@ -21,10 +21,12 @@ from polarlm.engine.backends.native.kernels.experts import (
 )
 from polarlm.engine.backends.native.kernels.linear.activations import RowArguments, panel_bytes
 from polarlm.engine.backends.native.kernels.linear.product import (
+    SINGLE,
     ExpertRows,
     Product,
     ProductArguments,
-    most_rows,
+    Tiling,
+    largest_tiling,
     product,
     units,
 )
@@ -49,7 +51,7 @@ class Routing(NamedTuple):
 class _Order(NamedTuple):
     """The rows of all experts in panels; see `kernels.experts.arrange`."""
 
-    row_tile: int
+    tiling: Tiling
     chosen: np.ndarray
     sources: np.ndarray
     own: np.ndarray
@@ -139,10 +141,11 @@ class ExpertOps:
         """The rows by expert."""
         (rows, top_k), count = routing.ids.shape, linears[0].count
         pairs, slots = rows * top_k, min(rows * top_k, count)
-        row_tile = self._row_tile(pairs / count, linears)
+        sizes = SINGLE if pairs < _FEW * count else largest_tiling(self._launch.level)
+        row_tile = sizes.rows
         most = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
         order = _Order(
-            row_tile,
+            sizes,
             chosen=self._launch.empty((slots, len(ExpertRows._fields)), np.int64),
             sources=self._launch.empty((most,), np.int32),
             own=self._launch.empty((most,), np.int32),
@@ -163,13 +166,6 @@ class ExpertOps:
         self._launch(arrange(row_tile), 1, arguments)
         return order
 
-    def _row_tile(self, rows: float, linears: tuple[ExpertLinear, ...]) -> int:
-        """Rows of a panel. rows: of an expert, on average."""
-        if rows < _FEW:
-            return 1
-        parts = [part for w in linears for part in w.parts]
-        return min(most_rows(self._launch.level, packed=has_codes(part)) for part in parts)
-
     def _multiply(
         self,
         x: np.ndarray,
@@ -187,7 +183,7 @@ class ExpertOps:
         for part in w.parts:
             is_packed = has_codes(part)
             if is_packed not in panels:
-                panels[is_packed] = self._panels(x, order.row_tile, sources, norm, is_packed)
+                panels[is_packed] = self._panels(x, order.tiling.rows, sources, norm, is_packed)
             self._part(y[:, first:], panels[is_packed], part, w, order, activation)
             first += part.shape[0] // w.count
         return y
@@ -198,7 +194,7 @@ class ExpertOps:
         """Write the products of panels x with one part of the matrices of all experts, the first of y's columns."""
         done = w.shape[0] - y.shape[1] if activation is None else 0
         bias = None if w.bias is None else w.bias[:, done:]
-        spec = Product(part.format, order.row_tile, False, bias is not None, activation, by_expert=True)
+        spec = Product(part.format, order.tiling, False, bias is not None, activation, by_expert=True)
         shape, data = (part.shape[0] // w.count, part.shape[1]), part.data
         if not isinstance(data, CachedTiles):
             self._product(spec, y, x, order.chosen, _Stack(data.memory, w.count, shape, bias))
@@ -232,7 +228,7 @@ class ExpertOps:
             expert_bytes=of_one * memory.shape[1],
             bias_bytes=0 if bias is None else bias.strides[0],
         )
-        self._launch(product(spec), len(chosen) * units(spec, of_one // half, self._launch.level), arguments)
+        self._launch(product(spec), len(chosen) * units(spec, of_one // half), arguments)
 
     def _expect(self, chosen: np.ndarray, *linears: ExpertLinear) -> None:
         """Let the system read ahead what the chosen experts lack in memory."""

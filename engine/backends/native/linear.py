@@ -14,12 +14,14 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import (
+    SINGLE,
     Product,
     ProductArguments,
-    most_rows,
+    Tiling,
+    largest_tiling,
     prefetched_pieces,
     product,
-    row_tile_of,
+    tiling,
     units,
 )
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
@@ -116,44 +118,40 @@ class LinearOps(LoadOps):
     ) -> np.ndarray:
         gates = activation if activation is not None and is_gated(activation) and _has_halves(w) else None
 
-        def spec(part: Matrix, row_tile: int) -> Product:
-            return Product(part.format, row_tile, residual is not None, w.bias is not None, gates)
+        def spec(part: Matrix, sizes: Tiling) -> Product:
+            return Product(part.format, sizes, residual is not None, w.bias is not None, gates)
 
         # Whether parts have codes: inputs are quantized for those that do, and stay float32 for the others.
         kinds = tuple(dict.fromkeys(map(has_codes, w.parts)))
 
-        def products(row_tile: dict[bool, int]) -> list[Kernel[ProductArguments]]:
-            return [product(spec(part, row_tile[has_codes(part)])) for part in w.parts]
+        def products(sizes: Tiling) -> list[Kernel[ProductArguments]]:
+            return [product(spec(part, sizes)) for part in w.parts]
 
-        def kernels(row_tile: dict[bool, int]) -> list[Kernel]:
-            return [
-                *(panel_kernel(norm is not None, row_tile[packed], packed) for packed in kinds),
-                *products(row_tile),
-            ]
+        def kernels(sizes: Tiling) -> list[Kernel]:
+            return [*(panel_kernel(norm is not None, sizes.rows, packed) for packed in kinds), *products(sizes)]
 
         level, rows = self._launch.level, len(x)
-        row_tile = {packed: row_tile_of(rows, level, packed=packed) for packed in kinds}
-        most = {packed: most_rows(level, packed=packed) for packed in kinds}
-        # Kernels are specialized by row count. Until the exact one is compiled, the largest is used; if it cannot be
+        sizes, most = tiling(rows, level), largest_tiling(level)
+        # Kernels are specialized by row count. Until the exact one is compiled, that for many is used; if it cannot be
         # compiled, that of one row. Results are equal.
-        can_choose = not recorded and rows > 1 and row_tile != most and self._launch.has_loaded(kernels(most))
-        if can_choose and not self._launch.has_loaded(kernels(row_tile)):
-            self._launch.library.expect(kernels(row_tile))
-            row_tile = most
-        if rows > 1 and not self._launch.can_run(kernels(row_tile)):
-            row_tile = dict.fromkeys(kinds, 1)
+        can_choose = not recorded and rows > 1 and sizes != most and self._launch.has_loaded(kernels(most))
+        if can_choose and not self._launch.has_loaded(kernels(sizes)):
+            self._launch.library.expect(kernels(sizes))
+            sizes = most
+        if rows > 1 and not self._launch.can_run(kernels(sizes)):
+            sizes = SINGLE
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # is packed → the inputs of such parts
         first = 0
-        for part, kernel in zip(w.parts, products(row_tile), strict=True):
+        for part, kernel in zip(w.parts, products(sizes), strict=True):
             is_packed = has_codes(part)
             if is_packed not in inputs:
-                inputs[is_packed] = self._panels(x, norm, row_tile[is_packed], is_packed)
+                inputs[is_packed] = self._panels(x, norm, sizes.rows, is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
             tile_count = len(memory) // 2 if gates else len(memory)
-            own, blocks = spec(part, row_tile[is_packed]), columns // part.format.values
-            count = units(own, tile_count, level)
+            own, blocks = spec(part, sizes), columns // part.format.values
+            count = units(own, tile_count)
             arguments = ProductArguments(
                 weights=memory,
                 x=given,

@@ -26,7 +26,7 @@ class Avx2(Generic):
     cpu = "x86-64-v3"
     needs: tuple[str, ...] = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
     lanes = 8
-    sums = 3
+    code_tiles: tuple[tuple[int, int], ...] = ((3, 1),)
     float_tile = 6, 1
     byte_register = 32
     fuses = True
@@ -174,7 +174,7 @@ class Avx512(Avx2):
     wishes: tuple[str, ...] = ("-prefer-256-bit",)  # use 512-bit registers
     lanes = 16
     registers = 32
-    sums = 8
+    code_tiles = (8, 1), (6, 2)
     float_tile = 6, 4
     byte_register = 64
 

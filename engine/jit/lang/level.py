@@ -27,10 +27,11 @@ class Level(ABC):
     """32-bit numbers per register."""
     registers = 16
     """Number of vector registers."""
-    sums = 2
-    """Sums, vectors of 16 numbers, that stay in registers together with their operands."""
+    code_tiles: tuple[tuple[int, int], ...] = ((2, 1),)
+    """Rows, and vectors of 16 columns, of tiles of products with codes whose sums stay in registers: for few rows, of
+    which the tile should have all, and for many, which should be loaded seldom."""
     float_tile = 2, 1
-    """Rows and vectors of 16 columns of the tile of a float32 product whose sums stay in registers."""
+    """The same of products of float32."""
     byte_register = 0
     """Bytes of the registers of byte and int16 instructions; 0 if the level has no such instructions."""
     fuses = False

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native.kernels.linear.product import row_tile_of
+from polarlm.engine.backends.native.kernels.linear.product import largest_tiling
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
@@ -85,10 +85,10 @@ def test_a_row_gives_the_same_alone_as_among_others() -> None:
 
 @pytest.mark.skipif(best().lanes < 8, reason="kernels of this level take one row or two, which are the most")
 def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take those of the most rows meanwhile, with the same results; steps, which are recorded, wait."""
+    """They take those of many rows meanwhile, with the same results; steps, which are recorded, wait."""
     rng = np.random.default_rng(3)
     may_compile = threading.Event()
-    most, rows = row_tile_of(48, best(), packed=True), {16: 5, 8: 2}[best().lanes]
+    (most, tiles), rows = largest_tiling(best()), {16: 5, 8: 2}[best().lanes]
 
     def slow(kernel: Kernel, level: Level) -> bytes:
         assert may_compile.wait(30)
@@ -103,8 +103,8 @@ def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(library_module, "compile_object", slow)
         early = ops.linear(x, w).copy()
-        of_rows = (name for name in launch.library.names if not name.startswith("pack_"))
-        assert {name.rsplit("_", 1)[1] for name in of_rows} == {str(most)}
+        of_rows = {name for name in launch.library.names if not name.startswith("pack_")}
+        assert of_rows == {f"quantize_{most}", f"product_q5_1_{most}" + f"x{tiles}" * (tiles > 1)}
         may_compile.set()
         late = ops.linear(x, w, recorded=True).copy()
     assert f"product_q5_1_{rows}" in launch.library.names

@@ -20,11 +20,12 @@ from polarlm.engine.backends.native.attention.steps import AttentionOps  # isort
 from polarlm.engine.backends.native.attention.spans import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels import prefetch
 from polarlm.engine.backends.native.kernels.linear.product import (
+    SINGLE,
     Product,
     ProductArguments,
     prefetched_pieces,
     product,
-    row_tile_of,
+    tiling,
     units,
 )
 from polarlm.engine.backends.native.kernels.prefetch import (
@@ -87,17 +88,19 @@ def current(view: object) -> list[int]:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("name", "activation", "rows"), pairs(["q4_1", "q4_k", "q8_0"], [None, "silu"], [2, 3, 8, 13]))
+@pytest.mark.parametrize(
+    ("name", "activation", "rows"), pairs(["q4_1", "q4_k", "q8_0"], [None, "silu"], [2, 3, 8, 13, 17])
+)
 def test_a_product_prefetches_each_of_its_pieces_once(
     name: str, rows: int, activation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its prefetches are replaced with counters in the memory that they go to."""
     rng, level, columns = np.random.default_rng(0), best(), 768
     format, packed, _ = stored(rng, name, 160, columns)
-    at_once = row_tile_of(rows, level, packed=True)
-    spec = Product(format, at_once, activation=activation)
+    sizes = tiling(rows, level)
+    spec = Product(format, sizes, activation=activation)
     tiles, blocks = len(packed) // (2 if activation else 1), columns // format.values
-    count_of_units = units(spec, tiles, level)
+    count_of_units = units(spec, tiles)
     can = prefetched_pieces(spec, level, count_of_units, blocks, rows)
     first, count = 3, can // 2 * 2 + 8  # of keys and of values
     pieces = np.concatenate([[count // 2], rng.permutation(count // 2) * PIECE])
@@ -117,7 +120,7 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     plain_step = Prefetch.step
     monkeypatch.setattr(Prefetch, "step", mark)
     marking = replace(product(spec), name=f"marking_{spec.name}")
-    x, *_ = quantized(rng.standard_normal((rows, columns)).astype(np.float32), at_once, level)
+    x, *_ = quantized(rng.standard_normal((rows, columns)).astype(np.float32), sizes.rows, level)
     y = np.empty((rows, tiles * 16), np.float32)
     arguments = ProductArguments(
         weights=packed,
@@ -143,9 +146,9 @@ def test_a_product_prefetches_each_of_its_pieces_once(
 
 def test_products_that_read_as_long_as_they_compute_prefetch_nothing() -> None:
     format, packed, _ = stored(np.random.default_rng(0), "q4_1", 64, 768)
-    assert prefetched_pieces(Product(format, 1), 16, len(packed), 24, 1) == 0
+    assert prefetched_pieces(Product(format, SINGLE), 16, len(packed), 24, 1) == 0
     plain, packed, _ = stored(np.random.default_rng(0), "f16", 64, 768)
-    assert prefetched_pieces(Product(plain, 8), 16, len(packed), 768, 8) == 0
+    assert prefetched_pieces(Product(plain, tiling(8, best())), 16, len(packed), 768, 8) == 0
 
 
 @pytest.mark.slow

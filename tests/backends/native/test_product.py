@@ -21,7 +21,16 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
-from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, row_tile_of, units
+from polarlm.engine.backends.native.kernels.linear.product import (
+    SINGLE,
+    Product,
+    ProductArguments,
+    Tiling,
+    largest_tiling,
+    product,
+    tiling,
+    units,
+)
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
@@ -67,7 +76,8 @@ def _products(
 
 
 def quantized(x: np.ndarray, row_tile: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4)."""
+    """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4) int32: the bits
+    of a float32, and three sums."""
     count, columns = x.shape
     out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile)), np.uint8)
     run(quantize_rows(False, row_tile), level, count, _rows(x, out))
@@ -78,8 +88,8 @@ def quantized(x: np.ndarray, row_tile: int, level: Level) -> tuple[np.ndarray, n
         .reshape(len(out), -1, row_tile, 32)
         .swapaxes(1, 2)
     )
-    floats = np.ascontiguousarray(groups[..., 64 * row_tile :]).view(np.float32)
-    numbers = floats.reshape(len(out), -1, row_tile, 4).swapaxes(1, 2)
+    numbers = np.ascontiguousarray(groups[..., 64 * row_tile :]).view(np.int32)
+    numbers = numbers.reshape(len(out), -1, row_tile, 4).swapaxes(1, 2)
     return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
 
 
@@ -93,7 +103,7 @@ def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:
 
 def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """The values of rows that have been quantized, float64."""
-    return (words * numbers[..., :1].astype(np.float64)).reshape(len(words), -1)
+    return (words * numbers[..., :1].view(np.float32).astype(np.float64)).reshape(len(words), -1)
 
 
 # Product: a level cuts a panel of one row and of two into vectors of its own lanes.
@@ -107,8 +117,8 @@ def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> 
     step = np.abs(x.reshape(3, -1, 32)).max(-1) / 32767
     errors = np.abs(read_back(words, numbers) - x).reshape(3, -1, 32)
     assert (errors <= 0.51 * step[..., None]).all()
-    np.testing.assert_array_equal(numbers[..., 1], words.sum(-1, dtype=int))
-    np.testing.assert_array_equal(numbers[..., 2:], words.reshape(3, -1, 2, 16).sum(-1, dtype=int))
+    np.testing.assert_array_equal(numbers[..., 1], -words.sum(-1, dtype=int))
+    np.testing.assert_array_equal(numbers[..., 2:], -words.reshape(3, -1, 2, 16).sum(-1, dtype=int))
 
 
 @every_level
@@ -123,23 +133,24 @@ def test_rows_are_normed_and_interleaved(level: Level) -> None:
         np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("level", "name", "count"), pairs(levels(), available(), [1, 3, 5, 9]), ids=name_of)
+@pytest.mark.parametrize(("level", "name", "count"), pairs(levels(), available(), [1, 3, 5, 9, 20]), ids=name_of)
 def test_product(name: str, level: Level, count: int) -> None:
-    """36 outputs: the last tile has rows that do not exist, and none beside it."""
+    """36 outputs: the last tile has rows that do not exist, and none beside it. Up to 20 rows: more than the panels for
+    which weights are unpacked once."""
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
-    row_tile = row_tile_of(count, level, packed=format.unpack is not None)
+    sizes = tiling(count, level)
     if format.unpack is None:
-        given, exact = interleaved(x, row_tile, level), x
+        given, exact = interleaved(x, sizes.rows, level), x
     else:
-        given, *parts = quantized(x, row_tile, level)
+        given, *parts = quantized(x, sizes.rows, level)
         exact = read_back(*parts)
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
-    kernel = product(spec := Product(format, row_tile, adds=True, has_bias=True))
+    kernel = product(spec := Product(format, sizes, adds=True, has_bias=True))
     arguments = _products(format, packed, given, y, bias, 512, count)
-    run(kernel, level, units(spec, len(packed), level), arguments)
+    run(kernel, level, units(spec, len(packed)), arguments)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
@@ -148,23 +159,23 @@ def test_product(name: str, level: Level, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("level", "activation", "count", "name"),
-    [(*case, name) for case, name in each(pairs(levels(), ["silu", "gelu_tanh"], [1, 3, 7]), available())],
+    [(*case, name) for case, name in each(pairs(levels(), ["silu", "gelu_tanh"], [1, 3, 7, 17]), available())],
     ids=name_of,
 )
 def test_gated_product(name: str, level: Level, activation: str, count: int) -> None:
-    """With few rows the gate and the up projection are multiplied together, with more one after the other. The test
-    above unpacks every format at every level."""
+    """The gate and the up projection are multiplied together, or one after the other where registers have no room for
+    the sums of both. The test above unpacks every format at every level."""
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
-    row_tile = row_tile_of(count, level, packed=format.unpack is not None)
+    sizes = tiling(count, level)
     if format.unpack is None:
-        given, exact = interleaved(x, row_tile, level), x
+        given, exact = interleaved(x, sizes.rows, level), x
     else:
-        given, *parts = quantized(x, row_tile, level)
+        given, *parts = quantized(x, sizes.rows, level)
         exact = read_back(*parts)
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
-    kernel = product(Product(format, row_tile, has_bias=True, activation=activation))
+    kernel = product(Product(format, sizes, has_bias=True, activation=activation))
     run(kernel, level, 2, _products(format, packed, given, y, bias, 256, count))
     both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     want = ACTIVATIONS[activation](both)
@@ -194,16 +205,16 @@ def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level
     """To the bit, beyond the panels for which a block is expanded once."""
     rng = np.random.default_rng(6)
     format, packed, values = stored(rng, name, 16, 512)
-    count = 35 * level.sums
+    count = 35 * largest_tiling(level).rows
     x = rng.standard_normal((count, 512)).astype(np.float32)
     outputs = []
     for rows in (count, 1):
-        row_tile = row_tile_of(rows, level, packed=True)
-        given, *parts = quantized(x, row_tile, level)
+        sizes = tiling(rows, level)
+        given, *parts = quantized(x, sizes.rows, level)
         y = np.empty((count, 16), np.float32)
         for first in range(0, count, rows):
-            arguments = _products(format, packed, given[first // row_tile :], y[first:], y, 512, rows)
-            run(product(Product(format, row_tile)), level, 1, arguments)
+            arguments = _products(format, packed, given[first // sizes.rows :], y[first:], y, 512, rows)
+            run(product(Product(format, sizes)), level, 1, arguments)
         outputs.append(y)
     np.testing.assert_array_equal(*outputs)
     want = read_back(*parts) @ values.T.astype(np.float64)
@@ -220,14 +231,14 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
 
 # Product: what unpacks a format and the sums of a tile of rows need the same registers.
 @special_levels
-@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "iq4_xs"])
 def test_instructions(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, in whole registers. With the 32 registers of
     AVX-512 few vectors go to the stack and back; AVX2 has 16 for twice as many vectors."""
-    row_tile = row_tile_of(rows, level, packed=True)
-    loop = Loop(product(Product(get(name), row_tile)), level)
-    products = 16 * row_tile * (16 // level.lanes)
+    sizes = tiling(rows, level)
+    loop = Loop(product(Product(get(name), sizes)), level)
+    products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
     assert loop.count(OF_WORDS[level.name]) == products
     if name == "iq4_xs":
         assert loop.count("vpshufb") >= 16
@@ -239,7 +250,7 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
 @pytest.mark.parametrize("name", ["iq2_s", "iq3_xxs"])
 def test_instructions_of_lattices(name: str, level: Level) -> None:
     """Signs cost a subtraction for each register of values, and few registers of points go to the stack and back."""
-    loop = Loop(product(Product(get(name), 1)), level)
+    loop = Loop(product(Product(get(name), SINGLE)), level)
     assert loop.count("vpsubb") == 8 * (16 // level.lanes)
     assert loop.on_stack <= len(loop) / 8
 
@@ -249,10 +260,10 @@ def test_instructions_of_lattices(name: str, level: Level) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    row_tile = row_tile_of(64, level, packed=False)
-    loop = Loop(product(spec := Product(get(name), row_tile)), level)
-    vectors = 2 * (16 // level.lanes) * (4 // units(spec, 4, level))
-    assert loop.count("vfmadd231ps") >= row_tile * vectors
+    sizes = tiling(64, level)
+    loop = Loop(product(Product(get(name), sizes)), level)
+    vectors = 2 * (16 // level.lanes) * sizes.tiles
+    assert loop.count("vfmadd231ps") >= sizes.rows * vectors
     assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
     assert loop.on_stack == 0
 
@@ -261,4 +272,4 @@ def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
 @special_levels
 def test_sums_of_too_many_rows_are_seen_on_the_stack(level: Level) -> None:
     """So that the tests above can fail."""
-    assert Loop(product(Product(get("f32"), 40)), level).on_stack > 0
+    assert Loop(product(Product(get("f32"), Tiling(40, 1))), level).on_stack > 0

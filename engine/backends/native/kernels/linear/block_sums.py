@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, NUMBERS, ROW_BYTES
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import TileLayout
 from polarlm.engine.jit.lang.byte_ops import Table, dot2
@@ -16,6 +16,7 @@ _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), v
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
 # this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third.
 AHEAD = 8192
+_FEW_SUMS = 8  # of which a dot product waits for the last one: two begin in a cycle, and each takes four
 
 
 class Block:
@@ -48,45 +49,52 @@ def add_block(
     format = place.format
     with e.loop(0, format.values // 32) as part:
         own_inputs = inputs + part * (ROW_BYTES * row_tile)
+        numbers = [own_inputs + (2 * GROUP * row_tile + NUMBERS * row) for row in range(row_tile)]
+        at = [block.at + part * place.part_bytes + place.codes for block in blocks]
         sub = part * (16 * (32 // format.group))
         before(part)
         for group in range(32 // format.group):
-            for block, totals in zip(blocks, sums, strict=True):
+            place_of_sum = 4 if format.group == 32 else 8 + 4 * group
+            less = [e.broadcast(own, I32, 16, place_of_sum) for own in numbers]
+            dots = _dots(e, codes, at, own_inputs, group, less)
+            for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
                 own_scale = times_sub(e, block.scale, block.at + sub, place.sub_scale, group, signed=True)
                 own_offset = None
                 if block.offset is not None:
-                    own_offset = times_sub(e, block.offset, block.at + sub, place.sub_offset, group)
-                dots = _dots(e, codes, block.at + part * place.part_bytes + place.codes, own_inputs, group, row_tile)
-                for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
-                    numbers = 2 * GROUP * row_tile + 16 * row
-                    x_sum = e.broadcast(own_inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
-                    value = dot.to_float()
-                    if codes.zero:
-                        value = e.fma(x_sum, e.constant(_F16, -float(codes.zero)), value)
-                    value = value * own_scale
+                    own_offset = -times_sub(e, block.offset, block.at + sub, place.sub_offset, group)
+                for own, dot, x_less, total in zip(numbers, own_dots, less, totals, strict=True):
+                    value = dot.to_float() * own_scale
                     if own_offset is not None:
-                        value = e.fma(x_sum, own_offset, value)
-                    total.set(e.fma(value, e.broadcast(own_inputs, F32, 16, numbers), total.get()))
+                        value = e.fma(x_less.to_float(), own_offset, value)
+                    total.set(e.fma(value, e.broadcast(own, F32, 16), total.get()))
 
 
-def _dots(e: Emitter, codes: Codes, at: Value, inputs: Value, group: int, row_tile: int) -> list[Value]:
-    """For each row, the dot products (16,) int32 of its inputs with the codes of a group of 16 outputs."""
-    size = codes.place.format.group // 2
-    # Two sums per row hide the latency of a dot product, where registers have room for them.
-    chains = 2 if row_tile == 1 or e.level.has_room else 1
-    sums = [[e.zero(_I16)] * chains for _ in range(row_tile)]
+def _dots(
+    e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
+) -> list[list[Value]]:
+    """For each tile and row, the dot products (16,) int32 of the row's inputs with the codes of a group of 16 outputs,
+    less the zero point.
+
+    at: addresses of each tile's codes of 32 inputs. less: of each row the sum of its inputs, negative, int32 (16,).
+    """
+    size, rows, zero = codes.place.format.group // 2, range(len(less)), e.zero(_I16)
+    # Two sums hide the latency of a dot product, where there are few others and registers have room for them.
+    chains = 2 if len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS) else 1
+    first = [own * codes.zero if codes.zero else zero for own in less]
+    sums = [[[own, *[zero] * (chains - 1)] for own in first] for _ in at]
     # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):
-        code = codes.pair(at, pair)
-        for row, dot in enumerate(sums):
+        own_codes, chain = [codes.pair(own, pair) for own in at], number % chains
+        for row in rows:
             words = e.broadcast(inputs, I32, 16, 2 * GROUP * row + 4 * pair)
-            dot[number % chains] = dot2(e, dot[number % chains], code, words)
-    return [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
+            for dots, code in zip(sums, own_codes, strict=True):
+                dots[row][chain] = dot2(e, dots[row][chain], code, words)
+    return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 
 class Codes:
-    """The codes of a tile as int16. zero: the zero point, which is subtracted after the products.
+    """The codes of a tile as int16. zero: the zero point, whose products are subtracted from those of the codes.
 
     Codes of 8 bits and the values of tables are signed instead: sums of products with 32 codes up to 255 would not be
     exact as float32.

@@ -8,6 +8,7 @@ that they are loaded to are the rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -133,32 +134,42 @@ def expanded_sums(
     format: WeightFormat,
     row_tile: int,
     tiles: Sequence[Value],
+    at_once: int,
     panels: tuple[Value, Value, Value, Value],
     kept: Value,
 ) -> Iterator[tuple[Value, list[list[Value]]]]:
     """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
 
-    tiles: addresses. panels: the address of panels from `quantize_rows`, the bytes of one, the blocks of a row, and the
-    number of rows. kept: memory for the sums of 32 panels and all tiles. A block is expanded once for 32 panels.
+    tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
+    `quantize_rows`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums of 32
+    panels and all tiles. A block is expanded once for 32 panels.
     """
     x, stride, blocks, rows = panels
-    expand, most, size = Expander(e, format), _PANELS * row_tile, _ROW * row_tile
-    codes, zero = Codes(e, expand.layout), e.zero(vector(F32, ROWS))
+    expanders, most, size = [Expander(e, format) for _ in range(at_once)], _PANELS * row_tile, _ROW * row_tile
+    codes, zero = Codes(e, expanders[0].layout), e.zero(vector(F32, ROWS))
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
             for place in range(len(tiles) * row_tile):
                 e.store(zero, kept + panel * size, _place(place // row_tile, place % row_tile, row_tile))
         with e.loop(0, blocks) as block:
-            for number, tile in enumerate(tiles):
-                own = Block(e, expand.layout, expand(tile + block * block_bytes(format)), expand.factor)
+            for first in range(0, len(tiles), at_once):
+                together = [
+                    Block(e, expand.layout, expand(tile + block * block_bytes(format)), expand.factor)
+                    for expand, tile in zip(expanders, tiles[first:], strict=False)
+                ]
                 with e.loop(0, count) as panel:
-                    places = [_place(number, row, row_tile) for row in range(row_tile)]
-                    totals = [e.variable(e.load(kept + panel * size, zero.type, place)) for place in places]
+                    places = [
+                        [_place(first + number, row, row_tile) for row in range(row_tile)]
+                        for number in range(len(together))
+                    ]
+                    totals = [
+                        [e.variable(e.load(kept + panel * size, zero.type, place)) for place in own] for own in places
+                    ]
                     inputs = x + (begin // row_tile + panel) * stride
                     start = block * (format.values // GROUP * ROW_BYTES * row_tile)
-                    add_block(e, codes, [own], inputs + start, [totals])
-                    for total, place in zip(totals, places, strict=True):
+                    add_block(e, codes, together, inputs + start, totals)
+                    for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), kept + panel * size, place)
         with e.loop(0, count) as panel:
             yield (

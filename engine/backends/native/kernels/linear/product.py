@@ -25,36 +25,44 @@ from polarlm.engine.weight_formats import WeightFormat
 Size = TypeVar("Size", int, Value)
 
 _F16 = vector(F32, 16)
+_FEW_PANELS = 2  # for which unpacking weights again would cost more than loading inputs seldom saves
 
 
-def row_tile_of(rows: int, level: Level, *, packed: bool) -> int:
-    """The row tile for `rows` rows: how many a kernel multiplies with each vector of weights. Their sums stay in
-    registers. packed: whether the weights have codes."""
-    return -(-rows // -(-rows // most_rows(level, packed=packed)))
+class Tiling(NamedTuple):
+    """What a kernel multiplies at once: rows of inputs, those of a panel, and tiles of weights."""
+
+    rows: int
+    tiles: int
 
 
-def most_rows(level: Level, *, packed: bool) -> int:
-    """The largest row tile. Without codes half as many rows are multiplied with two tiles; with codes, unpacking them
-    twice as often would cost what that saves."""
-    return level.sums // (1 if packed else _tiles(level))
+SINGLE = Tiling(1, 1)
 
 
-def _tiles(level: Level) -> int:
-    """Tiles without codes that share the loads of inputs: 2 where registers have room for their sums."""
-    return 2 if level.has_room else 1
+def tiling(rows: int, level: Level) -> Tiling:
+    """The tiling for `rows` rows, in panels of about equal sizes. For few rows weights should be unpacked once, for
+    many inputs should be loaded seldom."""
+    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level)
+    if rows <= _FEW_PANELS * few.rows:
+        most = few
+    return Tiling(-(-rows // -(-rows // most.rows)), most.tiles)
+
+
+def largest_tiling(level: Level) -> Tiling:
+    """The tiling for many rows."""
+    return Tiling(*level.code_tiles[-1])
 
 
 @dataclass(frozen=True)
 class Product:
     """The properties that a kernel is specialized for.
 
-    row_tile: rows of a panel. adds: the product is added to y. has_bias: a bias is added. activation: the weights are
-    [gate | up], each of whole tiles, and y = activation(gate) * up; excludes `adds`. by_expert: the weights are
-    those of several experts, of which each has its own rows.
+    tiling: what is multiplied at once. adds: the product is added to y. has_bias: a bias is added. activation: the
+    weights are [gate | up], each of whole tiles, and y = activation(gate) * up; a tile of each counts as one, and it
+    excludes `adds`. by_expert: the weights are those of several experts, of which each has its own rows.
     """
 
     format: WeightFormat
-    row_tile: int
+    tiling: Tiling
     adds: bool = False
     has_bias: bool = False
     activation: str | None = None
@@ -63,7 +71,14 @@ class Product:
     @property
     def name(self) -> str:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
-        return f"product_{self.format.name}_{self.row_tile}{options}{'_experts' * self.by_expert}"
+        rows, tiles = self.tiling
+        sizes = f"{rows}x{tiles}" if tiles > 1 else rows
+        return f"product_{self.format.name}_{sizes}{options}{'_experts' * self.by_expert}"
+
+    @property
+    def row_tile(self) -> int:
+        """Rows of a panel."""
+        return self.tiling.rows
 
 
 class ExpertRows(NamedTuple):
@@ -111,7 +126,13 @@ def product(spec: Product) -> Kernel[ProductArguments]:
         tiles = args.tiles
         prefetch = Prefetch(e, args.hint) if _prefetches(spec) else None
         parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
-        wide = _tiles_of_unit(spec, e.level)
+        wide = _tiles_of_unit(spec)
+
+        def tiles_of(of: _Operands) -> list[Value]:
+            """The tiles that a unit multiplies."""
+            tile = of.unit * wide
+            others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
+            return [tile, *others]
 
         def write(of: _Operands, sums: Sequence[Sequence[Value]], tile: Value, first: Value) -> None:
             """Store the outputs of the rows from `first` on. sums: of each row; with an activation, also of the up
@@ -121,23 +142,28 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                     at = of.y + (first + row) * args.y_stride
                     _write(e, spec, totals, at, of.bias, (tile, tiles), args.outputs, scratch)
 
+        def finish(of: _Operands, sums: Sequence[Sequence[Value]], first: Value) -> None:
+            """Store the outputs of a unit. sums: of each tile and row."""
+            by_tile = [sums] if spec.activation else [[own] for own in sums]
+            for number, own in enumerate(by_tile):
+                write(of, own, of.unit * wide + number, first)
+
         if spec.format.grid is not None:
             with e.loop(begin, end) as unit:
                 of = _operands(e, spec, args, unit, wide)
-                together = [of.unit, of.unit + tiles] if spec.activation else [of.unit]
-                starts = [of.weights + number * args.tile_bytes for number in together]
-                inputs = of.x, args.x_stride, args.blocks, of.rows
-                for first, sums in expanded_sums(e, spec.format, spec.row_tile, starts, inputs, scratch + SUMS):
-                    write(of, sums, of.unit, first)
+                starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
+                inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
+                for first, sums in expanded_sums(
+                    e, spec.format, spec.row_tile, starts, at_once, inputs, scratch + SUMS
+                ):
+                    finish(of, sums, first)
             return
         with (
             e.loop(begin, end) as unit,
             nullcontext(_operands(e, spec, args, unit, wide)) as of,
             e.loop(0, of.rows, spec.row_tile) as first,
         ):
-            tile = of.unit * wide
-            others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
-            starts = [of.weights + number * args.tile_bytes for number in (tile, *others)]
+            starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
             passed = unit * ((of.rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
 
             def multiply(part: int) -> list[list[Value]]:
@@ -155,9 +181,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                     e.store(total, scratch, 128 + 64 * row)
                 (ups,) = multiply(1)
                 sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.row_tile)], ups]
-            by_tile = [sums] if spec.activation else [[own] for own in sums]
-            for number, own in enumerate(by_tile):
-                write(of, own, tile + number, first)
+            finish(of, sums, first)
 
     return Kernel(spec.name, emit, ProductArguments)
 
@@ -189,15 +213,14 @@ def _operands(e: Emitter, spec: Product, args: ProductArguments, unit: Value, wi
     )
 
 
-def units(spec: Product, tiles: int, level: Level) -> int:
+def units(spec: Product, tiles: int) -> int:
     """The number of units of a product. tiles: as in `product`."""
-    return -(-tiles // _tiles_of_unit(spec, level))
+    return -(-tiles // _tiles_of_unit(spec))
 
 
-def _tiles_of_unit(spec: Product, level: Level) -> int:
-    """Tiles per unit."""
-    alone = spec.format.unpack is not None or spec.activation is not None or spec.row_tile == 1
-    return 1 if alone else _tiles(level)
+def _tiles_of_unit(spec: Product) -> int:
+    """Tiles per unit. With an activation it is one, and that of the up projection."""
+    return 1 if spec.activation is not None else spec.tiling.tiles
 
 
 def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
@@ -219,7 +242,8 @@ def _steps(spec: Product, blocks: Size) -> Size:
 
 def _parts(spec: Product, level: Level) -> int:
     """2 if gate and up projection are multiplied in turn, because registers have no room for the sums of both; or 1."""
-    return 2 if spec.activation is not None and 2 * spec.row_tile > level.sums else 1
+    rows, tiles = level.code_tiles[-1]
+    return 2 if spec.activation is not None and 2 * spec.row_tile > rows * tiles else 1
 
 
 def _write(
