@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from polarlm.bench.gpu.launches import DELTA, LIBRARY, STATES, Launch, Multiplied, Part, constant
+from polarlm.bench.gpu.launches import BLOCKS, DELTA, LIBRARY, SCAN, STATES, Launch, Multiplied, Part, constant
 from polarlm.bench.gpu.nvrtc import compile_binary
-from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
+from polarlm.bench.gpu.sass import Counts, Kernel, disassemble, disassembler
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.config import ModelConfig
@@ -32,6 +32,7 @@ _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
 _REGISTERS = 65536  # of a multiprocessor
 _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
+_OF_FLOAT = 3  # products of bfloat16 that delta_scan computes for one of float32
 _PORT_BYTES = 64  # that a multiprocessor gets from L2 in a clock, at most
 _PROMPT = "prefill_attention"
 _OTHERS = (_PROMPT, *STATES, *DELTA, LIBRARY)  # kernels with a time of their own
@@ -101,11 +102,23 @@ def _compiled(kernel: str, text: str, arch: int) -> tuple[int, Counts]:
     name = f"{kernel}_kernel"
     (registers,) = [usage.registers for usage in used if usage.kernel == name]
     compiled = disassemble(binary)[name]
-    if kernel in DELTA:
+    if kernel == SCAN:
+        return registers, of_block(compiled, text)
+    if kernel in BLOCKS:
         return registers, replace(compiled.multiplying_loop(), seldom=0)
     loop = compiled.hot_loop()
     # Masks and new maxima are seldom; what a product's branches skip is the unpacking of weights.
     return registers, loop if kernel.endswith("_attention") else replace(loop, seldom=0)
+
+
+def of_block(compiled: Kernel, text: str) -> Counts:
+    """Counts of a warp of delta_scan for a block of tokens, with all chunks of both of its loops of products."""
+    rest, loops = compiled.nested_loops()
+    chunks = [-(-int(constant(text, terms)) // int(constant(text, "CHUNK"))) for terms in ("KEY_DIM", "BLOCK")]
+    often = [count - 1 for count in chunks if count > 2]  # the last chunk of each product stands behind its loop
+    every = [(rest, 1), *((replace(loop, seldom=0), count) for loop, count in zip(loops, often, strict=True))]
+    names = [field.name for field in fields(Counts)]
+    return Counts(**{name: sum(count * getattr(loop, name) for loop, count in every) for name in names})
 
 
 def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig) -> list[Prediction]:
@@ -229,13 +242,14 @@ def _state_time(launch: Launch, part: Part, machine: Machine) -> tuple[float, st
 
 
 def _delta_time(launch: Launch, machine: Machine) -> tuple[float, str, int, float]:
-    """Seconds of a kernel of a prompt that multiplies in float32, its limit, registers, and instructions of a product.
+    """Seconds of a kernel of a prompt in DELTA, its limit, registers, and instructions of a product of two numbers.
 
-    What it stages between its loops of products is not counted, nor are barriers.
+    What others than delta_scan stage around their loops of products is not counted, nor are barriers.
     """
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     blocks, warps = math.prod(launch.grid), launch.threads // 32
-    iterations = launch.flops / 2 / blocks / launch.threads / loop.ffma  # of a warp
+    products = loop.hmma * _MULTIPLIED / _OF_FLOAT if launch.kernel == SCAN else 32 * loop.ffma  # of a warp's iteration
+    iterations = launch.flops / 2 / blocks / warps / products  # of a warp
     own = -(-blocks // machine.processors)
     nbytes = launch.activations / machine.processors
     cached = _cached(launch, launch.activations) / machine.processors
@@ -243,7 +257,7 @@ def _delta_time(launch: Launch, machine: Machine) -> tuple[float, str, int, floa
     in_turn = iterations * loop.latency * -(-own // _resident(launch, registers, machine))
     if in_turn > clocks:
         clocks, limit = in_turn, "latency"
-    return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, loop.common / loop.ffma
+    return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, 32 * loop.common / products
 
 
 def _resident(launch: Launch, registers: int, machine: Machine) -> int:

@@ -12,7 +12,7 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import cost, predict
 from polarlm.bench.gpu.cost import MACHINES
-from polarlm.bench.gpu.launches import Part
+from polarlm.bench.gpu.launches import Launch, Part
 from polarlm.bench.gpu.parts import prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
 from polarlm.bench.gpu.shapes import (
@@ -302,7 +302,7 @@ def test_a_prompt_multiplies_the_tokens_of_a_block(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(cost, "_compiled", lambda *given: (128, loop))
         return cost.predict([rule], H200, QWEN3_5_0_8B)[0]
 
-    slow, slower = (predicted(replace(IDLE, total=total, hmma=0)) for total in (4000, 8000))
+    slow, slower = (predicted(replace(IDLE, total=total, hmma=3)) for total in (4000, 8000))
     assert slow.limit == "issue"
     assert slower.seconds > 1.9 * slow.seconds
     assert predicted(replace(IDLE, latency=10**6)).limit == "latency"
@@ -350,14 +350,32 @@ def test_a_prompt_multiplies_queries_and_keys_once_for_some_heads(monkeypatch: p
     assert blocks.flops == 16 * 6 * 2 * 64 * 64 * 128  # 6 times 8 heads
     assert scan.flops == 2 * 16 * 48 * (2 * 64 * 128 * 64 + 64 * 64 * 64)
     assert scan.inputs == 16 * 48 * (2 * 64 * 128 + 64 * 64) * 4  # of queries, faded keys and weights
-    monkeypatch.setattr(
-        cost, "_compiled", lambda *given: (128, replace(IDLE, total=1, latency=1, port=0, alu=0, hmma=0))
-    )
+    free = replace(IDLE, total=1, latency=1, port=0, alu=0)
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (128, free))
     moved, _, _, _ = cost._delta_time(blocks, H200)
     assert moved == pytest.approx(blocks.activations / H200.bandwidth + 2.7e-6)
     cached, limit, _, _ = cost._delta_time(scan, H200)
     assert limit == "L2"
     assert cached == pytest.approx((scan.activations + scan.grid[0] * scan.inputs) / H200.cache + 2.7e-6)
+
+
+def test_delta_scan_takes_the_instructions_of_all_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 terms in 4 chunks and 64 in 2: the last chunk of each product stands behind its loop. A float32 product is
+    three of tensor cores."""
+    rest, read = replace(IDLE, total=100, seldom=10, hmma=30), replace(IDLE, total=40, hmma=10)
+    kernel = SimpleNamespace(nested_loops=lambda: (rest, [read]))
+    monkeypatch.setattr(cost, "disassemble", lambda binary: {"delta_scan_kernel": kernel})
+    used = [SimpleNamespace(kernel="delta_scan_kernel", registers=64)]
+    monkeypatch.setattr(cost, "compile_binary", lambda text, arch: (used, b""))
+    text = "#define KEY_DIM 128\n#define BLOCK 64\n#define CHUNK 32\n"
+    _, whole = cost._compiled("delta_scan", text, 90)
+    assert (whole.total, whole.common, whole.hmma) == (100 + 3 * 40, 90 + 3 * 40, 30 + 3 * 10)
+    launch = Launch("delta_scan", text, (2, 66), 256, 0, flops=2 * 132 * 16 * 64 * 1024)
+    seconds, limit, _, instructions = cost._delta_time(launch, H200)  # of 16 blocks, of 64 · 1,024 products each
+    iterations = 16 * 64 * 1024 / 8 / (60 * 16 * 8 * 16 / 3)
+    assert limit == "tensor cores"
+    assert seconds == pytest.approx(8 * iterations * 60 * 2 / H200.clock + 2.7e-6)
+    assert instructions == pytest.approx(32 * 210 * 3 / (60 * 16 * 8 * 16))
 
 
 def test_layers_with_a_window_read_its_blocks() -> None:
