@@ -238,9 +238,10 @@ def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budge
     assert instructions == pytest.approx(budget.instructions, rel=0.03)
 
 
-# Kernels of gated delta rules of 128 × 128 numbers and of Mamba 2 of 128 × 64: registers, and for prompts instructions
-# of a float32 product, of all lanes. delta_scan has tensor cores multiply.
+# Kernels of gated delta rules of 128 × 128 numbers and of Mamba 2 of 128 × 64, and of the 256 × 64 of Nemotron-H 56B:
+# registers, and for prompts instructions of a float32 product, of all lanes. delta_scan has tensor cores multiply.
 DELTA, MAMBA2 = DeltaSizes(128, 128, 64, 4), Mamba2Sizes(128, 64, 64, 4)
+MAMBA2_56B = Mamba2Sizes(256, 64, 64, 4)
 DELTA_BUDGETS = [
     ("gated_delta", DELTA.step(1), 63, None),
     ("gated_delta", DELTA.step(16), 62, None),
@@ -253,6 +254,10 @@ DELTA_BUDGETS = [
     ("mamba2_blocks", MAMBA2.blocks(), 108, 1.203),
     ("delta_scan", MAMBA2.scan(48, 132, 228 << 10), 170, 0.545),
     ("delta_scan", MAMBA2.scan(128, 132, 228 << 10), 193, 0.392),
+    ("mamba2", MAMBA2_56B.step(1), 64, None),
+    ("mamba2", MAMBA2_56B.step(16), 64, None),
+    ("mamba2_blocks", MAMBA2_56B.blocks(), 104, 1.2),
+    ("delta_scan", MAMBA2_56B.scan(256, 132, 228 << 10), 152, 0.502),
 ]
 
 

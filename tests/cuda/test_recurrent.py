@@ -112,7 +112,7 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
-    [GatedDelta(1, 2, 128, 128, 4), Mamba2(1, 9, 128, 64, 4), Mamba2(2, 4, 128, 64, 4)],
+    [GatedDelta(1, 2, 128, 128, 4), Mamba2(1, 9, 128, 64, 4), Mamba2(2, 4, 128, 64, 4), Mamba2(1, 9, 256, 64, 4)],
 )
 def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
     bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, 64)
@@ -191,7 +191,8 @@ def test_an_empty_row_changes_no_slot(rng: np.random.Generator, shape: Recurrent
     [
         (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
         (GatedDelta(2, 4, 30, 128, 4), 64, "gated delta rules .* of 8 .* of 4, not 30 and 128: choose device=cpu"),
-        (GatedDelta(2, 4, 256, 256, 4), 64, "heads of 256 × 256 numbers: choose device=cpu"),
+        (GatedDelta(2, 4, 256, 64, 4), 64, "heads of gated delta rules of 256 × 64 .* memory: choose device=cpu"),
+        (Mamba2(2, 4, 512, 64, 4), 64, "heads of Mamba 2 of 512 × 64 .* memory: choose device=cpu"),
         (Mamba2(2, 4, 128, 66, 4), 64, "Mamba 2 .* of 8 .* of 4, not 128 and 66"),
     ],
 )

@@ -264,8 +264,9 @@ def _gemv() -> list[Variant]:
 _DELTA_SIZES = [DeltaSizes(128, 128, 64, 4), DeltaSizes(128, 128, 32, 4), DeltaSizes(64, 192, 64, 3)]
 
 
-# The same of Mamba 2: of Granite 4 H and Nemotron 3 Nano first.
-_MAMBA2_SIZES = [Mamba2Sizes(128, 64, 64, 4), Mamba2Sizes(128, 64, 32, 4), Mamba2Sizes(64, 80, 64, 3)]
+# The same of Mamba 2: of Granite 4 H and Nemotron 3 Nano, and of Nemotron-H 47B and 56B, first.
+_MAMBA2_SIZES = [Mamba2Sizes(128, 64, 64, 4), Mamba2Sizes(256, 64, 64, 4), Mamba2Sizes(128, 64, 32, 4)]
+_MAMBA2_SIZES += [Mamba2Sizes(64, 80, 64, 3)]
 
 
 def _delta() -> dict[str, list[Variant]]:

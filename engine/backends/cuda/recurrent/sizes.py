@@ -22,6 +22,7 @@ _SLICES = (64, 32, 16)  # columns of a matrix of a block of delta_scan
 _CHUNKS = (32, 16)  # terms of a product of delta_scan that are copied at a time
 _SLOW_BYTES = 100 << 10  # of shared memory: with so few, tensor cores add float32 at half their speed
 _MEMBERS = 8  # heads of a block of mamba2_blocks
+_CHANNELS = 128  # of its queries and keys, at a time
 _LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
 PROMPT_ROWS = 1024  # of a prompt that are computed at a time: more of them need more memory
 
@@ -62,8 +63,8 @@ class DeltaSizes:
         shared = max(self.blocks().shared, self.scan(1, 1, 0).shared, self.step(16).shared)
         if shared > SHARED_BYTES or self.value_dim > 4 * _STEP_THREADS:
             raise ValueError(
-                f"On a GPU there are no kernels of {self.name} for heads of {self.key_dim} × {self.value_dim} numbers: "
-                "choose device=cpu"
+                f"On a GPU heads of {self.name} of {self.key_dim} × {self.value_dim} numbers do not fit into shared "
+                "memory: choose device=cpu"
             )
 
     def _matrix_threads(self) -> int:
@@ -135,7 +136,7 @@ class Mamba2Sizes(DeltaSizes):
     def blocks(self) -> LaunchConfig:
         """The launch of mamba2_blocks."""
         threads = _whole_warps((self.block // 4) ** 2)
-        channels = self.key_dim
+        channels = min(self.key_dim, _CHANNELS)
         shared = _FLOAT * (self.block * (2 * (channels + 4) + 3 * _MEMBERS) + 2 * threads // WARP)
         own = {"CHANNELS": channels, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
         return LaunchConfig({**self.defines, **own}, threads, shared)
