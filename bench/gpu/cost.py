@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from polarlm.bench.gpu.launches import BLOCKS, DELTA, LIBRARY, SCAN, STATES, Launch, Multiplied, Part, constant
 from polarlm.bench.gpu.nvrtc import compile_binary
-from polarlm.bench.gpu.parts import DELTA, LIBRARY, Launch, Multiplied, Part
-from polarlm.bench.gpu.sass import Counts, disassemble, disassembler
+from polarlm.bench.gpu.sass import Counts, Kernel, disassemble, disassembler
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.config import ModelConfig
@@ -32,9 +32,10 @@ _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
 _REGISTERS = 65536  # of a multiprocessor
 _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
+_OF_FLOAT = 3  # products of bfloat16 that delta_scan computes for one of float32
 _PORT_BYTES = 64  # that a multiprocessor gets from L2 in a clock, at most
-_PROMPT, _STATES = "prefill_attention", "gated_delta"
-_OTHERS = (_PROMPT, _STATES, *DELTA, LIBRARY)  # kernels with a time of their own
+_PROMPT = "prefill_attention"
+_OTHERS = (_PROMPT, *STATES, *DELTA, LIBRARY)  # kernels with a time of their own
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,23 @@ def _compiled(kernel: str, text: str, arch: int) -> tuple[int, Counts]:
     name = f"{kernel}_kernel"
     (registers,) = [usage.registers for usage in used if usage.kernel == name]
     compiled = disassemble(binary)[name]
-    if kernel in DELTA:
+    if kernel == SCAN:
+        return registers, of_block(compiled, text)
+    if kernel in BLOCKS:
         return registers, replace(compiled.multiplying_loop(), seldom=0)
     loop = compiled.hot_loop()
     # Masks and new maxima are seldom; what a product's branches skip is the unpacking of weights.
     return registers, loop if kernel.endswith("_attention") else replace(loop, seldom=0)
+
+
+def of_block(compiled: Kernel, text: str) -> Counts:
+    """Counts of a warp of delta_scan for a block of tokens, with all chunks of both of its loops of products."""
+    rest, loops = compiled.nested_loops()
+    chunks = [-(-int(constant(text, terms)) // int(constant(text, "CHUNK"))) for terms in ("KEY_DIM", "BLOCK")]
+    often = [count - 1 for count in chunks if count > 2]  # the last chunk of each product stands behind its loop
+    every = [(rest, 1), *((replace(loop, seldom=0), count) for loop, count in zip(loops, often, strict=True))]
+    names = [field.name for field in fields(Counts)]
+    return Counts(**{name: sum(count * getattr(loop, name) for loop, count in every) for name in names})
 
 
 def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig) -> list[Prediction]:
@@ -136,8 +149,8 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
     elif part.prompt:
         flops = 4 * config.attention.heads * config.attention.head_dim * part.visible
         times.append(_prompt_time(part, machine, config))
-    elif any(launch.kernel in (_STATES, *DELTA) for launch in part.launches):
-        times += [_state_time(launch, part, machine) for launch in part.launches if launch.kernel == _STATES]
+    elif any(launch.kernel in (*STATES, *DELTA) for launch in part.launches):
+        times += [_state_time(launch, part, machine) for launch in part.launches if launch.kernel in STATES]
         times += [_delta_time(launch, machine) for launch in part.launches if launch.kernel in DELTA]
     elif part.products:
         for launch, product in zip(counted, part.products, strict=True):
@@ -201,7 +214,7 @@ def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[flo
     launches = [launch for launch in part.launches if launch.kernel == _PROMPT]
     launch = launches[0]
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
-    rows = _define(launch, "WARP_ROWS")
+    rows = launch.number("WARP_ROWS")
     products = loop.hmma * _MULTIPLIED  # of an iteration: of numbers
     tokens = products / (2 * rows * config.attention.head_dim)
     iterations = config.attention.heads / rows * (part.visible / tokens + part.prompt / 2) / machine.processors
@@ -214,30 +227,37 @@ def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[flo
 
 
 def _state_time(launch: Launch, part: Part, machine: Machine) -> tuple[float, str, int, float]:
-    """Seconds of gated_delta, and its limit. A multiprocessor gets the blocks of a head one after another, no faster
-    than its port of L1; and as in attention, loads depend on each other, and the results of warps are merged."""
+    """Seconds of gated_delta or mamba2, and its limit. A multiprocessor gets the blocks of a head one after another, no
+    faster than its port of L1; and as in attention, loads depend on each other, and the results of warps are merged."""
     blocks = math.prod(launch.grid)
     registers, _ = _compiled(launch.kernel, launch.text, machine.arch)
-    through_port = part.bytes / blocks * -(-blocks // machine.processors) / _PORT_BYTES / machine.clock
-    times = {"memory": part.bytes / machine.bandwidth, "shared memory and L1": through_port}
+    through_port = part.state_bytes / blocks * -(-blocks // machine.processors) / _PORT_BYTES / machine.clock
+    times = {
+        "memory": part.bytes / machine.bandwidth,
+        "L2": part.state_bytes / machine.cache,
+        "shared memory and L1": through_port,
+    }
     limit = max(times, key=lambda unit: times[unit])
     return times[limit] + _BEGIN + _ATTENTION_RAMP, limit, registers, 0.0
 
 
 def _delta_time(launch: Launch, machine: Machine) -> tuple[float, str, int, float]:
-    """Seconds of a kernel of a prompt that multiplies in float32, its limit, registers, and instructions of a product.
+    """Seconds of a kernel of a prompt in DELTA, its limit, registers, and instructions of a product of two numbers.
 
-    What it stages between its loops of products is not counted, nor are barriers.
+    What others than delta_scan stage around their loops of products is not counted, nor are barriers.
     """
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     blocks, warps = math.prod(launch.grid), launch.threads // 32
-    iterations = launch.flops / 2 / blocks / launch.threads / loop.ffma  # of a warp
+    products = loop.hmma * _MULTIPLIED / _OF_FLOAT if launch.kernel == SCAN else 32 * loop.ffma  # of a warp's iteration
+    iterations = launch.flops / 2 / blocks / warps / products  # of a warp
     own = -(-blocks // machine.processors)
-    clocks, limit = _busiest(loop, own * warps * iterations, 0, 0, machine)
+    nbytes = launch.activations / machine.processors
+    cached = _cached(launch, launch.activations) / machine.processors
+    clocks, limit = _busiest(loop, own * warps * iterations, nbytes, cached, machine)
     in_turn = iterations * loop.latency * -(-own // _resident(launch, registers, machine))
     if in_turn > clocks:
         clocks, limit = in_turn, "latency"
-    return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, loop.common / loop.ffma
+    return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, 32 * loop.common / products
 
 
 def _resident(launch: Launch, registers: int, machine: Machine) -> int:
@@ -272,28 +292,18 @@ _UNITS = ("decode_attention", "gemv", "gemv_packed", "gemm_packed", "gemm_small"
 def _units(launch: Launch, loop: Counts) -> float:
     """Values or weights that a warp reads in one iteration of the hot loop."""
     if launch.kernel == "gemv_packed":
-        rows, steps = _define(launch, "ROWS"), _define(launch, "TILES") * packed_steps(launch.text)
+        rows, steps = launch.number("ROWS"), launch.number("TILES") * packed_steps(launch.text)
         return 16 * 16 * loop.hmma / rows * steps / (steps + 1)  # the others add up x
     if launch.kernel != "gemv":
-        rows = 8 if launch.kernel == "decode_attention" else max(8, _define(launch, "ROWS"))
+        rows = 8 if launch.kernel == "decode_attention" else max(8, launch.number("ROWS"))
         return 16 * 16 * loop.hmma / (rows // 8)  # rows of x by 8 share the weights
-    outputs, rows, normed = (_define(launch, name) for name in ("OUTPUTS", "ROWS", "NORMED"))
+    outputs, rows, normed = (launch.number(name) for name in ("OUTPUTS", "ROWS", "NORMED"))
     return 32 * 8 * outputs * loop.wide_loads / (outputs + 2 * rows + 2 * normed)
 
 
 def packed_steps(text: str) -> int:
     """The steps of 32 inputs of a span of `gemv_packed`, of whose text this is: of 8 groups, or of a unit."""
-    return min(8 * get(_constant(text, "WEIGHT")).group, int(_constant(text, "UNIT"))) // 32
-
-
-def _define(launch: Launch, name: str) -> int:
-    """A number among the constants of the launch's text."""
-    return int(_constant(launch.text, name))
-
-
-def _constant(text: str, name: str) -> str:
-    line = next(line for line in text.splitlines() if line.startswith(f"#define {name} "))
-    return line.split()[2]
+    return min(8 * get(constant(text, "WEIGHT")).group, int(constant(text, "UNIT"))) // 32
 
 
 def _small(launch: Launch, machine: Machine) -> float:

@@ -5,111 +5,40 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polarlm.bench.command import CacheType
+from polarlm.bench.gpu.launches import BLOCK_SIZE, Launch, Multiplied, Part, launch_of
 from polarlm.bench.gpu.shares import SLICE, Plan
 from polarlm.bench.gpu.weights import MIXED, has_larger_types
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.device import tracing
 from polarlm.engine.backends.cuda.device.kernel_source import can_read
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
 from polarlm.engine.config import SamplingParams
+from polarlm.engine.errors import EngineError
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.delta import DeltaShape
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, available, get
-from polarlm.model_loaders.config import Experts, GatedDelta, GenerationDefaults, ModelConfig
+from polarlm.model_loaders.config import (
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    GenerationDefaults,
+    Mamba2,
+    ModelConfig,
+    Recurrent,
+    is_gated,
+)
 
-BLOCK_SIZE = 64
 MIXED_EXPERTS = "mxfp4_moe"  # as in files of gpt-oss: experts in MXFP4, all other matrices in Q8_0
-LIBRARY = tracing.GEMM  # a product by a library
-DELTA = ("delta_blocks", "delta_scan")  # kernels of prompts that multiply in float32
-
-
-@dataclass(frozen=True)
-class Launch:
-    """kernel: its name without `_kernel`, or LIBRARY. activations: bytes of the float32 and 16-bit arrays
-    among its arguments. inputs: bytes of x, in a product, that the blocks of one column of the grid read: all of it, or
-    of each pair of a row and an expert that row. shared: bytes of a block's dynamic shared memory. flops: of a
-    library's product."""
-
-    kernel: str
-    text: str
-    grid: tuple[int, ...]
-    threads: int
-    activations: int
-    inputs: int = 0
-    shared: int = 0
-    flops: int = 0
-
-
-def _launch(traced: tracing.Launch) -> Launch:
-    arrays = [arg for arg in traced.args if isinstance(arg, TracingArray)]
-    moved = sum(x.nbytes for x in arrays if x.dtype in (np.float32, np.float16, np.uint16))
-    if traced.kernel == LIBRARY:
-        y, x, _ = arrays
-        return Launch(LIBRARY, "", (1,), 0, moved, flops=2 * x.size * y.shape[1])
-    name, grid = traced.kernel.removesuffix("_kernel"), tuple(traced.grid)
-    inputs = next((arg.nbytes for arg in traced.args[1:] if isinstance(arg, TracingArray)), 0)
-    flops = 0
-    if "#define EXPERTS 1" in traced.text:  # y has a row for each pair
-        y, x, *_ = arrays
-        inputs = len(y) * x.nbytes // len(x)
-        flops = 2 * y.size * x.shape[1] * (2 if "#define ACTIVATION " in traced.text else 1)
-    if name == "delta_results":  # it reads as many gates as results, and few of the other numbers of a row
-        moved = 3 * arrays[0].nbytes
-    if name == "delta_inputs":
-        moved = 2 * arrays[0].nbytes
-    if name in DELTA:
-        flops = _delta_flops(name, *(array.shape for array in arrays if array.ndim == 4 and array.dtype == np.float32))
-    return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared, flops)
-
-
-def _delta_flops(kernel: str, *shapes: tuple[int, ...]) -> int:
-    """Of the kernels of a prompt. shapes: of delta_blocks first that of queries, of both last those of reads, news and
-    weights."""
-    (blocks, heads, n, a), (*_, d) = shapes[-3:-1]
-    if kernel == "delta_blocks":
-        keys = shapes[0][1]
-        return blocks * (4 * keys * n * n * a + heads * n * n * (a + d))
-    return 2 * blocks * heads * n * d * (3 * a + n)
-
-
-class Multiplied(NamedTuple):
-    """A product with weights. weights: how many are multiplied by rows that share them. bytes: of these weights, as
-    often as they are read. distinct: bytes that are read from memory, where rows choose some experts alike."""
-
-    weights: int
-    bytes: int
-    distinct: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a step or of a prompt. repeats: how often it is there. bytes: what one of them must read from memory:
-    weights, or codes and full-precision blocks. products: of its kernels in `cuda/linear`, in their order. units: of
-    attention in a step, which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one. prompt:
-    tokens of the prompt whose attention this is; visible: how many of them all of its tokens see together.
-    """
-
-    name: str
-    repeats: int
-    launches: Sequence[Launch]
-    bytes: int
-    products: Sequence[Multiplied] = ()
-    units: int = 0
-    unit_tokens: int = BLOCK_SIZE
-    prompt: int = 0
-    visible: int = 0
 
 
 def known_weights() -> tuple[str, ...]:
@@ -141,17 +70,18 @@ class Seen(NamedTuple):
     read: Mapping[str, int]
 
 
-class Delta(NamedTuple):
-    """What layers with gated delta rules take. spans: int32 (spans, 4), see DeltaSpan. slots: states."""
+class States(NamedTuple):
+    """What layers with states take. spans: int32 (spans, 4), see DeltaSpan. slots: states."""
 
     spans: np.ndarray
     slots: int
     is_prompt: bool
 
-    def read(self, rule: GatedDelta) -> int:
-        """Bytes that are read of states: matrices, and what the tokens of the current block have added."""
-        of_token = rule.key_heads * rule.key_dim + rule.value_heads * (rule.value_dim + 1)
-        matrices = rule.value_heads * rule.key_dim * rule.value_dim
+    def read(self, mixer: Recurrent, key_heads: int) -> int:
+        """Bytes of states: matrices, and what the tokens of the current block have added, with keys of so many
+        heads."""
+        of_token = key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1)
+        matrices = mixer.value_heads * mixer.key_dim * mixer.value_dim
         return 4 * sum(matrices + span.place * of_token for span in map(DeltaSpan._make, self.spans.tolist()))
 
 
@@ -163,7 +93,7 @@ class _Pass:
         self.parts: list[Part] = []
         self.config, self._weight, attention = config, weight, config.attention
         self._launches: list[Launch] = []
-        device = TracingDevice(lambda traced: self._launches.append(_launch(traced)), processors, shared_memory)
+        device = TracingDevice(lambda traced: self._launches.append(launch_of(traced)), processors, shared_memory)
         self.array, self.ops = device.empty, CudaOps(device)
         key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
         mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
@@ -183,15 +113,15 @@ class _Pass:
         x: TracingArray,
         place: str,
         seen: Mapping[int | None, Seen],
-        delta: Delta,
+        states: States,
         *,
         outputs: int,
         recorded: bool,
     ) -> list[Part]:
         """The parts of a pass of x (T, E), after its embedding.
 
-        place: name of the part that places keys and values. seen: of layers with each window. delta: of layers with
-        gated delta rules. outputs: rows that have logits. recorded: see `Ops.linear`.
+        place: name of the part that places keys and values. seen: of layers with each window. states: of layers with
+        gated delta rules or Mamba 2. outputs: rows that have logits. recorded: see `Ops.linear`.
         """
         config, attention, ops, note = self.config, self.config.attention, self.ops, self._note
         heads, kv_heads, dim, layers = attention.heads, attention.kv_heads, attention.head_dim, len(config.attentions)
@@ -199,60 +129,69 @@ class _Pass:
         times = len(spans)
         product = partial(self._product, times=times, recorded=recorded)
         norm = self.array((e,), np.float32), config.norm_eps
-        for rule, count in Counter(
-            layer.mixer for layer in config.layers if isinstance(layer.mixer, GatedDelta)
+        for mixer, count in Counter(
+            layer.mixer for layer in config.layers if isinstance(layer.mixer, Recurrent)
         ).items():
-            self._delta_rule(x, rule, count, delta, norm=norm, times=times, recorded=recorded)
+            self._recurrent(x, mixer, count, states, norm=norm, times=times, recorded=recorded)
         qkv = product("qkv", x, ((heads + kv_heads) * dim, kv_heads * dim), norm=norm, layers=layers)
         qkv = qkv.reshape(rows, heads + 2 * kv_heads, dim)
         rope = self.array((rows, dim // 2), np.float32), self.array((rows, dim // 2), np.float32)
         q = note(place, times * layers, lambda: ops.place_kv(qkv, rope, self._transform, self.cache, spans[0]))
         out = self._one("out", e, heads * dim)
-        for mixer, count in Counter(config.attentions.values()).items():
-            given = mixer.score_scale, mixer.window, self._transform, out
+        for one, count in Counter(config.attentions.values()).items():
+            given = one.score_scale, one.window, self._transform, out
             more = {
-                "softcap": mixer.softcap,
-                "sink_scores": self.array((heads,), np.float32) if mixer.sink_scores else None,
+                "softcap": one.softcap,
+                "sink_scores": self.array((heads,), np.float32) if one.sink_scores else None,
             }
-            attend = partial(_each, partial(ops.attention, q, self.cache), seen[mixer.window].spans, *given, **more)
-            name = "attention" if mixer.window is None else f"attention, window of {mixer.window}"
-            mixed = note(name, count, attend, **seen[mixer.window].read)
+            attend = partial(_each, partial(ops.attention, q, self.cache), seen[one.window].spans, *given, **more)
+            name = "attention" if one.window is None else f"attention, window of {one.window}"
+            mixed = note(name, count, attend, **seen[one.window].read)
         mixed = mixed.reshape(rows, -1)
         if attention.output_gate:
             gate = product("output gate", x, (heads * dim,), norm=norm, layers=layers)
             note("gating", times * layers, lambda: ops.gate(mixed, gate))
         product("out", mixed, (e,), residual=x, layers=layers)
-        if isinstance(config.ffn, Experts):
-            self._experts(x, config.ffn, times, norm=norm, recorded=recorded)
-        else:
-            activation, down = config.ffn.activation, self._one("down", e, config.ffn.size)
-            activated = product("gate_up", x, (2 * config.ffn.size,), norm=norm, activation=activation, then=down)
-            product("down", activated, (e,), residual=x)
+        for ffn, count in Counter(layer.ffn for layer in config.layers if layer.ffn is not None).items():
+            if isinstance(ffn, Experts):
+                self._experts(x, ffn, count, times=times, norm=norm, recorded=recorded)
+            else:
+                self._mlp(x, ffn, count, times=times, norm=norm, recorded=recorded)
         logits = self._product("head", x[rows - outputs :], (config.vocab_size,), norm=norm, recorded=recorded)
         self._choose(logits)
         return self.parts
 
-    def _delta_rule(
-        self, x: TracingArray, rule: GatedDelta, layers: int, delta: Delta, *, times: int, recorded: bool, norm: Any
+    def _recurrent(
+        self, x: TracingArray, mixer: Recurrent, layers: int, states: States, *, times: int, recorded: bool, norm: Any
     ) -> None:
-        """The parts of layers with a gated delta rule."""
+        """The parts of layers with states."""
         product = partial(self._product, times=times, recorded=recorded, layers=layers)
-        inner, heads = rule.value_heads * rule.value_dim, rule.value_heads
-        projected = product("delta inputs", x, (rule.channels + inner + 2 * heads,), norm=norm)
-        conv, norm_weight = (
-            self.array((rule.width, rule.channels), np.float32),
-            self.array((rule.value_dim,), np.float32),
-        )
-        decay, bias = (self.array((heads,), np.float32) for _ in range(2))
-        w = DeltaWeights(conv, decay, bias, norm_weight, self.config.norm_eps, rule.tiled)
-        arrays = DeltaShape(rule).full_arrays(BLOCK_SIZE)
-        slots = DeltaSlots(*(self.array((delta.slots, *one.shape), np.float32) for one in arrays))
-        spans: Any = delta.spans if delta.is_prompt else self.array(delta.spans.shape, np.int32)
+        is_rule, inner, heads = isinstance(mixer, GatedDelta), mixer.value_heads * mixer.value_dim, mixer.value_heads
+        name, whole, gates = ("delta", "delta rule", 2) if is_rule else ("mamba", "mamba 2", 1)
+        projected = product(f"{name} inputs", x, (mixer.channels + inner + gates * heads,), norm=norm)
+        shapes = [one.shape for one in DeltaShape(mixer).full_arrays(BLOCK_SIZE)]
+        slots = DeltaSlots(*(self.array((states.slots, *shape), np.float32) for shape in shapes))
+        spans: Any = states.spans if states.is_prompt else self.array(states.spans.shape, np.int32)
         kept = (self.array((0, *array.shape[1:]), np.float32) for array in (slots.matrices, slots.inputs))
-        ends = DeltaEnds([], *kept) if delta.is_prompt else None
-        work = partial(self.ops.gated_delta, projected, w, slots, spans, ends)
-        y = self._note("delta rule", times * layers, work, delta.read(rule))
-        product("delta out", y, (x.shape[1],), residual=x)
+        ends = DeltaEnds([], *kept) if states.is_prompt else None
+        given = projected, self._state_weights(mixer), slots, spans, ends
+        work = partial(self.ops.gated_delta if is_rule else self.ops.mamba2, *given)
+        read, by_heads = (states.read(mixer, key_heads) for key_heads in (mixer.key_heads, heads))
+        y = self._note(whole, times * layers, work, read, state_bytes=by_heads)
+        product(f"{name} out", y, (x.shape[1],), residual=x)
+
+    def _state_weights(self, mixer: Recurrent) -> Any:
+        """DeltaWeights or Mamba2Weights."""
+
+        def vector(*shape: int) -> TracingArray:
+            return self.array(shape, np.float32)
+
+        heads, eps, channels = mixer.value_heads, self.config.norm_eps, mixer.channels
+        conv, decay, dt_bias = vector(mixer.width, channels), vector(heads), vector(heads)
+        if not isinstance(mixer, Mamba2):
+            return DeltaWeights(conv, decay, dt_bias, vector(mixer.value_dim), eps, mixer.tiled)
+        bias, norm = vector(channels) if mixer.conv_bias else None, vector(heads * mixer.value_dim)
+        return Mamba2Weights(conv, bias, decay, dt_bias, vector(heads), norm, eps)
 
     def _note(self, name: str, repeats: int, work: Callable[[], Any], bytes: int = 0, **more: Any) -> Any:
         """What `work` returns. bytes, more: of the part."""
@@ -276,15 +215,25 @@ class _Pass:
             y = self._note(own, times * repeats, work, sum(part.bytes for part in products), products=products)
         return y
 
-    def _experts(self, x: TracingArray, ffn: Experts, times: int, *, norm: Any, recorded: bool) -> None:
+    def _mlp(
+        self, x: TracingArray, ffn: GatedMLP, layers: int, *, times: int, norm: Any, recorded: bool, of: str = ""
+    ) -> None:
+        """The parts of a network. of: what their names begin with."""
+        product = partial(self._product, times=times, layers=layers, recorded=recorded)
+        (_, e), rows, activation = x.shape, (1 + is_gated(ffn.activation)) * ffn.size, ffn.activation
+        down = self._one("down", e, ffn.size)
+        activated = product(f"{of}gate_up", x, (rows,), norm=norm, activation=activation, then=down)
+        product(f"{of}down", activated, (e,), residual=x)
+
+    def _experts(self, x: TracingArray, ffn: Experts, layers: int, *, times: int, norm: Any, recorded: bool) -> None:
         """The parts of a mixture of experts. Rows choose independently of each other, and all experts alike."""
-        logits = self._product("router", x, (ffn.count,), times, norm=norm, recorded=recorded)
+        logits = self._product("router", x, (ffn.count,), times, layers, norm=norm, recorded=recorded)
         bias = self.array((ffn.count,), np.float32) if ffn.choice_bias else None
-        (rows, e), layers = x.shape, len(self.config.layers)
+        rows, e = x.shape
         routing = self._note("choice of experts", times * layers, lambda: self.ops.route(logits, ffn, bias))
         ((_, (format, *_)), *_) = matrix_formats(self._weight, "experts", layers)
         for repeats, (down_format,) in matrix_formats(self._weight, "experts down", layers):
-            shapes = (format, 2 * ffn.size, e), (down_format, e, ffn.size)
+            shapes = (format, (1 + is_gated(ffn.activation)) * ffn.size, e), (down_format, e, ffn.size)
             matrices = [self._matrix(name, ffn.count * out, width) for name, out, width in shapes]
             biases = (self.array((ffn.count, out), np.float32) if ffn.bias else None for _, out, _ in shapes)
             gate_up, down = (ExpertLinear(ffn.count, (w,), own) for w, own in zip(matrices, biases, strict=True))
@@ -297,6 +246,8 @@ class _Pass:
             own = "experts" if format == down_format else f"experts ({format}, {down_format})"
             nbytes = sum(part.distinct for part in products)
             self._note(own, times * repeats, partial(work, recorded=recorded), nbytes, products=products)
+        if ffn.shared is not None:
+            self._mlp(x, ffn.shared, layers, of="shared ", times=times, norm=norm, recorded=recorded)
 
     def _one(self, name: str, rows: int, columns: int) -> Linear:
         """The matrix `name`; where layers have it in several formats, in that of the first."""
@@ -309,8 +260,13 @@ class _Pass:
         self._note("sampling", 1, lambda: self.ops.sample(logits, sampler_inputs), logits.nbytes)
 
     def _matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        """A matrix in the format `name`, as the device holds it."""
+        """A matrix in the format `name`, as the device holds it. Raises EngineError for rows of parts of its blocks."""
         format = get(name)
+        if columns % format.values:
+            raise EngineError(
+                f"A matrix of this model has rows of {columns:,} numbers, which are no whole blocks of {name}: "
+                "choose other weights, such as q8_0"
+            )
         shape = packed.tiles(format, rows, columns) if packed.is_packed(format) else (rows, format.size(columns))
         return Matrix(format, self.array(shape, np.uint8), (rows, columns))
 
@@ -346,7 +302,7 @@ def step_parts(
 ) -> list[Part]:
     """The parts of a step of `batch` sequences of `context` tokens each. weight: one of `known_weights`.
 
-    Raises EngineError for a cache type without kernels.
+    Raises EngineError for a cache type without kernels, and for weights that the model's rows cannot have.
     """
     step = _Pass(config, weight, cache_type, processors, shared_memory)
     quantized_bytes, full_bytes = step.ops.cache_bytes(step.format)
@@ -366,8 +322,8 @@ def step_parts(
 
     windows = {mixer.window: seen(mixer.window) for mixer in config.attentions.values()}
     spans = [DeltaSpan(row, row, 1, (context - 1) % BLOCK_SIZE) for row in range(batch)]
-    delta = Delta(np.array(spans, np.int32), batch, is_prompt=False)
-    return step.run(step.embed(batch), "place_kv", windows, delta, outputs=batch, recorded=True)
+    states = States(np.array(spans, np.int32), batch, is_prompt=False)
+    return step.run(step.embed(batch), "place_kv", windows, states, outputs=batch, recorded=True)
 
 
 def _view(row: int, context: int, window: int | None) -> SpanView:
@@ -387,7 +343,7 @@ def prompt_parts(
     `known_weights`. Layers take as many rows at a time as the engine gives them; the last of these may be fewer, and
     count as the others.
 
-    Raises EngineError for a cache type without kernels.
+    Raises EngineError for a cache type without kernels, and for weights that the model's rows cannot have.
     """
     prompt = _Pass(config, weight, cache_type, processors, shared_memory)
     rows, buffer = min(tokens, prompt.ops.prefill_rows), prompt.ops.buffer(prompt.format, tokens)
@@ -402,5 +358,5 @@ def prompt_parts(
         return Seen(spans, {"prompt": tokens, "visible": visible})
 
     windows = {mixer.window: seen(mixer.window) for mixer in config.attentions.values()}
-    delta = Delta(np.array([DeltaSpan(0, 0, rows, 0)], np.int32), 1, is_prompt=True)
-    return prompt.run(prompt.embed(tokens)[:rows], "heads", windows, delta, outputs=1, recorded=False)
+    states = States(np.array([DeltaSpan(0, 0, rows, 0)], np.int32), 1, is_prompt=True)
+    return prompt.run(prompt.embed(tokens)[:rows], "heads", windows, states, outputs=1, recorded=False)

@@ -14,9 +14,19 @@ from typing import Any
 from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
+from polarlm.bench.gpu.launches import BLOCK_SIZE
 from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
-from polarlm.bench.gpu.parts import BLOCK_SIZE, known_weights, prompt_parts, step_parts
-from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, LLAMA_70B, QWEN3_5_0_8B, QWEN3_5_4B, QWEN3_30B_A3B
+from polarlm.bench.gpu.parts import known_weights, prompt_parts, step_parts
+from polarlm.bench.gpu.shapes import (
+    GPT_OSS_20B,
+    GRANITE_4_H_TINY,
+    LLAMA_8B,
+    LLAMA_70B,
+    NEMOTRON_3_NANO,
+    QWEN3_5_0_8B,
+    QWEN3_5_4B,
+    QWEN3_30B_A3B,
+)
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.cli.commands import note, run
@@ -31,6 +41,8 @@ MODELS = {
     "gpt-oss-20b": GPT_OSS_20B,
     "qwen3.5-0.8b": QWEN3_5_0_8B,
     "qwen3.5-4b": QWEN3_5_4B,
+    "granite-4.0-h-tiny": GRANITE_4_H_TINY,
+    "nemotron-3-nano": NEMOTRON_3_NANO,
 }
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
@@ -40,7 +52,8 @@ _NOT_COUNTED = (
     "Estimated: the speed of the L2 cache, from which each block of a product reads its activations, and, in prompts, "
     "0.75 of the\ndata sheet's speed for products of a library.\n"
     "Not counted: bank conflicts, multiprocessors that wait for the last blocks of a product, barriers in a prompt's "
-    "attention and in the\nblocks of gated delta rules, and encoding. Overlapped launches are predicted at their best."
+    "attention and in the\nblocks of recurrent layers, encoding, and the end of a block in such layers. Overlapped "
+    "launches are predicted at their\nbest."
 )
 
 
@@ -50,7 +63,7 @@ class Options:
 
     gpu: str = setting("h200", "--gpu", choices=tuple(MACHINES), help="the GPU")
     model: str = setting(
-        "8b", "--model", choices=tuple(MODELS), help="the shape of the model: of Llama 3, Qwen3, Qwen3.5, or gpt-oss"
+        "8b", "--model", choices=tuple(MODELS), help="the shape of the model: of Llama 3, and of others"
     )
     weights: str = setting(
         "bf16",

@@ -139,6 +139,19 @@ class Kernel:
             raise EngineError(f"{self.name} has no loop over products of float32: its instructions cannot be counted")
         return counts(max(inner, key=lambda loop: sum(map(_is_multiplication, loop))))
 
+    def nested_loops(self) -> tuple[Counts, list[Counts]]:
+        """The counts of the loop with the most products on tensor cores, without loops within it, and those of its
+        innermost loops with such products, in their order. Raises EngineError if there are none."""
+        working = [loop for loop in self.loops() if any(map(_is_product, loop))]
+        inner = [a for a in working if not any(_within(b, a) for b in working)]
+        outer = [loop for loop in working if any(_within(one, loop) for one in inner)]
+        if not outer:
+            raise EngineError(f"{self.name} has no loop around loops of products: its instructions cannot be counted")
+        largest = max(outer, key=lambda loop: sum(map(_is_product, loop)))
+        inside = {i.offset for loop in self.loops() if _within(loop, largest) for i in loop}
+        rest = [i for i in largest if i.offset not in inside]
+        return counts(rest), [counts(loop) for loop in inner if _within(loop, largest)]
+
     def hot_loop(self) -> Counts:
         """The counts of the loop that does the kernel's work: the innermost loop with the most products on tensor
         cores, or, in a kernel without such loops, with the most loads of 16 bytes.

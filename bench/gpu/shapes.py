@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from polarlm.model_loaders.config import Attention, Experts, GatedDelta, GatedMLP, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.config import (
+    Attention,
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    Layer,
+    Mamba2,
+    ModelConfig,
+    Recurrent,
+    RopeConfig,
+)
 
 
 def llama(
@@ -60,11 +70,48 @@ def qwen3_5(layers: int, hidden_size: int, ffn_size: int, heads: int, kv_heads: 
 QWEN3_5_0_8B = qwen3_5(24, 1024, 3584, 8, 2, 16)
 QWEN3_5_4B = qwen3_5(32, 2560, 9216, 16, 4, 32)
 
+# Four of Granite's 40 layers have attention, one of ten.
+_TINY_EXPERTS = Experts(64, 6, 512, renormalize=True, shared=GatedMLP(1024))
+_TINY_MAMBA = Layer(Mamba2(1, 48, 128, 64, 4), _TINY_EXPERTS)
+_TINY_ATTENTION = Layer(Attention(12, 4, 128, None, scale=1 / 128), _TINY_EXPERTS)
+GRANITE_4_H_TINY = ModelConfig(
+    "granitemoehybrid",
+    (*(_TINY_MAMBA,) * 5, _TINY_ATTENTION, *(_TINY_MAMBA,) * 4) * 4,
+    1536,
+    vocab_size=100_352,
+    max_context=131_072,
+    norm_eps=1e-5,
+)
+
+# M is Mamba 2, * attention, E experts after either of them.
+_NANO_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_NANO_MIXERS = {"M": Mamba2(8, 64, 128, 64, 4), "*": Attention(32, 2, 128, None)}
+_NANO_EXPERTS = Experts(
+    *(128, 6, 1856, "relu_squared"),
+    scoring="sigmoid",
+    renormalize=True,
+    scale=2.5,
+    choice_bias=True,
+    shared=GatedMLP(3712, "relu_squared"),
+)
+NEMOTRON_3_NANO = ModelConfig(
+    "nemotron_h",
+    tuple(
+        Layer(_NANO_MIXERS[kind], _NANO_EXPERTS if following == "E" else None)
+        for kind, following in zip(_NANO_LAYERS, f"{_NANO_LAYERS[1:]}.", strict=True)
+        if kind in _NANO_MIXERS
+    ),
+    2688,
+    vocab_size=131_072,
+    max_context=262_144,
+    norm_eps=1e-5,
+)
+
 
 def shape_of(config: ModelConfig) -> dict[str, int]:
     """The sizes of a model that decide how long its steps take."""
     attention, ffn = config.attention, config.ffn
-    rules = [layer.mixer for layer in config.layers if isinstance(layer.mixer, GatedDelta)]
+    states = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Recurrent)]
     return {
         "layers": len(config.layers),
         "hidden_size": config.hidden_size,
@@ -74,5 +121,5 @@ def shape_of(config: ModelConfig) -> dict[str, int]:
         "head_dim": attention.head_dim,
         "vocab_size": config.vocab_size,
         **({"experts": ffn.count, "top_k": ffn.top_k} if isinstance(ffn, Experts) else {}),
-        **({"delta_layers": len(rules), "delta_heads": rules[0].value_heads} if rules else {}),
+        **({"state_layers": len(states), "state_heads": states[0].value_heads} if states else {}),
     }

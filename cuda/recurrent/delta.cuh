@@ -83,6 +83,19 @@ __device__ __forceinline__ void add_decays(const float *known, int low, int high
     }
 }
 
+// The largest of the numbers of all threads of a block of WARPS warps, none of which is negative. partial may be reused
+// after the next barrier.
+template <int WARPS>
+__device__ __forceinline__ float block_max(float x, float (&partial)[WARPS]) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) x = fmaxf(x, partial[warp]);
+    return x;
+}
+
 // A warp gives a vector (KEY_DIM,) in shared memory this length.
 __device__ __forceinline__ void set_length(float *x, float length) {
     const int lane = threadIdx.x % 32;

@@ -22,7 +22,7 @@ constexpr int WARPS = THREADS / 32;
 // Shared memory: queries and keys of the block, and then, in their place, the columns that are solved. factors: Lᵀ,
 // negative.
 union Rows {
-    Pairs pairs;
+    Pairs<KEY_DIM> pairs;
     float columns[BLOCK][THREADS];
 };
 struct BlockMemory {
@@ -78,7 +78,7 @@ delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, flo
     queries += of_key * BLOCK * KEY_DIM, keys += of_key * BLOCK * KEY_DIM;
     kept_keys += key_head * KEY_DIM * BLOCK;
 
-    load_pairs(memory.rows.pairs, heads, key_head, seen, conv, kept_keys, begin, low, high);
+    load_pairs<KEY_DIM>(memory.rows.pairs, heads, key_head, seen, conv, kept_keys, begin, low, high);
     __syncthreads();
     for (int i = warp; i < 2 * (high - low); i += WARPS) {
         const int of_key = i % 2;

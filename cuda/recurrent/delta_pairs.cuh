@@ -1,19 +1,25 @@
 // Queries and keys of a block of a prompt, and their products.
 
 constexpr int TILE = BLOCK / 4;  // a thread has 4 × 4 products of tokens, TILE tokens apart
-constexpr int ROW = KEY_DIM + 4;  // distance of tokens, so that neighbours are in other banks
 
-// Shared memory: queries, then keys.
-using Pairs = float[2][BLOCK][ROW];
+// Shared memory: queries, then keys, of LOADED channels. Tokens are so far apart that neighbours are in other banks.
+template <int LOADED>
+using Pairs = float[2][BLOCK][LOADED + 4];
 
-// All threads convolve queries and keys of the tokens low … high − 1 of the block that begins with token `begin`. Keys
-// of earlier tokens are those of the slot, (A, N); all else is 0.
-template <class Heads>
-__device__ __forceinline__ void load_pairs(Pairs &pairs, const Heads &heads, int key_head, const ConvInputs &seen,
-                                           const float *conv, const float *kept_keys, int begin, int low, int high) {
-    for (int i = threadIdx.x; i < 2 * KEY_DIM; i += THREADS) {
-        const int of_key = i / KEY_DIM, own = i % KEY_DIM;
-        float *const column = &pairs[of_key][0][own];
+// All threads convolve queries and keys of the tokens low … high − 1 of the block that begins with token `begin`, from
+// channel `first` on. Keys of earlier tokens are those of the slot, (A, N); all else is 0.
+template <int LOADED, class Heads>
+__device__ __forceinline__ void load_pairs(float (&pairs)[2][BLOCK][LOADED + 4], const Heads &heads, int key_head,
+                                           const ConvInputs &seen, const float *conv, const float *kept_keys, int begin,
+                                           int low, int high, int first = 0) {
+    constexpr int ROW = LOADED + 4;
+    for (int i = threadIdx.x; i < 2 * LOADED; i += THREADS) {
+        const int of_key = i / LOADED, own = first + i % LOADED;
+        float *const column = &pairs[of_key][0][i % LOADED];
+        if (KEY_DIM % LOADED && own >= KEY_DIM) {
+            for (int token = 0; token < BLOCK; ++token) column[token * ROW] = 0.0f;
+            continue;
+        }
         for (int token = 0; token < low; ++token) column[token * ROW] = of_key ? kept_keys[own * BLOCK + token] : 0.0f;
         seen.convolve(conv, own + (of_key ? heads.key(key_head) : heads.query(key_head)), begin + low, begin + high,
                       [&](int token, float x) { column[(token - begin) * ROW] = x; });
@@ -23,11 +29,11 @@ __device__ __forceinline__ void load_pairs(Pairs &pairs, const Heads &heads, int
 
 // products[0][r][s] += the product of the query of token own + TILE · r and the key of token other + TILE · s; with
 // COUNT 2, products[1] likewise of the keys of both.
-template <int COUNT>
-__device__ __forceinline__ void multiply_tokens(float (&products)[COUNT][4][4], const Pairs &pairs, int own,
-                                                int other) {
+template <int COUNT, int ROW>
+__device__ __forceinline__ void multiply_tokens(float (&products)[COUNT][4][4], const float (&pairs)[2][BLOCK][ROW],
+                                                int own, int other) {
 #pragma unroll 1
-    for (int channel = 0; channel < KEY_DIM; channel += 4) {
+    for (int channel = 0; channel < ROW - 4; channel += 4) {
         float right[4][4];
 #pragma unroll
         for (int s = 0; s < 4; ++s) load_floats(right[s], pairs[1][other + TILE * s] + channel);

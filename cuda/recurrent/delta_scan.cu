@@ -7,188 +7,190 @@
 //
 // y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
 // D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
-// those after block b are row kept[b], if that is not −1. The other arrays are those of delta_blocks.
+// those after block b are row kept[b], if that is not −1. largest (blocks, Q, 2), where READS is 0: of the magnitudes
+// of queries and keys; else queries have at most the length A^-½, and keys and reads 1. The other arrays are those of
+// delta_blocks.
 //
-// A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. A thread has 4
-// columns of some rows of each product; the matrix stays in registers and, for the others, in shared memory. Each of
-// the two products of a block of tokens, reads and queries by the matrix, weights and faded keys by the updates, is
-// computed in two stages, each of which has half of the terms: while one is computed, the next one is copied.
-// Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE, READS, THREADS, SHARED.
-// JOINS: delta.cuh.
-// PRECOND: SLICE % 4 == 0, KEY_DIM % 8 == BLOCK % 8 == 0, THREADS >= APART · SLICE / 4.
-// Cost: for a block of a head (2 + READS) NAD + N²D FMA, and N((2 + READS) A + N) numbers read for each slice.
+// A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. The matrix stays
+// in registers in float32; its parts, and those of the updates, are left operands of products on tensor cores. The
+// right operands, reads and queries, then weights and faded keys, are copied to shared memory CHUNK terms at a time:
+// while one chunk is multiplied, the next one is copied.
+// Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE (16, 32 or 64), CHUNK (16
+// or 32), READS, THREADS, SHARED.
+// JOINS: delta.cuh, delta_products.cuh.
+// PRECOND: KEY_DIM % 8 == BLOCK % 8 == 0.
+// Cost: for a block of a head (2 + READS) NAD + N²D FMA of float32, each of which is 3 on tensor cores, and N((2 +
+// READS) A + N) numbers read for each slice.
 
-constexpr int TOKENS = SLICE < 32 || BLOCK < 64 ? 2 : 4;  // of a thread: four, if registers for its rows are enough
-constexpr int APART = BLOCK / TOKENS;  // distance of its rows
-constexpr int KEY_ROWS = (KEY_DIM + APART - 1) / APART;  // of the matrix, of a thread
-constexpr int READ = KEY_DIM / 2, ADDED = BLOCK / 2;  // terms of a stage
-constexpr int READ_ROW = READ + 4, ADDED_ROW = ADDED + 4;  // distances of rows, so that neighbours are in other banks
-constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query, after the reads
-constexpr int READING_ROWS = QUERIES + BLOCK, READ_ROWS = QUERIES / APART;  // of both; of the reads, of a thread
-constexpr int READING = READING_ROWS * READ_ROW, ADDING = (BLOCK + KEY_DIM) * ADDED_ROW;
+constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query in a chunk, after the reads
+constexpr int READING_ROWS = QUERIES + BLOCK, ADDING_ROWS = BLOCK + KEY_DIM;
+constexpr int ROWS = READING_ROWS > ADDING_ROWS ? READING_ROWS : ADDING_ROWS;
+constexpr bool HAS_ZEROS = KEY_DIM % 16 || BLOCK % 16;  // behind the terms of a product
 
-// Shared memory. left: of this stage and the next, reads and queries, or weights and faded keys.
+// Shared memory. chunks: this one and the next, of reads and queries, or of weights and faded keys.
 struct ScanMemory {
-    float left[2][READING > ADDING ? READING : ADDING];
-    float matrix[KEY_DIM][SLICE], updates[BLOCK][SLICE];
+    float chunks[2][ROWS * CHUNK];
+    Left<KEY_DIM> matrix;
+    Left<BLOCK> updates;
+    float partial[WARPS];
 };
 static_assert(sizeof(ScanMemory) == SHARED, "SHARED is what a block takes");
 
-// Starts to copy NUMBERS numbers of each of ROWS rows, which are `pitch` apart, to rows that are NUMBERS + 4 apart.
-template <int ROWS, int NUMBERS>
-__device__ __forceinline__ void copy_rows(float *to, const float *from, int pitch) {
-    for (int i = 4 * threadIdx.x; i < ROWS * NUMBERS; i += 4 * THREADS)
-        cp_async<16>(to + i / NUMBERS * (NUMBERS + 4) + i % NUMBERS, from + i / NUMBERS * pitch + i % NUMBERS);
-}
-
-// What the stages of a head copy.
+// The right operands of a head.
 struct Operands {
     const float *reads, *queries, *weights, *faded;
     int heads, key_heads, head, key_head;
 
-    // Starts to copy the left operand of a stage: 0 and 1 of the first product, 2 and 3 of the second.
-    template <int STAGE>
-    __device__ __forceinline__ void copy(ScanMemory &memory, int block) const {
-        constexpr int half = STAGE % 2;
-        float *const to = memory.left[half];
+    // Starts to copy a chunk of reads and queries.
+    __device__ __forceinline__ void copy_reading(float *chunk, int block, int start) const {
         const long long of_head = block * static_cast<long long>(heads) + head;
-        if (STAGE < 2) {
-            const long long of_key = block * static_cast<long long>(key_heads) + key_head;
-            if (READS) copy_rows<BLOCK, READ>(to, reads + of_head * BLOCK * KEY_DIM + half * READ, KEY_DIM);
-            copy_rows<BLOCK, READ>(to + QUERIES * READ_ROW, queries + of_key * BLOCK * KEY_DIM + half * READ, KEY_DIM);
-        } else {
-            copy_rows<BLOCK, ADDED>(to, weights + of_head * BLOCK * BLOCK + half * ADDED, BLOCK);
-            copy_rows<KEY_DIM, ADDED>(to + BLOCK * ADDED_ROW, faded + of_head * KEY_DIM * BLOCK + half * ADDED, BLOCK);
-        }
+        const long long of_key = block * static_cast<long long>(key_heads) + key_head;
+        if (READS) copy_chunk<BLOCK, KEY_DIM>(chunk, 0, reads + of_head * BLOCK * KEY_DIM, start);
+        copy_chunk<BLOCK, KEY_DIM>(chunk, QUERIES, queries + of_key * BLOCK * KEY_DIM, start);
+        cp_async_commit();
+    }
+
+    // Starts to copy a chunk of weights, and of faded keys if the block is complete.
+    __device__ __forceinline__ void copy_adding(float *chunk, int block, int start, bool is_complete) const {
+        const long long of_head = block * static_cast<long long>(heads) + head;
+        copy_chunk<BLOCK, BLOCK>(chunk, 0, weights + of_head * BLOCK * BLOCK, start);
+        if (is_complete) copy_chunk<KEY_DIM, BLOCK>(chunk, BLOCK, faded + of_head * KEY_DIM * BLOCK, start);
         cp_async_commit();
     }
 };
 
-// Waits for the copies of a stage, by which all threads have finished the one before it.
-__device__ __forceinline__ void begin_stage() {
+// Waits for the copies of memory.chunks[now], by which all threads have finished the one before it; then `now` is where
+// the next one is copied to.
+__device__ __forceinline__ const float *next_chunk(const ScanMemory &memory, int &now) {
     cp_async_wait<0>();
     __syncthreads();
-}
-
-// sums += left · right, of rows first, first + APART, … of `left`, of which there are `most`, and 4 columns of `right`.
-template <int TERMS, int ROWS>
-__device__ __forceinline__ void add_products(float (&sums)[ROWS][4], const float *left, int first, int most,
-                                             const float *right) {
-#pragma unroll 2
-    for (int k = 0; k < TERMS; k += 4) {
-        float of_right[4][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) load_floats(of_right[i], right + (k + i) * SLICE);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            float of_left[4];
-            load_floats(of_left, left + min(first + APART * r, most - 1) * (TERMS + 4) + k);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[r][e] += of_left[i] * of_right[i][e];
-        }
-    }
+    const float *const chunk = memory.chunks[now];
+    now ^= 1;
+    return chunk;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updates, float *kept_decays,
                   float *end_matrices, const float *queries, const float *faded, const float *reads, const float *news,
-                  const float *weights, const float *logs, const int *kept, int key_heads, int tiled, int rows,
-                  int place) {
+                  const float *weights, const float *logs, const float *largest, const int *kept, int key_heads,
+                  int tiled, int rows, int place) {
     DYNAMIC_SHARED(ScanMemory, shared);
     ScanMemory &memory = *shared;
     const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.y), tiled};
     const int thread = threadIdx.x, head = blockIdx.y, key_head = heads.key_of(head);
-    const int own = thread % (SLICE / 4) * 4, first = thread / (SLICE / 4), column = blockIdx.x * SLICE + own;
-    const bool is_active = first < APART && column < VALUE_DIM;
+    const int first_column = blockIdx.x * SLICE, columns = VALUE_DIM - first_column;  // of the head; how many there are
     const int blocks = (place + rows + BLOCK - 1) / BLOCK;
     const Operands operands = {reads, queries, weights, faded, heads.values, key_heads, head, key_head};
-    const float *const matrix_terms = memory.matrix[0] + own, *const update_terms = memory.updates[0] + own;
-    matrices += head * KEY_DIM * VALUE_DIM + column;
-    y += head * VALUE_DIM + column;
-
-    operands.copy<0>(memory, 0);
-    float matrix[KEY_ROWS][4] = {};
-    if (is_active) {
-#pragma unroll
-        for (int i = 0; i < KEY_ROWS; ++i) {
-            const int row = first + APART * i;
-            if (row >= KEY_DIM) break;
-            load_floats(matrix[i], matrices + row * VALUE_DIM);
-            store_floats(memory.matrix[row] + own, matrix[i]);
-        }
+    const long long pitch = static_cast<long long>(heads.values) * VALUE_DIM;  // of rows of y
+    matrices += head * KEY_DIM * VALUE_DIM + first_column;
+    y += head * VALUE_DIM + first_column;
+    if (HAS_ZEROS) {
+        for (int i = thread; i < SHARED / 4; i += THREADS) reinterpret_cast<unsigned *>(shared)[i] = 0;
+        __syncthreads();
     }
+
+    int now = 0;  // which of memory.chunks
+    operands.copy_reading(memory.chunks[0], 0, 0);
+    Numbers matrix[own_tiles(KEY_TILES)];
+    each_number<KEY_TILES>([&](int i, int m, int e, int column, int key) {
+        matrix[i][m][e] = column < columns ? matrices[key * VALUE_DIM + column] : 0.0f;
+    });
+    Scale of_matrix = store_left<KEY_TILES>(memory.matrix, memory.partial, matrix, 0.0f);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
         const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - block * BLOCK);
+        const bool is_complete = high == BLOCK;
+        const int target = kept[block];
         const long long of_head = block * static_cast<long long>(heads.values) + head;
         const float *const log = logs + of_head * BLOCK;
-        float sums[READ_ROWS + TOKENS][4] = {}, updates[TOKENS][4];  // rows of reads M, and of the results; rows of u
-        begin_stage();
-        operands.copy<1>(memory, block);
-        if (is_active) add_products<READ>(sums, memory.left[0], first, READING_ROWS, matrix_terms);
-        begin_stage();
-        operands.copy<2>(memory, block);
-        if (is_active) {
-            add_products<READ>(sums, memory.left[1], first, READING_ROWS, matrix_terms + READ * SLICE);
-#pragma unroll
-            for (int i = 0; i < TOKENS; ++i) {
-                const int token = first + APART * i;
-                load_floats(updates[i], news + (of_head * BLOCK + token) * VALUE_DIM + column);
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    if (READS) updates[i][e] -= sums[i][e];
-                store_floats(memory.updates[token] + own, updates[i]);
-            }
-        }
-        float added[TOKENS + KEY_ROWS][4];  // rows of the results, and those of the matrix
+        const float *const own_news = news + of_head * BLOCK * VALUE_DIM + first_column;
+        float *const result = y + (block * BLOCK - place) * pitch;
+
+        const long long of_key = 2 * (block * static_cast<long long>(key_heads) + key_head);
+        const float query = READS ? rsqrtf(static_cast<float>(KEY_DIM)) : largest[of_key];
+        const float key = READS ? 1.0f : largest[of_key + 1];
+        const Scale of_queries(query), of_keys(key), of_weights(READS ? query : KEY_DIM * query * key);
+
+        // known: what reads read of the matrix; without reads, what y has. updates: news at first. since: exp(g).
+        constexpr int tiles = own_tiles(TOKEN_TILES);
+        Numbers results[tiles] = {}, updates[tiles], known[tiles] = {};
+        float since[tiles][2];
         const float whole = expf(log[BLOCK - 1]);
+        each_number<TOKEN_TILES>([&](int i, int m, int e, int column, int token) {
+            const bool is_there = column < columns;
+            if (m == 0 && e < 2) since[i][e] = expf(log[token]);
+            updates[i][m][e] = is_there ? own_news[token * VALUE_DIM + column] : 0.0f;
+            if (!READS && is_there && token >= low && token < high) known[i][m][e] = result[token * pitch + column];
+        });
+        const auto read = [&](const float *chunk, int start) {
 #pragma unroll
-        for (int i = 0; i < TOKENS; ++i) {
-            const float since = expf(log[min(first + APART * i, BLOCK - 1)]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) added[i][e] = since * sums[READ_ROWS + i][e];
-        }
-#pragma unroll
-        for (int i = 0; i < KEY_ROWS; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) added[TOKENS + i][e] = whole * matrix[i][e];
-        begin_stage();
-        operands.copy<3>(memory, block);
-        if (is_active) add_products<ADDED>(added, memory.left[0], first, BLOCK + KEY_DIM, update_terms);
-        begin_stage();
-        if (block + 1 < blocks) operands.copy<0>(memory, block + 1);
-        if (!is_active) continue;
-        add_products<ADDED>(added, memory.left[1], first, BLOCK + KEY_DIM, update_terms + ADDED * SLICE);
-#pragma unroll
-        for (int i = 0; i < TOKENS; ++i) {
-            const int token = first + APART * i;
-            if (token < low || token >= high) continue;
-            const long long row = block * BLOCK + token - place;
-            float *const result = y + row * heads.values * VALUE_DIM;
-            if (!READS) {
-                float before[4];
-                load_floats(before, result);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) added[i][e] += before[e];
+            for (int term = 0; term < CHUNK; term += 16) {
+                if (KEY_DIM % CHUNK && start + term >= KEY_DIM) break;
+                const LeftTiles left(memory.matrix, start + term);
+                if (READS) left.multiply<TOKEN_TILES>(known, chunk, 0, term, of_keys.up);
+                left.multiply<TOKEN_TILES>(results, chunk, QUERIES, term, of_queries.up);
             }
-            store_floats(result, added[i]);
-            if (high < BLOCK) store_floats(kept_updates + (head * BLOCK + token) * VALUE_DIM + column, updates[i]);
+        };
+#pragma unroll 1
+        for (int start = CHUNK; start < KEY_DIM; start += CHUNK) {
+            const float *const chunk = next_chunk(memory, now);
+            operands.copy_reading(memory.chunks[now], block, start);
+            read(chunk, start - CHUNK);
         }
-        if (high < BLOCK) break;
-        const int target = kept[block];
+        const float *chunk = next_chunk(memory, now);
+        operands.copy_adding(memory.chunks[now], block, 0, is_complete);
+        read(chunk, (KEY_DIM - 1) / CHUNK * CHUNK);
+        each_number<TOKEN_TILES>([&](int i, int m, int e, int column, int token) {
+            if (READS) updates[i][m][e] -= known[i][m][e] * (of_matrix.down * of_keys.down);
+            if (!is_complete && column < columns && token >= low && token < high)
+                kept_updates[(head * BLOCK + token) * VALUE_DIM + first_column + column] = updates[i][m][e];
+        });
+        // Updates below 2^-40 of the matrix are nothing to it; with a larger scale its numbers might be too large.
+        const Scale of_updates =
+            store_left<TOKEN_TILES>(memory.updates, memory.partial, updates, of_matrix.down * 0x1p-25f);
+        const float up = of_updates.up * of_weights.up, down = of_updates.down * of_weights.down;
+        each_number<TOKEN_TILES>([&](int i, int m, int e, int, int) {
+            results[i][m][e] *= of_matrix.down * of_queries.down * since[i][e % 2];
+            if (!READS) results[i][m][e] += known[i][m][e];
+            results[i][m][e] *= up;
+        });
+        if (is_complete)
+            each_number<KEY_TILES>([&](int i, int m, int e, int, int) {
+                matrix[i][m][e] *= whole * of_updates.up * of_keys.up;
+            });
+        const auto add = [&](const float *chunk, int start) {
 #pragma unroll
-        for (int i = 0; i < KEY_ROWS; ++i) {
-            const int row = first + APART * i;
-            if (row >= KEY_DIM) break;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) matrix[i][e] = added[TOKENS + i][e];
-            store_floats(memory.matrix[row] + own, matrix[i]);
-            if (target < 0) continue;
-            const long long of_end = target * static_cast<long long>(heads.values) + head;
-            store_floats(end_matrices + (of_end * KEY_DIM + row) * VALUE_DIM + column, matrix[i]);
+            for (int term = 0; term < CHUNK; term += 16) {
+                if (BLOCK % CHUNK && start + term >= BLOCK) break;
+                const LeftTiles left(memory.updates, start + term);
+                left.multiply<TOKEN_TILES>(results, chunk, 0, term, of_weights.up);
+                if (is_complete) left.multiply<KEY_TILES>(matrix, chunk, BLOCK, term, of_keys.up);
+            }
+        };
+#pragma unroll 1
+        for (int start = CHUNK; start < BLOCK; start += CHUNK) {
+            chunk = next_chunk(memory, now);
+            operands.copy_adding(memory.chunks[now], block, start, is_complete);
+            add(chunk, start - CHUNK);
         }
+        chunk = next_chunk(memory, now);
+        if (block + 1 < blocks) operands.copy_reading(memory.chunks[now], block + 1, 0);
+        add(chunk, (BLOCK - 1) / CHUNK * CHUNK);
+        each_number<TOKEN_TILES>([&](int i, int m, int e, int column, int token) {
+            const bool is_new = column < columns && token >= low && token < high;
+            if (is_new) result[token * pitch + column] = down * results[i][m][e];
+        });
+        if (!is_complete) break;
+        each_number<KEY_TILES>([&](int i, int m, int e, int, int) {
+            matrix[i][m][e] *= of_updates.down * of_keys.down;
+        });
+        of_matrix = store_left<KEY_TILES>(memory.matrix, memory.partial, matrix, 0.0f);
+        if (target < 0) continue;
+        const long long of_end = target * static_cast<long long>(heads.values) + head;
+        float *const end = end_matrices + of_end * KEY_DIM * VALUE_DIM + first_column;
+        each_number<KEY_TILES>([&](int i, int m, int e, int column, int key) {
+            if (column < columns) end[key * VALUE_DIM + column] = matrix[i][m][e];
+        });
     }
     const int complete = (place + rows) / BLOCK;
     if (complete < blocks && blockIdx.x == 0) {  // what has become known of the last block
@@ -200,10 +202,8 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
                 if (i % BLOCK >= low && i % BLOCK < high)
                     kept_keys[key_head * KEY_DIM * BLOCK + i] = faded[of_head * KEY_DIM * BLOCK + i];
     }
-    if (!is_active || complete == 0) return;
-#pragma unroll
-    for (int i = 0; i < KEY_ROWS; ++i) {
-        const int row = first + APART * i;
-        if (row < KEY_DIM) store_floats(matrices + row * VALUE_DIM, matrix[i]);
-    }
+    if (complete == 0) return;
+    each_number<KEY_TILES>([&](int i, int m, int e, int column, int key) {
+        if (column < columns) matrices[key * VALUE_DIM + column] = matrix[i][m][e];
+    });
 }

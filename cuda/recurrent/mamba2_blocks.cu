@@ -2,24 +2,25 @@
 // follows (Dao and Gu, "Transformers are SSMs", 2024, §6).
 //
 // y (rows, H, D): `skip` times the values. queries, faded, news, weights, logs: as delta_blocks writes them, where
-// `news` are the updates, values times their steps Δ. The other arguments are as for it too; bias (C,) or null; skip
-// (H,).
-// Grid (blocks, Q, ceil(H / Q / MEMBERS)), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MEMBERS (heads of
-// a block of threads), THREADS, SHARED.
+// `news` are the updates, values times their steps Δ. largest (blocks, Q, 2): of the magnitudes of queries and of keys.
+// The other arguments are as for it too; bias (C,) or null; skip (H,).
+// Grid (blocks, Q, ceil(H / Q / MEMBERS)), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, CHANNELS (of
+// queries and keys that are in shared memory at a time), MEMBERS (heads of a block of threads), THREADS, SHARED.
 // JOINS: delta.cuh, delta_pairs.cuh, mamba2.cuh.
-// PRECOND: THREADS >= (N / 4)².
+// PRECOND: THREADS >= (N / 4)², CHANNELS % 4 == 0.
 // Cost: N²A FMA for MEMBERS heads.
 
 constexpr int RANGES = THREADS / VALUE_DIM > 0 ? THREADS / VALUE_DIM : 1;  // of tokens that threads convolve
 
 struct BlockMemory {
-    Pairs pairs;
+    Pairs<CHANNELS> pairs;
     float logs[MEMBERS][BLOCK], steps[MEMBERS][BLOCK], fading[MEMBERS][BLOCK];
+    float partial[2][THREADS / 32];
 };
 static_assert(sizeof(BlockMemory) == SHARED, "SHARED is what a block takes");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mamba2_blocks_kernel(float *y, float *queries, float *faded, float *news, float *weights, float *logs,
+mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, float *news, float *weights, float *logs,
                      const float *projected, const float *kept_keys, const float *kept_updates,
                      const float *kept_decays, const float *kept_inputs, const float *conv, const float *bias,
                      const float *decay, const float *dt_bias, const float *skip, long long pitch, int key_heads,
@@ -35,7 +36,6 @@ mamba2_blocks_kernel(float *y, float *queries, float *faded, float *news, float 
     const int members = min(MEMBERS, value_heads / key_heads - first_member);
     kept_keys += key_head * KEY_DIM * BLOCK;
 
-    load_pairs(memory.pairs, heads, key_head, seen, conv, kept_keys, begin, low, high);
     const float *const steps = projected + (begin + low - place) * pitch;
     for (int i = warp; i < members; i += THREADS / 32) {
         const int head = heads.member(key_head, first_member + i);
@@ -50,20 +50,47 @@ mamba2_blocks_kernel(float *y, float *queries, float *faded, float *news, float 
                 memory.steps[i][token] = token >= low && token < high ? step(token) : 0.0f;
             });
     }
-    __syncthreads();
-    float products[1][4][4] = {};
+    const long long of_key = block * static_cast<long long>(key_heads) + key_head;
+    queries += of_key * BLOCK * KEY_DIM;
+    float products[1][4][4] = {}, magnitudes[2] = {};
     const int own = thread / TILE, other = thread % TILE;
-    if (own < TILE) multiply_tokens<1>(products, memory.pairs, own, other);
-    const long long of_key = (block * static_cast<long long>(key_heads) + key_head) * BLOCK * KEY_DIM;
-    if (blockIdx.z == 0)
-        for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS)
-            queries[of_key + i] = memory.pairs[0][i / KEY_DIM][i % KEY_DIM];
-    for (int i = thread; i < members * BLOCK; i += THREADS) {
-        const int member = i / BLOCK, token = i % BLOCK;
-        const float *const own_logs = memory.logs[member];
-        memory.fading[member][token] = high == BLOCK ? expf(own_logs[BLOCK - 1] - own_logs[token]) : 1.0f;
+#pragma unroll 1
+    for (int first = 0; first < KEY_DIM; first += CHANNELS) {
+        if (first > 0) __syncthreads();  // all have read the channels before
+        load_pairs<CHANNELS>(memory.pairs, heads, key_head, seen, conv, kept_keys, begin, low, high, first);
+        __syncthreads();
+        const int channels = KEY_DIM % CHANNELS ? min(CHANNELS, KEY_DIM - first) : CHANNELS;
+        if (own < TILE) multiply_tokens<1>(products, memory.pairs, own, other);
+        if (blockIdx.z == 0)
+            for (int i = thread; i < BLOCK * channels; i += THREADS) {
+                const int token = i / channels, channel = i % channels;
+                const float query = memory.pairs[0][token][channel];
+                queries[token * KEY_DIM + first + channel] = query;
+                magnitudes[0] = fmaxf(magnitudes[0], fabsf(query));
+                magnitudes[1] = fmaxf(magnitudes[1], fabsf(memory.pairs[1][token][channel]));
+            }
+        if (first == 0) {
+            for (int i = thread; i < members * BLOCK; i += THREADS) {
+                const int member = i / BLOCK, token = i % BLOCK;
+                const float *const own_logs = memory.logs[member];
+                memory.fading[member][token] = high == BLOCK ? expf(own_logs[BLOCK - 1] - own_logs[token]) : 1.0f;
+            }
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int i = 0; i < members; ++i) {
+            const int head = heads.member(key_head, first_member + i);
+            const long long of_head = block * static_cast<long long>(value_heads) + head;
+            float *const own_faded = faded + (of_head * KEY_DIM + first) * BLOCK;
+            for (int at = thread; at < BLOCK * channels; at += THREADS)
+                own_faded[at] = memory.fading[i][at % BLOCK] * memory.pairs[1][at % BLOCK][at / BLOCK];
+        }
     }
-    __syncthreads();
+    if (blockIdx.z == 0) {
+        const float query = block_max(magnitudes[0], memory.partial[0]);
+        const float key = block_max(magnitudes[1], memory.partial[1]);
+        if (thread == 0) largest[2 * of_key] = query, largest[2 * of_key + 1] = key;
+    }
 
 #pragma unroll 1
     for (int i = 0; i < members; ++i) {
@@ -84,9 +111,6 @@ mamba2_blocks_kernel(float *y, float *queries, float *faded, float *news, float 
                 }
             }
         }
-        for (int at = thread; at < BLOCK * KEY_DIM; at += THREADS)
-            faded[of_head * BLOCK * KEY_DIM + at] =
-                memory.fading[i][at % BLOCK] * memory.pairs[1][at % BLOCK][at / BLOCK];
         float *const updates = news + of_head * BLOCK * VALUE_DIM;
         const float *const kept = kept_updates + head * BLOCK * VALUE_DIM, own_skip = skip[head];
         for (int at = thread; at < low * VALUE_DIM; at += THREADS) updates[at] = kept[at];

@@ -12,9 +12,18 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import cost, predict
 from polarlm.bench.gpu.cost import MACHINES
-from polarlm.bench.gpu.parts import Part, prompt_parts, step_parts
+from polarlm.bench.gpu.launches import Launch, Part
+from polarlm.bench.gpu.parts import prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
-from polarlm.bench.gpu.shapes import GPT_OSS_20B, LLAMA_8B, QWEN3_5_0_8B, QWEN3_5_4B, QWEN3_30B_A3B
+from polarlm.bench.gpu.shapes import (
+    GPT_OSS_20B,
+    GRANITE_4_H_TINY,
+    LLAMA_8B,
+    NEMOTRON_3_NANO,
+    QWEN3_5_0_8B,
+    QWEN3_5_4B,
+    QWEN3_30B_A3B,
+)
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.config import Experts, ModelConfig
 
@@ -293,10 +302,80 @@ def test_a_prompt_multiplies_the_tokens_of_a_block(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(cost, "_compiled", lambda *given: (128, loop))
         return cost.predict([rule], H200, QWEN3_5_0_8B)[0]
 
-    slow, slower = (predicted(replace(IDLE, total=total, hmma=0)) for total in (4000, 8000))
+    slow, slower = (predicted(replace(IDLE, total=total, hmma=3)) for total in (4000, 8000))
     assert slow.limit == "issue"
     assert slower.seconds > 1.9 * slow.seconds
     assert predicted(replace(IDLE, latency=10**6)).limit == "latency"
+
+
+# -- Mamba 2 ---------------------------------------------------------------------------------------------------------
+
+
+def test_heads_of_a_group_read_its_keys_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the L2 cache when the second one reads them."""
+    parts = step_of(GRANITE_4_H_TINY, "bf16", 8)
+    mamba = parts["mamba 2"]
+    assert [launch.kernel for launch in mamba.launches] == ["mamba2", "mamba2_results"]
+    assert mamba.launches[1].activations == 3 * 8 * 48 * 64 * 4  # results and their gates, and results again
+    of_heads = 48 * (128 * 64 + 63 * (64 + 1))
+    assert mamba.bytes == 8 * 4 * (of_heads + 63 * 128)
+    assert mamba.state_bytes == 8 * 4 * (of_heads + 48 * 63 * 128)
+    assert parts["mamba inputs"].bytes == 2 * 1536 * (2 * 48 * 64 + 2 * 128 + 48)
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (64, IDLE))
+    (found,) = cost.predict([mamba], H200, GRANITE_4_H_TINY)
+    assert found.limit == "L2"
+    results = mamba.launches[1].activations / H200.bandwidth + 2.7e-6
+    assert found.seconds == pytest.approx(36 * (mamba.state_bytes / H200.cache + FIXED + results))
+
+
+def test_a_network_is_counted_in_the_layers_that_have_it() -> None:
+    """Six mixers of Nemotron 3 Nano have none; its experts have no gate."""
+    parts = step_of(NEMOTRON_3_NANO, "bf16", 1)
+    names = ("mamba inputs", "mamba 2", "mamba out", "qkv", "attention", "router", "experts", "shared down")
+    assert [parts[name].repeats for name in names] == [23, 23, 23, 6, 6, 23, 23, 23]
+    experts = [launch.kernel for launch in parts["experts"].launches]
+    assert experts == ["gemv", "activate", "gemv", "add_experts"]
+    assert parts["experts"].bytes == 6 * 2 * 2688 * 1856 * 2
+    assert parts["shared gate_up"].bytes == 2688 * 3712 * 2
+
+
+def test_a_prompt_multiplies_queries_and_keys_once_for_some_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = H200.processors, H200.shared_memory
+    given = "bf16", CacheType.read("balanced"), 1024, *sizes
+    mamba = next(part for part in prompt_parts(GRANITE_4_H_TINY, *given) if part.name == "mamba 2")
+    blocks, scan, *_ = mamba.launches
+    assert [launch.kernel for launch in mamba.launches] == [
+        "mamba2_blocks", "delta_scan", "delta_inputs", "mamba2_results"
+    ]  # fmt: skip
+    assert blocks.flops == 16 * 6 * 2 * 64 * 64 * 128  # 6 times 8 heads
+    assert scan.flops == 2 * 16 * 48 * (2 * 64 * 128 * 64 + 64 * 64 * 64)
+    assert scan.inputs == 16 * 48 * (2 * 64 * 128 + 64 * 64) * 4  # of queries, faded keys and weights
+    free = replace(IDLE, total=1, latency=1, port=0, alu=0)
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (128, free))
+    moved, _, _, _ = cost._delta_time(blocks, H200)
+    assert moved == pytest.approx(blocks.activations / H200.bandwidth + 2.7e-6)
+    cached, limit, _, _ = cost._delta_time(scan, H200)
+    assert limit == "L2"
+    assert cached == pytest.approx((scan.activations + scan.grid[0] * scan.inputs) / H200.cache + 2.7e-6)
+
+
+def test_delta_scan_takes_the_instructions_of_all_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 terms in 4 chunks and 64 in 2: the last chunk of each product stands behind its loop. A float32 product is
+    three of tensor cores."""
+    rest, read = replace(IDLE, total=100, seldom=10, hmma=30), replace(IDLE, total=40, hmma=10)
+    kernel = SimpleNamespace(nested_loops=lambda: (rest, [read]))
+    monkeypatch.setattr(cost, "disassemble", lambda binary: {"delta_scan_kernel": kernel})
+    used = [SimpleNamespace(kernel="delta_scan_kernel", registers=64)]
+    monkeypatch.setattr(cost, "compile_binary", lambda text, arch: (used, b""))
+    text = "#define KEY_DIM 128\n#define BLOCK 64\n#define CHUNK 32\n"
+    _, whole = cost._compiled("delta_scan", text, 90)
+    assert (whole.total, whole.common, whole.hmma) == (100 + 3 * 40, 90 + 3 * 40, 30 + 3 * 10)
+    launch = Launch("delta_scan", text, (2, 66), 256, 0, flops=2 * 132 * 16 * 64 * 1024)
+    seconds, limit, _, instructions = cost._delta_time(launch, H200)  # of 16 blocks, of 64 · 1,024 products each
+    iterations = 16 * 64 * 1024 / 8 / (60 * 16 * 8 * 16 / 3)
+    assert limit == "tensor cores"
+    assert seconds == pytest.approx(8 * iterations * 60 * 2 / H200.clock + 2.7e-6)
+    assert instructions == pytest.approx(32 * 210 * 3 / (60 * 16 * 8 * 16))
 
 
 def test_layers_with_a_window_read_its_blocks() -> None:
@@ -309,14 +388,19 @@ def test_layers_with_a_window_read_its_blocks() -> None:
     assert [launch.kernel for launch in parts["qkv"].launches] == ["gemv_packed"]
 
 
+def everything(config: ModelConfig) -> float:
+    """Weights of all matrices of a mixture of experts but the embedding."""
+    parts, ffn = step_of(config, "bf16", 1), config.ffn
+    assert isinstance(ffn, Experts)
+    used = sum(part.repeats * part.bytes for part in parts.values() if part.products) / 2
+    return used + parts["experts"].repeats * parts["experts"].bytes / 2 * (ffn.count / ffn.top_k - 1)
+
+
 def test_the_shapes_have_as_many_weights_as_the_models() -> None:
-    for config, billions in ((QWEN3_30B_A3B, 30.5), (GPT_OSS_20B, 20.9)):
-        parts = step_of(config, "bf16", 1)
-        one = sum(part.repeats * part.bytes for name, part in parts.items() if part.products and name != "experts")
-        ffn, e = config.ffn, config.hidden_size
-        assert isinstance(ffn, Experts)
-        weights = one / 2 + e * config.vocab_size + len(config.layers) * ffn.count * 3 * ffn.size * e
-        assert weights == pytest.approx(billions * 1e9, rel=0.01)
+    for config, billions in ((QWEN3_30B_A3B, 30.5), (GPT_OSS_20B, 20.9), (NEMOTRON_3_NANO, 31.6)):
+        assert everything(config) + config.hidden_size * config.vocab_size == pytest.approx(billions * 1e9, rel=0.01)
+    # The embedding is the head, too.
+    assert everything(GRANITE_4_H_TINY) == pytest.approx(6.94e9, rel=0.01)
     for config, billions in ((QWEN3_5_0_8B, 0.752), (QWEN3_5_4B, 4.21)):  # the embedding is the head, too
         products = [part for part in step_of(config, "bf16", 1).values() if part.products]
         assert sum(part.repeats * part.bytes for part in products) / 2 == pytest.approx(billions * 1e9, rel=0.01)
@@ -362,6 +446,10 @@ def test_the_report_says_that_it_is_a_prediction(
         (["--context", "64"], "--context takes numbers from 192"),
         (["--prompt", "64"], "--prompt takes numbers from 128"),
         (["--cache", "ring99"], "ring99"),
+        (
+            ["--model", "nemotron-3-nano", "--weights", "q4_k"],
+            "rows of 2,688 numbers, which are no whole blocks of q4_k",
+        ),
     ],
 )
 def test_bad_flags_are_refused_with_a_sentence(

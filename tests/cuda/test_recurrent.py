@@ -24,7 +24,7 @@ from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, EXACT, FIVE_B
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
-from tests.recurrence import make_rows, make_slots, make_weights, recurrence
+from tests.recurrence import conv_inputs, make_rows, make_slots, make_weights, recurrence
 from tests.tiny import VOCABULARY, make_model
 
 SHAPES = [  # and the tokens of a block
@@ -97,21 +97,70 @@ every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
 
 # Product: shapes decide the tiles of a matrix, blocks the launches that each tile is carried through.
 @every_shape
-@pytest.mark.parametrize("blocks", [1, 100])
+@pytest.mark.parametrize(("blocks", "columns", "terms"), [(1, 16, 32), (2, 32, 16), (100, 64, 32)])
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
-    monkeypatch: pytest.MonkeyPatch, shape: Recurrent, block: int, blocks: int
+    monkeypatch: pytest.MonkeyPatch, shape: Recurrent, block: int, blocks: int, columns: int, terms: int
 ) -> None:
-    """blocks: of a prompt that are computed at a time, at most; many of them with wide slices of a matrix."""
+    """blocks: of a prompt that are computed at a time, at most. columns: of a slice of a matrix. terms: of a product,
+    in a chunk."""
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
-    if blocks > 1:
-        monkeypatch.setattr(sizes, "_SLICES", (32,))
+    monkeypatch.setattr(sizes, "_SLICES", (columns,))
+    monkeypatch.setattr(sizes, "_CHUNKS", (terms,))
     bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, block)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [GatedDelta(1, 2, 128, 128, 4), Mamba2(1, 9, 128, 64, 4), Mamba2(2, 4, 128, 64, 4)])
+@pytest.mark.parametrize(
+    "shape",
+    [GatedDelta(1, 2, 128, 128, 4), Mamba2(1, 9, 128, 64, 4), Mamba2(2, 4, 128, 64, 4), Mamba2(1, 9, 256, 64, 4)],
+)
 def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
     bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (GatedDelta(1, 2, 16, 16, 3), (1e-9, 1, 1)),
+        (GatedDelta(1, 2, 16, 16, 3), (100, 1, 1)),
+        (Mamba2(1, 2, 16, 16, 3), (1e-9, 1e-9, 1e-9)),
+        (Mamba2(1, 2, 16, 16, 3), (100, 100, 100)),
+        (Mamba2(1, 2, 16, 16, 3), (100, 1e-6, 100)),
+    ],
+)
+def test_numbers_of_any_size_are_multiplied_as_exactly(
+    rng: np.random.Generator, shape: Recurrent, sizes: tuple[float, float, float]
+) -> None:
+    """sizes: of values, keys and queries. Those of gated delta rules have a length of their own."""
+    w, block = make_weights(rng, shape), 16
+    rows, values = make_rows(rng, shape, 2 * block), shape.value_heads * shape.value_dim
+    if isinstance(w, Mamba2Weights):
+        w, order = w._replace(bias=None), (slice(0, values), slice(values, values + 16), slice(values + 16, None))
+    else:
+        order = slice(32, None), slice(16, 32), slice(0, 16)
+    for channels, size in zip(order, sizes, strict=True):
+        w.conv[:, channels] *= size
+    wanted, matrices = recurrence(rows, w, shape)
+    slots = make_slots(shape, 1, block)
+    ends = DeltaEnds([1], np.empty_like(slots.matrices), np.empty((1, shape.width - 1, shape.channels), np.float32))
+    found = bodies.op_of(OnDevice(), w)(rows, w, slots, bodies.span(0, len(rows)), ends)
+    bodies.assert_close(found, wanted)
+    bodies.assert_close(ends.matrices[0], matrices[-1])
+
+
+def test_a_block_that_adds_nothing_leaves_a_large_matrix(rng: np.random.Generator) -> None:
+    """Its updates are 0, and would have any scale."""
+    shape, block = Mamba2(1, 1, 16, 16, 2), 16
+    w, rows = make_weights(rng, shape), make_rows(rng, shape, 3 * block)
+    w = w._replace(conv=np.abs(w.conv), bias=None, decay=np.float32([-1e-3]))
+    values = conv_inputs(rows, shape)[:, :16]
+    values[:] = np.abs(values) * np.float32(1e17)
+    values[block:] = 0
+    wanted, matrices = recurrence(rows, w, shape)
+    slots = make_slots(shape, 1, block)
+    ends = DeltaEnds([2], np.empty_like(slots.matrices), np.empty((1, shape.width - 1, shape.channels), np.float32))
+    bodies.assert_close(bodies.op_of(OnDevice(), w)(rows, w, slots, bodies.span(0, len(rows)), ends), wanted)
+    bodies.assert_close(ends.matrices[0], matrices[-1])
 
 
 @every_shape
@@ -142,7 +191,8 @@ def test_an_empty_row_changes_no_slot(rng: np.random.Generator, shape: Recurrent
     [
         (GatedDelta(2, 4, 128, 128, 4), 128, "blocks of 128 tokens: choose 64"),
         (GatedDelta(2, 4, 30, 128, 4), 64, "gated delta rules .* of 8 .* of 4, not 30 and 128: choose device=cpu"),
-        (GatedDelta(2, 4, 256, 256, 4), 64, "heads of 256 × 256 numbers: choose device=cpu"),
+        (GatedDelta(2, 4, 256, 64, 4), 64, "heads of gated delta rules of 256 × 64 .* memory: choose device=cpu"),
+        (Mamba2(2, 4, 512, 64, 4), 64, "heads of Mamba 2 of 512 × 64 .* memory: choose device=cpu"),
         (Mamba2(2, 4, 128, 66, 4), 64, "Mamba 2 .* of 8 .* of 4, not 128 and 66"),
     ],
 )

@@ -264,8 +264,9 @@ def _gemv() -> list[Variant]:
 _DELTA_SIZES = [DeltaSizes(128, 128, 64, 4), DeltaSizes(128, 128, 32, 4), DeltaSizes(64, 192, 64, 3)]
 
 
-# The same of Mamba 2: of Granite 4 H and Nemotron 3 Nano first.
-_MAMBA2_SIZES = [Mamba2Sizes(128, 64, 64, 4), Mamba2Sizes(128, 64, 32, 4), Mamba2Sizes(64, 80, 64, 3)]
+# The same of Mamba 2: of Granite 4 H and Nemotron 3 Nano, and of Nemotron-H 47B and 56B, first.
+_MAMBA2_SIZES = [Mamba2Sizes(128, 64, 64, 4), Mamba2Sizes(256, 64, 64, 4), Mamba2Sizes(128, 64, 32, 4)]
+_MAMBA2_SIZES += [Mamba2Sizes(64, 80, 64, 3)]
 
 
 def _delta() -> dict[str, list[Variant]]:
@@ -277,7 +278,7 @@ def _delta() -> dict[str, list[Variant]]:
             *(("gated_delta", sizes.step(rows)) for rows in (1, STEP_ROWS)),
             ("advance_delta", sizes.advance()),
             ("delta_blocks", sizes.blocks()),
-            *(("delta_scan", sizes.scan(heads, 132)) for heads in (16, 48)),
+            *(("delta_scan", sizes.scan(heads, 132, 228 << 10)) for heads in (16, 48)),
             ("delta_results", sizes.finish()),
             ("state_codes", state_codes(sizes.key_dim, sizes.value_dim)),
         ]
@@ -289,7 +290,7 @@ def _delta() -> dict[str, list[Variant]]:
             *(("mamba2", of_mamba2.step(rows)) for rows in (1, STEP_ROWS)),
             ("advance_delta", of_mamba2.advance()),
             ("mamba2_blocks", of_mamba2.blocks()),
-            *(("delta_scan", of_mamba2.scan(heads, 132)) for heads in (48, 128)),
+            *(("delta_scan", of_mamba2.scan(heads, 132, 228 << 10)) for heads in (48, 128)),
         ]
         for kernel, config in configs:
             variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))

@@ -113,7 +113,7 @@ class RecurrentOps:
         self._launch("delta_blocks", (len(kept), key_heads), sizes.blocks(), *args)
         on_device = self._device.from_host(kept)
         queries, _, *others = arrays
-        self._scan(sizes, y, slot, ends, [queries, *others], on_device, w.tiled, rows, place)
+        self._scan(sizes, y, slot, ends, [queries, *others, None], on_device, w.tiled, rows, place)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         of_results = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
@@ -139,8 +139,8 @@ class RecurrentOps:
         args = y, *arrays, projected, *_known(slot), slot.inputs, *weights, *numbers
         grid = len(kept), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
         self._launch("mamba2_blocks", grid, config, *args)
-        on_device, (queries, faded, *others) = self._device.from_host(kept), arrays
-        self._scan(sizes, y, slot, ends, [queries, faded, None, *others], on_device, False, rows, place)
+        on_device, (queries, largest, faded, *others) = self._device.from_host(kept), arrays
+        self._scan(sizes, y, slot, ends, [queries, faded, None, *others, largest], on_device, False, rows, place)
         self._keep_inputs(sizes, slot, ends, projected[:, y.shape[1] :], on_device, place)
 
     def _scratch(self, sizes: DeltaSizes, slot: DeltaSlots, kept: np.ndarray) -> list[Array]:
@@ -159,9 +159,9 @@ class RecurrentOps:
         rows: int,
         place: int,
     ) -> None:
-        """arrays: queries, faded, reads or None, news, weights, logs: see `delta_blocks.cu`."""
+        """arrays: queries, faded, reads or None, news, weights, logs, largest or None: see `delta_scan.cu`."""
         heads, _, dim = slot.updates.shape
-        config = sizes.scan(heads, self._device.processors)
+        config = sizes.scan(heads, self._device.processors, self._device.shared_memory)
         grid = -(-dim // int(config.defines["SLICE"])), heads
         written, numbers = (y, slot.matrices, *_known(slot), ends.matrices), (len(slot.keys), int(tiled), rows, place)
         self._launch("delta_scan", grid, config, *written, *arrays, kept, *numbers)

@@ -16,9 +16,13 @@ from polarlm.model_loaders.config import Mamba2, Recurrent
 
 _FLOAT = 4
 _STEP_THREADS = 512
+_SCAN_THREADS = 256
 _HELD = 8  # rows of a matrix that a thread of a step holds
-_SLICES = (32, 16)  # columns of a matrix of a block of delta_scan
+_SLICES = (64, 32, 16)  # columns of a matrix of a block of delta_scan
+_CHUNKS = (32, 16)  # terms of a product of delta_scan that are copied at a time
+_SLOW_BYTES = 100 << 10  # of shared memory: with so few, tensor cores add float32 at half their speed
 _MEMBERS = 8  # heads of a block of mamba2_blocks
+_CHANNELS = 128  # of its queries and keys, at a time
 _LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
 PROMPT_ROWS = 1024  # of a prompt that are computed at a time: more of them need more memory
 
@@ -56,11 +60,11 @@ class DeltaSizes:
             raise ValueError(
                 f"On a GPU there are no kernels of {self.name} for blocks of {self.block} tokens: choose 64."
             )
-        shared = max(self.blocks().shared, self.scan(1, 1).shared, self.step(16).shared)
+        shared = max(self.blocks().shared, self.scan(1, 1, 0).shared, self.step(16).shared)
         if shared > SHARED_BYTES or self.value_dim > 4 * _STEP_THREADS:
             raise ValueError(
-                f"On a GPU there are no kernels of {self.name} for heads of {self.key_dim} × {self.value_dim} numbers: "
-                "choose device=cpu"
+                f"On a GPU heads of {self.name} of {self.key_dim} × {self.value_dim} numbers do not fit into shared "
+                "memory: choose device=cpu"
             )
 
     def _matrix_threads(self) -> int:
@@ -91,18 +95,24 @@ class DeltaSizes:
         shared = _FLOAT * self.block * (rows + self.block + 3)
         return LaunchConfig({**self.defines, "THREADS": threads, "SHARED": shared}, threads, shared)
 
-    def scan(self, heads: int, processors: int) -> LaunchConfig:
-        """The launch of delta_scan for `heads` value heads: with slices so wide that most multiprocessors have one."""
-        slices = [columns for columns in _SLICES if 8 * heads * -(-self.value_dim // columns) >= 7 * processors]
-        columns = min(slices[0] if slices else _SLICES[-1], self.value_dim)
-        tokens = 2 if columns < _SLICES[0] or self.block < _LARGEST_BLOCK else 4  # of a thread: see delta_scan.cu
-        threads = _whole_warps(self.block // tokens * (columns // 4))
-        reading = (1 + self.reads) * self.block * (self.key_dim // 2 + 4)
-        left = max(reading, (self.block + self.key_dim) * (self.block // 2 + 4))
-        shared = _FLOAT * (2 * left + (self.key_dim + self.block) * columns)
-        own = {"SLICE": columns, "READS": int(self.reads), "THREADS": threads, "SHARED": shared}
-        defines = {**self.defines, **own}
-        return LaunchConfig(defines, threads, shared)
+    def scan(self, heads: int, processors: int, shared_memory: int) -> LaunchConfig:
+        """The launch of delta_scan for `heads` value heads, with wide slices, which read less, if enough
+        multiprocessors have one. shared_memory: bytes of a multiprocessor."""
+        fitting = [columns for columns in _SLICES if self._scan_shared(columns, _CHUNKS[-1]) <= SHARED_BYTES]
+        fitting = [columns for columns in fitting if columns < self.value_dim + 16] or [_SLICES[-1]]
+        least = processors * (2 / 5 if shared_memory > _SLOW_BYTES else 7 / 8)
+        columns = next((one for one in fitting if heads * -(-self.value_dim // one) >= least), fitting[-1])
+        shared = {chunk: self._scan_shared(columns, chunk) for chunk in _CHUNKS}
+        chunk = next((chunk for chunk in _CHUNKS if shared[chunk] <= SHARED_BYTES), _CHUNKS[-1])
+        own = {"SLICE": columns, "CHUNK": chunk, "READS": int(self.reads)}
+        defines = {**self.defines, **own, "THREADS": _SCAN_THREADS, "SHARED": shared[chunk]}
+        return LaunchConfig(defines, _SCAN_THREADS, shared[chunk])
+
+    def _scan_shared(self, columns: int, chunk: int) -> int:
+        """Bytes of shared memory of delta_scan."""
+        rows = self.block + max(self.reads * self.block, self.key_dim)
+        terms = sum(-(-terms // 16) * 16 + 8 for terms in (self.key_dim, self.block))
+        return _FLOAT * (2 * rows * chunk + columns * terms + _SCAN_THREADS // WARP)
 
     def finish(self) -> LaunchConfig:
         """The launches of delta_results and delta_inputs."""
@@ -110,9 +120,9 @@ class DeltaSizes:
 
     def scratch(self, key_heads: int, heads: int, blocks: int) -> list[tuple[int, ...]]:
         """Return the shapes of what delta_blocks writes: queries, keys; faded, reads, news, weights, logs.
-        mamba2_blocks writes neither keys nor reads."""
+        mamba2_blocks writes neither keys nor reads, but after queries the largest of their magnitudes and of keys'."""
         a, d, n = self.key_dim, self.value_dim, self.block
-        of_keys = [(n, a), (a, n)] if self.reads else [(n, a)]
+        of_keys = [(n, a), (a, n)] if self.reads else [(n, a), (2,)]
         of_heads = [(a, n), *([(n, a)] if self.reads else []), (n, d), (n, n), (n,)]
         return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
 
@@ -126,9 +136,10 @@ class Mamba2Sizes(DeltaSizes):
     def blocks(self) -> LaunchConfig:
         """The launch of mamba2_blocks."""
         threads = _whole_warps((self.block // 4) ** 2)
-        shared = _FLOAT * self.block * (2 * (self.key_dim + 4) + 3 * _MEMBERS)
-        defines = {**self.defines, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
-        return LaunchConfig(defines, threads, shared)
+        channels = min(self.key_dim, _CHANNELS)
+        shared = _FLOAT * (self.block * (2 * (channels + 4) + 3 * _MEMBERS) + 2 * threads // WARP)
+        own = {"CHANNELS": channels, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
+        return LaunchConfig({**self.defines, **own}, threads, shared)
 
 
 def sizes_of(mixer: Recurrent, block: int) -> DeltaSizes:
