@@ -4,54 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from polarlm.engine import AsyncEngine, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import AsyncEngine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Completion, fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
+from tests.hybrids import MODELS, Load, N, alone, answer, ids_of, loading
 from tests.requests.drafters import Known, Unpaced, drafting
 from tests.requests.test_forks import in_child
 from tests.sampling.constrained import InTurn
-from tests.tiny import VOCABULARY, assert_idle, make_model, preempt
-
-N = 16
-EXACT = {"device": "cpu", "block_size": N, "ctx_size": 512, "cache_type": "f16", "state_type": "f32"}
-MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts"]
-Load = Callable[..., Engine]
+from tests.tiny import VOCABULARY, assert_idle, preempt
 
 
 @pytest.fixture(params=MODELS)
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Load]:
-    """Loads engines that keep everything exactly, unless settings say otherwise, and closes them."""
-    path, engines = make_model(tmp_path, request.param), []
-
-    def load(**settings: Any) -> Engine:
-        engines.append(Engine.load(path, **{**EXACT, **settings}))
-        return engines[-1]
-
-    yield load
-    for engine in engines:
-        engine.close()
-
-
-def ids_of(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, VOCABULARY, count).tolist()
-
-
-def answer(engine: Engine, ids: Sequence[int], tokens: int = 24, **more: Any) -> Completion:
-    params = SamplingParams(max_tokens=tokens, temperature=1, seed=1, ignore_eos=True)
-    return engine.generate(list(ids), params, **more)
-
-
-def alone(load: Load, ids: Sequence[int], tokens: int = 24) -> tuple[int, ...]:
-    """The answer of an engine that has computed nothing before, and finds nothing."""
-    return answer(load(), ids, tokens).token_ids
+    with loading(tmp_path, request.param) as load:
+        yield load
 
 
 @pytest.mark.parametrize("length", [N - 1, N, N + 1, 2 * N, 3 * N - 1, 3 * N, 5 * N + 3])
