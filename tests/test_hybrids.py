@@ -220,6 +220,7 @@ def test_the_status_counts_snapshots_apart(load: Load) -> None:
     assert before.snapshots is not None
     assert (before.snapshots.used, before.snapshots.kept) == (0, 0)
     assert before.snapshots.snapshots == engine._store.groups[0].quantized.size
+    assert 20_000 - before.snapshots.bytes < before.snapshots.bytes / before.snapshots.snapshots
     answer(engine, ids_of(3 * N), tokens=2)
     after = engine.status()
     assert after.snapshots is not None

@@ -272,9 +272,11 @@ def fit_line(parts: Parts) -> str:
     where = ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:
         where += f" ({parts.experts})"
+    snapshots = plan.snapshot_bytes if shape.has_host else 0
+    beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (
         f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
-        f"KV store {format_bytes(plan.bytes)}, "
+        f"KV store {format_bytes(plan.bytes)}{beside}, "
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_per_value:.2f} bits/value): {plan.tokens:,} tokens fit"
     )

@@ -88,7 +88,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
         layers.append(LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window))
-    shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers)))
+    shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:

@@ -108,7 +108,7 @@ class Runner:
             backend=self._model.ops.backend,
             tiers=() if self._tiers is None else self._tiers.status(),
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
-            snapshots=SnapshotStatus(room, room - unused, found) if sparse else None,
+            snapshots=SnapshotStatus(room, room - unused, found, self._store.plan.snapshot_bytes) if sparse else None,
         )
 
     def cache_stats(self) -> CacheStats:

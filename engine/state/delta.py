@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class DeltaShape:
     snapshots: int | None = None
     window: None = None
     values: int = 0  # of K/V
+    is_sparse: ClassVar[bool] = True
 
     @property
     def group(self) -> Hashable:
