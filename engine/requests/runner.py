@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from polarlm.engine.errors import EngineError
@@ -17,6 +18,7 @@ from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.storage.copies import export, restore
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 
@@ -157,8 +159,31 @@ class Runner:
         """Preempt the youngest request: it gives up its blocks and waits. False if only one request computes."""
         youngest = self._scheduler.preempt()
         if youngest is not None:
+            self._save(self.requests[youngest])
             self._release(self.requests[youngest])
         return youngest is not None
+
+    def _save(self, request: Request) -> None:
+        """Copy what the store holds of a request with recurrent layers to the computer's memory.
+
+        These layers go on from a state for which all blocks of K/V before it are there, and of the blocks that the
+        request gives up, the last ones are taken first: it would be computed from the start of its prompt. Copies for
+        all requests take at most as much memory as snapshots; without room, the request is computed again after all.
+        """
+        if not self._store.sparse_groups or request.kv is None or request.kv.length < len(request.sequence.prompt):
+            return
+        others = sum(one.saved.bytes for one in self.requests.values() if one.saved is not None)
+        if others + self._store.bytes_held(request.kv) <= self._store.plan.snapshot_bytes:
+            with suppress(MemoryError):
+                request.saved = export(self._store, request.kv, request.sequence.ids)
+
+    def _restored(self, request: Request) -> SequenceKV | None:
+        """Return the sequence of a request that was saved when it was preempted; None if it was not."""
+        if request.saved is None:
+            return None
+        kv = self._prefixes.salted(restore(self._store, request.saved), request.options.cache_salt)
+        request.saved = None
+        return kv
 
     def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
         """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`."""
@@ -177,7 +202,7 @@ class Runner:
             if request.kv is None:
                 if request.found is not None and request.found.put_back():
                     return  # the next unit puts back the next part
-                request.kv = self._match_prefix(request)
+                request.kv = self._restored(request) or self._match_prefix(request)
                 request.record_prefix_hit(request.kv.length)
             if request.prefill is None and request.kv.length < request.sequence.computable:
                 request.prefill = self._begin(request)

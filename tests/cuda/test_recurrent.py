@@ -20,12 +20,13 @@ from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Delt
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
+from polarlm.engine.outputs import fold
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, EXACT, FIVE_BITS
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.recurrence import make_rows, make_slots, make_weights, recurrence
-from tests.tiny import VOCABULARY, make_model
+from tests.tiny import VOCABULARY, make_model, preempt
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
@@ -203,4 +204,9 @@ def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
     for turn, (tokens, _) in zip(turns, found, strict=True):
         with Engine.load(path, **settings) as engine:
             assert answer(engine, turn)[0][:4] == tokens[:4]
+    with Engine.load(path, **settings, state_cache="10M") as engine:
+        stream = engine.stream(ids[:101], params)
+        chunks = [next(stream) for _ in range(5)]
+        assert preempt(engine).saved is not None
+        assert fold([*chunks, *stream]).token_ids == first
     assert together[0][:4] == found[1][0][:4]

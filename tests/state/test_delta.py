@@ -1,4 +1,5 @@
-"""The state of gated delta rules in any order of prompts, steps, rejected rows, aborts, snapshots and copies."""
+"""The state of gated delta rules in any order of prompts, steps, rejected rows, aborts, preemptions, snapshots and
+copies."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.delta import DeltaShape, DeltaState, DeltaTable
 from polarlm.engine.state.delta_slots import PromptRows, ends_to_keep
+from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.model_loaders.config import GatedDelta
 from tests.recurrence import make_rows, make_weights, recurrence
 
@@ -40,6 +42,7 @@ class Schedules(RuleBasedStateMachine):
         self.state = DeltaState(self.ops, DeltaShape(SHAPE), N, (3, 5), (6, 5))
         self.weights = {layer: make_weights(self.rng, SHAPE) for layer in self.state.layers}
         self.running: list[Running] = []
+        self.waiting: list[tuple[Running, BlockArrays]] = []
 
     def check(self, one: Running, rows: np.ndarray, found: np.ndarray, layer: int, w: DeltaWeights) -> None:
         """Whether `found` are the results of the last rows of a sequence."""
@@ -158,6 +161,31 @@ class Schedules(RuleBasedStateMachine):
                 table.current = slot
         except OutOfBlocks:
             pass
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """A sequence gives up its slot; what it knew waits outside."""
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        one = self.running[index]
+        if one.table.current is not None and len(one.rows):
+            del self.running[index]
+            self.waiting.append((one, self.state.read_full(one.table.current, len(one.rows) % N)))
+            self.state.release(one.table)
+
+    @precondition(lambda self: self.waiting and len(self.running) < 3)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.waiting) - 1))
+        one, saved = self.waiting[index]
+        try:
+            one.table = self.state.reserve_table(len(one.rows), max(0, len(one.rows) // N - 1), False)
+        except OutOfBlocks:
+            return
+        assert one.table.current is not None
+        self.state.write_full(one.table.current, saved)
+        self.running.append(one)
+        del self.waiting[index]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
