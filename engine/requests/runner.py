@@ -11,7 +11,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
-from polarlm.engine.requests.drafts import StepSeconds
+from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
@@ -39,15 +39,14 @@ class Runner:
         model: Transformer,
         prefixes: PrefixCache,
         scheduler: Scheduler,
-        seconds: StepSeconds,
+        drafting: Drafting,
         tiers: Tiers | None = None,
     ):
-        """seconds: see `Steps`."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._tiers = scheduler, tiers
+        self._scheduler, self._tiers, self._draft = scheduler, tiers, drafting.model
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
-        self._steps = Steps(model, prefixes, scheduler, self._preempt, seconds)
+        self._steps = Steps(model, prefixes, scheduler, self._preempt, drafting.seconds)
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -97,7 +96,9 @@ class Runner:
         running, threads = self._scheduler.running, self._model.ops.threads()
         cache = self._model.weights.expert_cache
         if threads is not None:
-            threads = replace(threads, why="; ".join([threads.why, *self._store.in_numpy()]))
+            of_draft = [] if self._draft is None else self._draft.store.in_numpy()
+            clauses = [*self._store.in_numpy(), *(f"draft model: {clause}" for clause in of_draft)]
+            threads = replace(threads, why="; ".join([threads.why, *clauses]))
         return Status(
             running=running,
             waiting=len(self.requests) - running,

@@ -26,7 +26,7 @@ from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.recurrence import make_rows, make_slots, make_weights, recurrence
-from tests.tiny import VOCABULARY, make_model, preempt
+from tests.tiny import VOCABULARY, make_model, matrices_read, preempt
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
@@ -154,6 +154,17 @@ def test_layers_without_kernels_are_refused(mixer: Recurrent, block: int, words:
         check_layers(CudaOps(open_device()), config, block)
     assert caught.value.code == "device_unavailable"
     check_layers(NumpyOps(), config, block)
+
+
+def test_a_draft_model_without_kernels_is_refused_before_any_matrix_is_read(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "select", lambda device, threads: (CudaOps(open_device(checked=False)), ""))
+    draft, read = make_model(tmp_path, "qwen3_5_tied"), matrices_read(monkeypatch)
+    with pytest.raises(EngineError, match=r"model_draft=.* blocks of 128 tokens: choose 64") as caught:
+        Engine.load(tiny_path, block_size=128, ctx_size=256, model_draft=str(draft))
+    assert caught.value.code == "device_unavailable"
+    assert not read
 
 
 def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None:
