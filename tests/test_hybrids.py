@@ -20,6 +20,9 @@ from tests.requests.test_forks import in_child
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, preempt
 
+FAMILIES = ("qwen3_next", "qwen3_5", "granite_hybrid", "lfm2", "nemotron_h")
+HYBRIDS = sorted(path.name for path in FIXTURES.iterdir() if path.name.startswith(FAMILIES))
+
 
 @pytest.fixture(params=MODELS)
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Load]:
@@ -203,7 +206,7 @@ def test_memory_for_snapshots_is_bounded(load: Load) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_tied", "granite_hybrid_experts", "nemotron_h_dense", *MODELS])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_prompt_that_is_cut_anywhere_has_the_logits_of_transformers(name: str) -> None:
     reference = np.load(FIXTURES / name / "reference.npz")
     model, ids = bare_model(*read_model(FIXTURES / name), block_size=N), reference["ids"].tolist()
@@ -286,3 +289,19 @@ def test_a_forked_child_goes_on_from_the_state_that_it_has(load: Load) -> None:
     answer(engine, ids, tokens=1)
     child = in_child(lambda: answer(engine, following).token_ids)
     assert child == answer(engine, following).token_ids == alone(load, following)
+
+
+def test_what_reads_a_prompt_neither_finds_nor_leaves_a_state(load: Load) -> None:
+    """Its embedding and the log-probabilities of its tokens are those of an engine that has computed nothing before."""
+    engine, ids = load(), ids_of(3 * N + 4)
+    read = SamplingParams(max_tokens=0, prompt_logprobs=3)
+    fresh = load()
+    vector, tokens = fresh.embed(ids).vector, fresh.generate(ids, read).prompt_logprobs
+    answer(engine, ids)
+    np.testing.assert_array_equal(engine.embed(ids).vector, vector)
+    assert engine.generate(ids, read).prompt_logprobs == tokens
+    scored = engine.score(ids).logprobs
+    np.testing.assert_allclose([token.logprob for token in tokens], scored, atol=0.02)
+    following = [*ids, *ids_of(4, seed=1)]
+    assert answer(engine, following).token_ids == alone(load, following)
+    assert_idle(engine)

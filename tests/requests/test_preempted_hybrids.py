@@ -40,6 +40,13 @@ def prompts_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[in
     return seen
 
 
+def forget_slots(engine: Engine) -> None:
+    """Overwrite all slots of recurrent layers, which no request holds, so that the prefix cache finds none of them."""
+    for allocator in (group.full for group in engine._store.groups if group.is_sparse):
+        for slot in allocator.allocate(allocator.free):
+            allocator.release(slot)
+
+
 def all_at_once(engine: Engine) -> list[Completion]:
     """Prompts before answers, so that no prompt is preempted."""
     streams = [engine.stream(ids, PARAMS) for ids in JOBS]
@@ -125,6 +132,20 @@ def test_copies_take_no_more_memory_than_snapshots(load: Load, monkeypatch: pyte
         assert (max(held) > 0) == (size > saved.bytes)
         assert sum(computed) > sum(map(len, JOBS))  # even of three copies, not all have room
         assert_idle(engine)
+
+
+def test_an_answer_that_is_computed_again_takes_no_snapshot_from_others(load: Load) -> None:
+    engine = load(state_cache="1k")
+    each = engine._store.plan.shape.snapshot_bytes(tuple(int(group.is_sparse) for group in engine._store.groups))
+    engine = load(state_cache=str(3 * each))
+    other = ids_of(5 * N + 3, seed=9)
+    engine.generate(other, PARAMS)
+    stream = engine.stream(JOBS[0], PARAMS)
+    chunks = [next(stream) for _ in range(TOKENS - 2)]
+    assert preempt(engine).saved is None
+    forget_slots(engine)
+    assert fold([*chunks, *stream]).token_ids == alone(load, JOBS[0], TOKENS)
+    assert engine.generate([*other[: 5 * N], 7, 8], PARAMS).usage.cached_tokens == 5 * N
 
 
 def test_one_that_is_cancelled_while_it_waits_leaves_nothing(load: Load) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -124,3 +125,56 @@ def test_another_engine_goes_on(load: Load, tmp_path: Path, where: str) -> None:
         found = answer(load(**settings), prompt)
         assert found.usage.cached_from == {"remote": len(whole)}
         assert found.token_ids == alone(load, prompt)
+
+
+@pytest.mark.parametrize("fault", ["cut", "changed", "removed", "that of another place"])
+def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it(
+    load: Load, tmp_path: Path, fault: str
+) -> None:
+    """Though the keys and values beside it are whole."""
+    prompt = [*PROMPT[: 9 * N], *ids_of(20, seed=1)]
+    wanted = alone(load, prompt)
+    for faulty, cached in (([8], 5 * N), ([4, 8], 0)):  # numbers of blocks with a snapshot at their end
+        folder = tmp_path / str(cached)
+        engine = load(**on_disk(folder))
+        answer(engine, PROMPT, tokens=2)
+        _, hashes = engine._prefixes.hashes(PROMPT)
+        assert engine._tiers is not None
+        names = engine._tiers._named_soon()
+        assert names is not None
+        engine.close()
+        files = [folder / names.state(key).hex() for key in hashes]
+        assert [number for number, file in enumerate(files) if file.exists()] == [4, 8]
+        contents = {number: bytearray(files[number].read_bytes()) for number in (4, 8)}
+        for number in faulty:
+            content = contents[number]
+            if fault == "removed":
+                files[number].unlink()
+            elif fault == "that of another place":
+                files[number].write_bytes(contents[12 - number])
+            elif fault == "cut":
+                files[number].write_bytes(content[: len(content) // 2])
+            else:
+                content[len(content) // 2] ^= 0x10
+                files[number].write_bytes(content)
+        found = answer(load(**on_disk(folder)), prompt)
+        assert found.usage.cached_tokens == cached
+        assert found.token_ids == wanted
+
+
+def test_snapshots_of_another_model_are_not_found(load: Load, tmp_path: Path) -> None:
+    """Of the same shape, with one other bit in a recurrent layer."""
+    engine = load(**on_disk(tmp_path / "disk"))
+    answer(engine, PROMPT, tokens=2)
+    engine.close()
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    start, _ = next(of["data_offsets"] for name, of in header.items() if name.endswith("A_log"))
+    content[8 + size + start] ^= 1
+    weights.write_bytes(content)
+    prompt = [*PROMPT, *ids_of(9, seed=1)]
+    found = answer(load(**on_disk(tmp_path / "disk")), prompt)
+    assert found.usage.cached_tokens == 0
+    assert found.token_ids == alone(load, prompt)
