@@ -123,6 +123,27 @@ def test_sessions_of_another_state_type_are_refused(load: Load, tmp_path: Path) 
             load(state_type=other).load_session(tmp_path / "session")
 
 
+@pytest.mark.parametrize("length", [4 * N, 4 * N + 5])
+def test_a_damaged_session_is_refused_in_a_sentence(load: Load, tmp_path: Path, length: int) -> None:
+    """Wherever a bit has flipped, also in a snapshot; the engine goes on."""
+    engine, ids, file = load(), ids_of(length), tmp_path / "session"
+    answer(engine, ids, tokens=1)
+    engine.save_session(file, prompt=ids)
+    whole = file.read_bytes()
+    for place in range(0, len(whole), len(whole) // 50):
+        content = bytearray(whole)
+        content[place] ^= 0x20
+        file.write_bytes(content)
+        with pytest.raises(EngineError, match=r"damaged|not a session|version") as caught:
+            engine.load_session(file)
+        assert caught.value.code == "session"
+    file.write_bytes(whole)
+    engine.load_session(file)
+    following = [*ids, *ids_of(3, seed=1)]
+    assert answer(engine, following).token_ids == alone(load, following)
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("kind", ["its answer follows", "its answer is replaced", "it ends with a block"])
 def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, kind: str) -> None:
     settings = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "disk")}
