@@ -53,7 +53,7 @@ class Engine:
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
-        self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting.seconds, self._tiers)
+        self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
         self.kept_blocks = next((tier for tier in parts.tiers if tier.label == "disk"), None)  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)

@@ -173,6 +173,7 @@ class SnapshotStatus:
     snapshots: int  # that there is room for
     used: int  # held by requests
     kept: int  # held by no request; the prefix cache can find them until their room is needed
+    bytes: int  # of them all, used or not, in the computer's memory
 
 
 @dataclass(frozen=True)

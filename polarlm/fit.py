@@ -187,6 +187,8 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
         *_columns([header, *rows]),
         f"× {contexts[0]:,}: how many sequences of {contexts[0]:,} tokens fit at a time",
     ]
+    if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
+        lines.append(f"Snapshots of recurrent layers take {format_bytes(snapshots)} of the computer's memory.")
     lines += [cache.problem for cache in chosen.caches if cache.problem]
     if max(contexts) > model.max_context:
         lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")

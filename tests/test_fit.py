@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from polarlm import model_loaders
@@ -16,6 +17,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.advice import Advice, advise
+from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import (
     CacheFit,
@@ -26,12 +28,17 @@ from polarlm.engine.loading.fit import (
     fit_weights,
     steps_to,
 )
-from polarlm.engine.loading.sizes import weight_format
+from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.state.delta import DeltaState
+from polarlm.engine.state.plan import format_bytes, plan_for_tokens
+from polarlm.engine.state.store import KVStore
 from polarlm.fit import main as command
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from tests.cuda.emulated import EmulatedDevice
 from tests.model_loaders.checkpoints import quantized_model
+from tests.tiny import load_tiny, make_model
 
 MIB = 1 << 20
 
@@ -239,6 +246,56 @@ def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would
     model = replace(MODEL, layers=tuple(layers))
     found = fit_weights(EngineConfig(), cpu(), model, Sizes(0), ["balanced"], [4096])
     assert found.caches[0].contexts[0].sequences == 1
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    return make_model(tmp_path, "qwen3_5_tied")
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_snapshots_are_counted_where_they_lie(hybrid: Path, on_gpu: bool) -> None:
+    """In the computer's memory, of which a GPU's KV store leaves them out."""
+    ops = CudaOps(EmulatedDevice(checked=False)) if on_gpu else cpu()
+    model, source, _ = model_loaders.load_weights(hybrid)
+    source.close()
+    plans = []
+    for size in (1 * MIB, 3 * MIB):
+        config = EngineConfig(state_cache=str(size), cache_type="f16")
+        plans.append(plan_for_tokens(cache_shape(config, WHOLE, ops, model), 256, 1))
+        store = KVStore(ops, plans[-1], [Conditioning()] * len(model.layers))
+        (state,) = (group for group in store.groups if isinstance(group, DeltaState))
+        arrays = [array for of_layer in state._snapshots.values() for array in of_layer.values()]
+        assert {type(array) for array in arrays} == {np.ndarray}
+        assert plans[-1].snapshot_bytes == sum(array.nbytes for array in arrays)
+        assert 0.99 * size < plans[-1].snapshot_bytes <= size
+    more = plans[1].snapshot_bytes - plans[0].snapshot_bytes
+    assert plans[1].bytes - plans[0].bytes == (0 if on_gpu else more)
+
+
+def test_a_token_takes_the_bytes_of_its_keys_and_values(hybrid: Path) -> None:
+    """And none of snapshots, which are not of every block."""
+    with load_tiny(hybrid, device="cpu", cache_type="f16") as engine:
+        (layer,) = engine.cache_shape.kv_layers.values()
+        assert engine.cache_shape.bytes_per_token == 2 * 2 * layer.kv_heads * layer.head_dim
+
+
+def test_snapshots_leave_a_gpu_s_memory_to_the_context(hybrid: Path) -> None:
+    gpu = CudaOps(EmulatedDevice(checked=False))
+    few, many = (fits(hybrid, gpu, state_cache=size).weights[0].cache("f16") for size in ("1M", "1G"))
+    assert many == replace(few, snapshot_bytes=many.snapshot_bytes)
+    assert few.snapshot_bytes < MIB < 1000 * MIB < many.snapshot_bytes
+    assert few.tokens == 256
+
+
+def test_a_gpu_s_page_tells_of_snapshots(hybrid: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = CudaOps(EmulatedDevice(checked=False))
+    monkeypatch.setattr("polarlm.fit.devices", lambda device: [("cuda", gpu)])
+    assert command([str(hybrid)]) == 0
+    (told,) = re.findall(
+        r"Snapshots of recurrent layers take (\S+ \S+) of the computer's memory", capsys.readouterr().out
+    )
+    assert told == format_bytes(fits(hybrid, gpu).weights[0].cache("f16").snapshot_bytes)
 
 
 def test_steps_end_at_the_model_s_context() -> None:

@@ -4,54 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from polarlm.engine import AsyncEngine, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import AsyncEngine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Completion, fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
+from tests.hybrids import MODELS, Load, N, alone, answer, ids_of, loading
 from tests.requests.drafters import Known, Unpaced, drafting
 from tests.requests.test_forks import in_child
 from tests.sampling.constrained import InTurn
-from tests.tiny import VOCABULARY, assert_idle, make_model, preempt
+from tests.tiny import VOCABULARY, assert_idle, preempt
 
-N = 16
-EXACT = {"device": "cpu", "block_size": N, "ctx_size": 512, "cache_type": "f16", "state_type": "f32"}
-MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts"]
-Load = Callable[..., Engine]
+FAMILIES = ("qwen3_next", "qwen3_5", "granite_hybrid", "lfm2", "nemotron_h")
+HYBRIDS = sorted(path.name for path in FIXTURES.iterdir() if path.name.startswith(FAMILIES))
 
 
 @pytest.fixture(params=MODELS)
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Load]:
-    """Loads engines that keep everything exactly, unless settings say otherwise, and closes them."""
-    path, engines = make_model(tmp_path, request.param), []
-
-    def load(**settings: Any) -> Engine:
-        engines.append(Engine.load(path, **{**EXACT, **settings}))
-        return engines[-1]
-
-    yield load
-    for engine in engines:
-        engine.close()
-
-
-def ids_of(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, VOCABULARY, count).tolist()
-
-
-def answer(engine: Engine, ids: Sequence[int], tokens: int = 24, **more: Any) -> Completion:
-    params = SamplingParams(max_tokens=tokens, temperature=1, seed=1, ignore_eos=True)
-    return engine.generate(list(ids), params, **more)
-
-
-def alone(load: Load, ids: Sequence[int], tokens: int = 24) -> tuple[int, ...]:
-    """The answer of an engine that has computed nothing before, and finds nothing."""
-    return answer(load(), ids, tokens).token_ids
+    with loading(tmp_path, request.param) as load:
+        yield load
 
 
 @pytest.mark.parametrize("length", [N - 1, N, N + 1, 2 * N, 3 * N - 1, 3 * N, 5 * N + 3])
@@ -147,6 +123,27 @@ def test_sessions_of_another_state_type_are_refused(load: Load, tmp_path: Path) 
             load(state_type=other).load_session(tmp_path / "session")
 
 
+@pytest.mark.parametrize("length", [4 * N, 4 * N + 5])
+def test_a_damaged_session_is_refused_in_a_sentence(load: Load, tmp_path: Path, length: int) -> None:
+    """Wherever a bit has flipped, also in a snapshot; the engine goes on."""
+    engine, ids, file = load(), ids_of(length), tmp_path / "session"
+    answer(engine, ids, tokens=1)
+    engine.save_session(file, prompt=ids)
+    whole = file.read_bytes()
+    for place in range(0, len(whole), len(whole) // 50):
+        content = bytearray(whole)
+        content[place] ^= 0x20
+        file.write_bytes(content)
+        with pytest.raises(EngineError, match=r"damaged|not a session|version") as caught:
+            engine.load_session(file)
+        assert caught.value.code == "session"
+    file.write_bytes(whole)
+    engine.load_session(file)
+    following = [*ids, *ids_of(3, seed=1)]
+    assert answer(engine, following).token_ids == alone(load, following)
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("kind", ["its answer follows", "its answer is replaced", "it ends with a block"])
 def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, kind: str) -> None:
     settings = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "disk")}
@@ -230,7 +227,7 @@ def test_memory_for_snapshots_is_bounded(load: Load) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_tied", "granite_hybrid_experts", "nemotron_h_dense", *MODELS])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_prompt_that_is_cut_anywhere_has_the_logits_of_transformers(name: str) -> None:
     reference = np.load(FIXTURES / name / "reference.npz")
     model, ids = bare_model(*read_model(FIXTURES / name), block_size=N), reference["ids"].tolist()
@@ -247,6 +244,7 @@ def test_the_status_counts_snapshots_apart(load: Load) -> None:
     assert before.snapshots is not None
     assert (before.snapshots.used, before.snapshots.kept) == (0, 0)
     assert before.snapshots.snapshots == engine._store.groups[0].quantized.size
+    assert 20_000 - before.snapshots.bytes < before.snapshots.bytes / before.snapshots.snapshots
     answer(engine, ids_of(3 * N), tokens=2)
     after = engine.status()
     assert after.snapshots is not None
@@ -312,3 +310,19 @@ def test_a_forked_child_goes_on_from_the_state_that_it_has(load: Load) -> None:
     answer(engine, ids, tokens=1)
     child = in_child(lambda: answer(engine, following).token_ids)
     assert child == answer(engine, following).token_ids == alone(load, following)
+
+
+def test_what_reads_a_prompt_neither_finds_nor_leaves_a_state(load: Load) -> None:
+    """Its embedding and the log-probabilities of its tokens are those of an engine that has computed nothing before."""
+    engine, ids = load(), ids_of(3 * N + 4)
+    read = SamplingParams(max_tokens=0, prompt_logprobs=3)
+    fresh = load()
+    vector, tokens = fresh.embed(ids).vector, fresh.generate(ids, read).prompt_logprobs
+    answer(engine, ids)
+    np.testing.assert_array_equal(engine.embed(ids).vector, vector)
+    assert engine.generate(ids, read).prompt_logprobs == tokens
+    scored = engine.score(ids).logprobs
+    np.testing.assert_allclose([token.logprob for token in tokens], scored, atol=0.02)
+    following = [*ids, *ids_of(4, seed=1)]
+    assert answer(engine, following).token_ids == alone(load, following)
+    assert_idle(engine)

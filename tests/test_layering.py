@@ -67,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     | TOLD,
     "model": {"backends.delta", "backends.kv", "backends.ops", "state", "quantization", "sampling", "weight_formats"}
     | TOLD,
-    "requests": {"state", "model", "sampling", "storage.tiers"} | TOLD,
+    "requests": {"state", "model", "sampling", "storage.copies", "storage.tiers"} | TOLD,
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}

@@ -98,6 +98,7 @@ def blocks_left(engine: Engine, count: int, group: int = 0) -> Iterator[None]:
 def preempt(engine: Engine) -> Request:
     """Preempt the only request; it goes to the end of the queue."""
     (request,) = engine._runner.requests.values()
+    engine._runner._save(request)
     engine._runner._release(request)
     engine._scheduler.remove(request.sequence)
     engine._scheduler.submit(request.sequence)

@@ -125,6 +125,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         plan: StorePlan | None = None
         try:
             check_layers(ops, source.config, config.block_size)
+            draft = draft_bytes(config, ops)
             shape = cache_shape(config, encoding, ops, source.config)
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)
@@ -133,7 +134,6 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             load = partial(load_weights, ops, source.config, source.weights, weight_type=weight_type)
             cache = _tile_cache(config, ops, source, say)
             mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
-            draft = draft_bytes(config, ops)
             on_host = asked_cpu_experts(config, ops, source, shape, draft, say)
             if on_host is not None:
                 size -= on_host.saved
@@ -178,7 +178,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     parts.rehearsal = None if warm is None else rehearse(later)
     if config.model_draft is not None:
         try:
-            parts.draft = _assemble(draft_config(config, plan.tokens), ops, verbose, encoding)
+            of_draft = None if verbose is None else lambda sentence: say(f"draft model: {sentence}")
+            parts.draft = _assemble(draft_config(config, plan.tokens), ops, of_draft, encoding)
             _check_vocabulary(parts.source, parts.draft.source)
         except BaseException:
             parts.close()
@@ -272,9 +273,11 @@ def fit_line(parts: Parts) -> str:
     where = ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:
         where += f" ({parts.experts})"
+    snapshots = plan.snapshot_bytes if shape.has_host else 0
+    beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (
         f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
-        f"KV store {format_bytes(plan.bytes)}, "
+        f"KV store {format_bytes(plan.bytes)}{beside}, "
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_per_value:.2f} bits/value): {plan.tokens:,} tokens fit"
     )

@@ -47,7 +47,8 @@ class CacheFit:
     bits_per_value: float = 0.0  # of complete encoded blocks
     bytes_per_token: float = 0.0  # of complete encoded blocks, all layers, as the device stores them
     tokens: int = 0  # the longest context that fits, of at most the model's own or ctx_size
-    store_bytes: int = 0  # bytes of the KV store for that context
+    store_bytes: int = 0  # bytes of the KV store for that context, in the device's memory
+    snapshot_bytes: int = 0  # bytes of snapshots of recurrent layers, in the computer's memory; see StorePlan
     contexts: tuple[ContextFit, ...] = ()
 
 
@@ -190,6 +191,7 @@ def _fit_cache(
         bytes_per_token=shape.bytes_per_token,
         tokens=plan.tokens if plan else 0,
         store_bytes=plan.bytes if plan else 0,
+        snapshot_bytes=plan.snapshot_bytes if plan else 0,
         contexts=tuple(_fit_context(config, ops, model, shape, room, lacking, tokens) for tokens in contexts),
     )
 

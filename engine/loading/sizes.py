@@ -11,6 +11,7 @@ from polarlm.engine import codecs, weight_formats
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
@@ -88,7 +89,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
         layers.append(LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window))
-    shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers)))
+    shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:
@@ -137,22 +138,32 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         cache_disk=None,
         expert_cache=None,
         cpu_moe=None,
+        state_cache="1",  # too little for any snapshot: none would be found
+        spec_type=DRAFTS[-1],  # for the warm-up: its steps have as many rows as drafts
+        draft_max=MOST_DRAFTED,
         ctx_size=tokens,
         kept_sequences=0,
     )
 
 
 def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
-    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one."""
+    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one.
+
+    Raises EngineError if the backend lacks kernels of its layers.
+    """
     if config.model_draft is None:
         return lambda tokens: 0
-    model, source, _ = model_loaders.load_weights(config.model_draft, config.mmap)
-    config = draft_config(config, 0)
+    path, config = config.model_draft, draft_config(config, 0)
+    model, source, _ = model_loaders.load_weights(path, config.mmap)
     try:
         weights = weight_bytes(ops, source, None)
+        check_layers(ops, model, config.block_size)
+        shape = cache_shape(config, WHOLE, ops, model)
+    except EngineError as error:
+        error.args, error.settings = (f"model_draft={path}: {error}",), ("model_draft", *error.settings)
+        raise
     finally:
         source.close()
-    shape = cache_shape(config, WHOLE, ops, model)
     work = work_bytes(config, ops, model, shape)
     return lambda tokens: weights + work(tokens) + plan_for_tokens(shape, tokens, config.parallel).bytes
 

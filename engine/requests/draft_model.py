@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polarlm.engine.limits import MOST_DRAFTED
+from polarlm.engine.limits import DRAFT_ROWS, MOST_DRAFTED
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.blocks import OutOfBlocks
@@ -75,7 +75,8 @@ class ModelDrafter:
             ids = ids[-1:]
         sampled: Sampled = -1
         while ids:
-            now = ids[: self._store.rows_of_block(kv)]
+            room = min(len(ids), self._store.rows_of_block(kv))
+            now = ids[: max(rows for rows in (1, *DRAFT_ROWS) if rows <= room)]  # those that have kernels
             span = self._store.open_step(kv, len(now))
             try:
                 *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))

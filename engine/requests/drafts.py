@@ -217,7 +217,7 @@ class Drafting:
 
     def __init__(self, config: EngineConfig, vocabulary: int, model: Transformer | None = None) -> None:
         """vocabulary: the number of ids. model: the draft model, if there is one."""
-        self._config, self._vocabulary, self._model = config, vocabulary, model
+        self._config, self._vocabulary, self.model = config, vocabulary, model
         self.seconds = StepSeconds()
 
     def drafts(self, ids: Sequence[int], params: SamplingParams) -> Drafts | None:
@@ -229,7 +229,7 @@ class Drafting:
         kind = config.spec_type if params.spec_type is None else params.spec_type
         most = config.draft_max if params.draft_max is None else params.draft_max
         least = config.draft_min if params.draft_min is None else params.draft_min
-        if params.spec_type is None and kind == NONE and self._model is not None:
+        if params.spec_type is None and kind == NONE and self.model is not None:
             kind = DRAFT_MODEL
         if kind == NONE or most == 0:
             return None
@@ -239,7 +239,7 @@ class Drafting:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
         if kind != DRAFT_MODEL:
             return PromptLookup(self._config.spec_ngram_size_n, self._vocabulary, ids)
-        if self._model is None:
+        if self.model is None:
             sentence = f"spec_type={kind} needs a draft model: load the engine with model_draft"
             raise EngineError(sentence, settings=("spec_type", "model_draft"))
-        return ModelDrafter(self._model, self._vocabulary)
+        return ModelDrafter(self.model, self._vocabulary)

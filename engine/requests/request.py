@@ -23,6 +23,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
 from polarlm.engine.state.store import SequenceKV, Span
+from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -90,6 +91,7 @@ class Request:
     prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before the prefix is matched
     found: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
+    saved: Snapshot | None = None  # what the store held when the request was preempted
     clock: Clock = field(default_factory=Clock)
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
 

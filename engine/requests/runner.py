@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
-from polarlm.engine.requests.drafts import StepSeconds
+from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.storage.copies import export, restore
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 
@@ -37,15 +39,14 @@ class Runner:
         model: Transformer,
         prefixes: PrefixCache,
         scheduler: Scheduler,
-        seconds: StepSeconds,
+        drafting: Drafting,
         tiers: Tiers | None = None,
     ):
-        """seconds: see `Steps`."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._tiers = scheduler, tiers
+        self._scheduler, self._tiers, self._draft = scheduler, tiers, drafting.model
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
-        self._steps = Steps(model, prefixes, scheduler, self._preempt, seconds)
+        self._steps = Steps(model, prefixes, scheduler, self._preempt, drafting.seconds)
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -95,7 +96,9 @@ class Runner:
         running, threads = self._scheduler.running, self._model.ops.threads()
         cache = self._model.weights.expert_cache
         if threads is not None:
-            threads = replace(threads, why="; ".join([threads.why, *self._store.in_numpy()]))
+            of_draft = [] if self._draft is None else self._draft.store.in_numpy()
+            clauses = [*self._store.in_numpy(), *(f"draft model: {clause}" for clause in of_draft)]
+            threads = replace(threads, why="; ".join([threads.why, *clauses]))
         return Status(
             running=running,
             waiting=len(self.requests) - running,
@@ -108,7 +111,7 @@ class Runner:
             backend=self._model.ops.backend,
             tiers=() if self._tiers is None else self._tiers.status(),
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
-            snapshots=SnapshotStatus(room, room - unused, found) if sparse else None,
+            snapshots=SnapshotStatus(room, room - unused, found, self._store.plan.snapshot_bytes) if sparse else None,
         )
 
     def cache_stats(self) -> CacheStats:
@@ -157,8 +160,31 @@ class Runner:
         """Preempt the youngest request: it gives up its blocks and waits. False if only one request computes."""
         youngest = self._scheduler.preempt()
         if youngest is not None:
+            self._save(self.requests[youngest])
             self._release(self.requests[youngest])
         return youngest is not None
+
+    def _save(self, request: Request) -> None:
+        """Copy what the store holds of a request with recurrent layers to the computer's memory.
+
+        These layers go on from a state for which all blocks of K/V before it are there, and of the blocks that the
+        request gives up, the last ones are taken first: it would be computed from the start of its prompt. Copies for
+        all requests take at most as much memory as snapshots; without room, the request is computed again after all.
+        """
+        if not self._store.sparse_groups or request.kv is None or request.kv.length < len(request.sequence.prompt):
+            return
+        others = sum(one.saved.bytes for one in self.requests.values() if one.saved is not None)
+        if others + self._store.bytes_held(request.kv) <= self._store.plan.snapshot_bytes:
+            with suppress(MemoryError):
+                request.saved = export(self._store, request.kv, request.sequence.ids)
+
+    def _restored(self, request: Request) -> SequenceKV | None:
+        """Return the sequence of a request that was saved when it was preempted; None if it was not."""
+        if request.saved is None:
+            return None
+        kv = self._prefixes.salted(restore(self._store, request.saved), request.options.cache_salt)
+        request.saved = None
+        return kv
 
     def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
         """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`."""
@@ -177,7 +203,7 @@ class Runner:
             if request.kv is None:
                 if request.found is not None and request.found.put_back():
                     return  # the next unit puts back the next part
-                request.kv = self._match_prefix(request)
+                request.kv = self._restored(request) or self._match_prefix(request)
                 request.record_prefix_hit(request.kv.length)
             if request.prefill is None and request.kv.length < request.sequence.computable:
                 request.prefill = self._begin(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class DeltaShape:
     snapshots: int | None = None
     window: None = None
     values: int = 0  # of K/V
+    is_sparse: ClassVar[bool] = True
 
     @property
     def group(self) -> Hashable:
@@ -143,14 +145,14 @@ class DeltaState:
     # -- growing -----------------------------------------------------------------------------------------------
 
     def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
-        """Reserve a slot, and snapshots where there is room for them."""
+        """Reserve a slot, and snapshots where there is room for them; as in steps, none in an answer."""
         assert isinstance(table, DeltaTable)
         n, end = self.block_size, start + count
         own = table.current if end // n == start // n else None
         new = [] if own is not None else self.full.allocate()
         growth = Growth({end // n: new[0] if own is None else own}, {}, new)
         try:
-            numbers = ends_to_keep(start // n, end // n, table.branch)
+            numbers = [] if as_steps else ends_to_keep(start // n, end // n, table.branch)
             numbers = numbers[max(0, len(numbers) - self.quantized.free) :]
             growth.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
             matrices, inputs = (

@@ -24,8 +24,13 @@ class StorePlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the store."""
+        """Bytes of the store in the device's memory."""
         return self.shape.bytes(self.quantized_blocks, self.full_slots)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of snapshots, which are in the computer's memory: with a GPU, beside `bytes`, and else among them."""
+        return self.shape.snapshot_bytes(self.quantized_blocks)
 
     def sequences(self, tokens: int) -> int:
         """Return how many sequences of `tokens` the store can always hold at once, in whatever order they grow."""

@@ -31,6 +31,7 @@ class TokenBlocks:
     """The blocks of a state that has something of every token in its window: K/V, or the inputs of a convolution."""
 
     window: int | None
+    is_sparse = False
 
     def held_blocks(self, tokens: int, block_size: int) -> tuple[int, int]:
         """Return the quantized blocks and the full-precision blocks of a sequence of `tokens`."""
@@ -66,6 +67,10 @@ class StateShape(Protocol):
     def slots(self, full_slots: int) -> int: ...
 
     def more_blocks(self, full_slots: int) -> int: ...
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its quantized blocks are snapshots; see `LayerState.is_sparse`."""
 
     @property
     def group(self) -> Hashable:
@@ -187,6 +192,7 @@ class CacheShape:
     # Layer with K/V → the bytes of a quantized block and of a full-precision slot on the backend, all KV heads. Layers
     # that are absent have no padding.
     stored: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
+    has_host: bool = False  # whether snapshots are in the computer's memory, and all else in that of a GPU
 
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of the cache of a layer with K/V, for the ops."""
@@ -238,8 +244,9 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes per token of quantized blocks, all layers, as the backend stores them."""
-        return self.quantized_bytes(range(len(self.layers))) / self.block_size
+        """Bytes per token of quantized blocks, all layers, as the backend stores them; without snapshots."""
+        every_token = (number for number, layer in enumerate(self.layers) if not layer.is_sparse)
+        return self.quantized_bytes(every_token) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
         """Return the bytes of a sequence of `tokens`: of its quantized blocks, its sink and its current block.
@@ -283,9 +290,17 @@ class CacheShape:
         return tuple(self.layers[layers[0]].more_blocks(full_slots) for _, layers in self.groups)
 
     def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
-        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` in groups of K/V."""
-        return sum(
-            quantized * self.quantized_bytes(layers)
-            + self.layers[layers[0]].slots(full_slots) * self.full_bytes(layers)
-            for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)
-        )
+        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` in groups of K/V.
+
+        What is in the computer's memory beside a GPU's is left out.
+        """
+        slots = sum(self.layers[layers[0]].slots(full_slots) * self.full_bytes(layers) for _, layers in self.groups)
+        blocks = zip(self.groups, quantized_blocks, strict=True)
+        quantized = sum(count * self.quantized_bytes(layers) for (_, layers), count in blocks)
+        return slots + quantized - (self.snapshot_bytes(quantized_blocks) if self.has_host else 0)
+
+    def snapshot_bytes(self, quantized_blocks: tuple[int, ...]) -> int:
+        """Return the bytes of those of `quantized_blocks` that are snapshots."""
+        blocks = zip(self.groups, quantized_blocks, strict=True)
+        sparse = ((layers, count) for (_, layers), count in blocks if self.layers[layers[0]].is_sparse)
+        return sum(count * self.quantized_bytes(layers) for layers, count in sparse)

@@ -76,12 +76,17 @@ def _by_group(store: KVStore, blocks: Sequence[Blocks]) -> Iterator[tuple[LayerS
 class Snapshot:
     """A copy of what the store holds of a sequence of `length` tokens.
 
-    blocks: number of a block → its object. The first block and an incomplete last one are in full precision; blocks
-    that have left every window are missing.
+    blocks: number of a block → its object. The first block and an incomplete last one are in full precision. After a
+    complete last one, a block without tokens may follow, with the state of recurrent layers. Blocks that have left
+    every window are missing.
     """
 
     length: int
     blocks: Mapping[int, Object]
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(block.payload) for block in self.blocks.values())
 
 
 def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot:
@@ -131,9 +136,17 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
 
 
 def _blocks_of(store: KVStore, sequence: SequenceKV) -> list[Blocks]:
-    """Return the blocks of a sequence in order, each as its ids in all groups."""
-    complete, rest = divmod(sequence.length, store.shape.block_size)
-    blocks: list[Blocks] = [
-        [table.block(number) if number else table.sink for table in sequence.tables] for number in range(complete)
+    """Return the blocks of a sequence in order, each as its ids in all groups.
+
+    Of sparse groups that have a slot, their snapshots are left out: it has all that they know.
+    """
+    complete, current = sequence.length // store.shape.block_size, [table.current for table in sequence.tables]
+    tables = [
+        None if group.is_sparse and table.current is not None else table
+        for group, table in zip(store.groups, sequence.tables, strict=True)
     ]
-    return [*blocks, [table.current for table in sequence.tables]] if rest else blocks
+    blocks: list[Blocks] = [
+        [None if table is None else table.block(number) if number else table.sink for table in tables]
+        for number in range(complete)
+    ]
+    return [*blocks, current] if groups_of(current) else blocks

@@ -20,12 +20,13 @@ from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Delt
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
+from polarlm.engine.outputs import fold
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, EXACT, FIVE_BITS
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.recurrence import conv_inputs, make_rows, make_slots, make_weights, recurrence
-from tests.tiny import VOCABULARY, make_model
+from tests.tiny import VOCABULARY, make_model, matrices_read, preempt
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
@@ -205,6 +206,17 @@ def test_layers_without_kernels_are_refused(mixer: Recurrent, block: int, words:
     check_layers(NumpyOps(), config, block)
 
 
+def test_a_draft_model_without_kernels_is_refused_before_any_matrix_is_read(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "select", lambda device, threads: (CudaOps(open_device(checked=False)), ""))
+    draft, read = make_model(tmp_path, "qwen3_5_tied"), matrices_read(monkeypatch)
+    with pytest.raises(EngineError, match=r"model_draft=.* blocks of 128 tokens: choose 64") as caught:
+        Engine.load(tiny_path, block_size=128, ctx_size=256, model_draft=str(draft))
+    assert caught.value.code == "device_unavailable"
+    assert not read
+
+
 def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None:
     """Also of a column of zeros, and of one of tiny numbers; later changes of the states do not matter."""
     matrices, inputs = rng.standard_normal((2, 3, 8, 20)), rng.standard_normal((2, 3, 5))
@@ -253,4 +265,9 @@ def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
     for turn, (tokens, _) in zip(turns, found, strict=True):
         with Engine.load(path, **settings) as engine:
             assert answer(engine, turn)[0][:4] == tokens[:4]
+    with Engine.load(path, **settings, state_cache="10M") as engine:
+        stream = engine.stream(ids[:101], params)
+        chunks = [next(stream) for _ in range(5)]
+        assert preempt(engine).saved is not None
+        assert fold([*chunks, *stream]).token_ids == first
     assert together[0][:4] == found[1][0][:4]

@@ -23,7 +23,7 @@ from tests.compiled import share_kernels
 from tests.ports import free_port
 from tests.server.http_server import serving
 from tests.server.lines import PATIENCE, eventually
-from tests.tiny import load_tiny
+from tests.tiny import load_tiny, make_model
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 serve = pytest.importorskip("ray.serve", reason="the extra ray is not installed")
@@ -84,10 +84,13 @@ class Cluster:
             counts.append(self.written())
         return counts[-1]
 
-    def deploy(self, **options: Any) -> None:
-        """Start replicas with these options of a deployment; they take the place of those that are there."""
+    def deploy(self, settings: dict[str, Any] | None = None, **options: Any) -> None:
+        """Start replicas with these options of a deployment; they take the place of those that are there.
+
+        settings: of the engine, in the place of some of the cluster's.
+        """
         slow = Replica.options(func_or_class=slow_replica(self.hangs), graceful_shutdown_wait_loop_s=0.2, **options)
-        serve.run(Ingress.bind(slow.bind(self.settings), 1 << 20), name="polarlm")
+        serve.run(Ingress.bind(slow.bind({**self.settings, **(settings or {})}), 1 << 20), name="polarlm")
 
     def ask(self, *turns: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
         """The response to a conversation: a user's and an assistant's messages in turns."""
@@ -405,6 +408,39 @@ def test_what_a_replica_has_written_is_read_by_the_one_that_goes_on(cluster: Clu
     assert second.headers["x-replica"] != first.headers["x-replica"]
     usage = second.json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json()["usage"]["prompt_tokens"] > 64
+
+
+@pytest.mark.slow
+def test_a_hybrid_goes_on_at_another_replica(cluster: Cluster, tmp_path: Path) -> None:
+    """After another answer from the snapshot at the end of the prompt's last block, and after its own answer.
+
+    Nothing is coded, so the text is that of a server without Ray, whatever either finds.
+    """
+    exact = {"cache-type": "f16", "state-type": "f32"}
+    folder = {"weights": str(make_model(tmp_path, "qwen3_5_tied")), "cache-disk-folder": str(cluster.disk / "hybrid")}
+    cluster.deploy({**exact, **folder}, num_replicas=2)
+    eventually(lambda: running_replicas() == 2)
+    question, before = "a long question about many things, " * 4, cluster.written_at_rest()
+    settings: dict[str, Any] = {name.replace("-", "_"): value for name, value in exact.items()}
+    with load_tiny(tmp_path, device="cpu", threads=1, **settings) as engine, serving(engine) as running:
+        plain = Cluster(running.http, {}, cluster.disk, cluster.hangs)
+        no_control = {str(token): -100 for token in range(5)}  # which no text becomes
+        answers = [one.ask(question, max_tokens=70, logit_bias=no_control) for one in (cluster, plain)]
+        eventually(lambda: cluster.written() == before + 6)  # 3 blocks, a snapshot, the current block, the answer's ids
+        replica, own = answers[0].headers["x-replica"], text_of(answers[0])
+        assert own == text_of(answers[1])
+        kill(replica)
+        for said in ("nothing", own):
+            found, wanted = (one.ask(question, said, "go on") for one in (cluster, plain))
+            assert found.headers["x-replica"] != replica
+            assert text_of(found) == text_of(wanted)
+            details, plainly = (one.json()["usage"]["prompt_tokens_details"] for one in (found, wanted))
+            assert details["cached_tokens"] == plainly["cached_tokens"] >= 128
+            assert details["cached_from"]["disk"] > 0
+
+
+def text_of(response: httpx.Response) -> str:
+    return response.json()["choices"][0]["message"]["content"]
 
 
 SCALING = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 1}

@@ -143,6 +143,31 @@ def test_what_cannot_be_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -
         engine.generate([5, 6], replace(PARAMS, spec_type="draft-simple"))
 
 
+def test_what_is_said_of_the_draft_model_names_it(tiny_path: Path, other: Path) -> None:
+    """Such as that its layers have no kernels."""
+    said: list[str] = []
+    with Engine.load(
+        tiny_path, device="cpu", model_draft=str(other), verbose=said.append, **{**SETTINGS, "block_size": 8}
+    ) as engine:
+        clauses = [sentence for sentence in said if "NumPy computes" in sentence]
+        threads = engine.status().threads
+    assert [clause.partition("NumPy")[0] for clause in clauses] == ["", "draft model: "]
+    assert threads is not None
+    assert all(clause.rstrip(".") in threads.why for clause in clauses)
+
+
+def test_a_draft_model_has_no_snapshots(tiny_path: Path, tmp_path: Path) -> None:
+    """Nothing would find them."""
+    hybrid = make_model(tmp_path, "qwen3_5_tied")
+    with load_tiny(tiny_path, model_draft=str(hybrid), cache_type="f16", **SETTINGS) as engine:
+        wanted = plain(engine, prompts(1)[0])
+        made = unpaced(engine)
+        assert engine.generate(prompts(1)[0], PARAMS, ANEW).token_ids == wanted.token_ids
+        assert made[0].drafted
+        assert engine._parts.draft is not None
+        assert engine._parts.draft.plan.snapshot_bytes == 0
+
+
 def test_the_plan_leaves_room_for_the_draft_model(tiny_path: Path, other: Path) -> None:
     config = EngineConfig(weights=str(tiny_path), model_draft=str(other), cache_type="f16", block_size=BLOCK)
     ops = NumpyOps()

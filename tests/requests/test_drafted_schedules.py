@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from polarlm import Engine, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -46,17 +46,20 @@ class Asked:
 class Schedules(RuleBasedStateMachine):
     """Each answer is that of a plain run; a cancelled one is its beginning. No block is lost."""
 
-    preempted = drafted = 0
+    preempted = drafted = saved = 0
+    model = "llama_gqa_linear"
+    more: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = ExitStack()
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-        path = make_model(folder)
+        path = make_model(folder, self.model)
         self.file = folder / "session"
-        self.plain: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS))
-        self.engine: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS))
-        self.stack.enter_context(blocks_left(self.engine, 11))  # the longest answer needs ten
+        self.plain: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
+        self.engine: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
+        attention = next(number for number, group in enumerate(self.engine._store.groups) if not group.is_sparse)
+        self.stack.enter_context(blocks_left(self.engine, 11, attention))  # the longest answer needs ten
         record_time = self.engine._scheduler.record_time  # by count: the machine must do the same each time
         self.engine._scheduler.record_time = lambda unit, _: record_time(unit, 1)  # type: ignore[method-assign]
         preempt = self.engine._scheduler.preempt
@@ -112,6 +115,21 @@ class Schedules(RuleBasedStateMachine):
         one.ticket.cancel()
         one.is_cancelled = True
 
+    @rule(number=st.integers(0, 9), count=st.integers(1, 9))
+    def evict(self, number: int, count: int) -> None:
+        """Blocks, snapshots and slots that no request holds are not found any more."""
+        groups = self.engine._store.groups
+        group = groups[number % len(groups)]
+        for allocator in (group.quantized, group.full):
+            for block in allocator.allocate(min(count, allocator.free)):
+                allocator.release(block)
+
+    @invariant()
+    def copies_are_bounded(self) -> None:
+        waiting = [one.saved.bytes for one in self.engine._runner.requests.values() if one.saved is not None]
+        assert sum(waiting) <= self.engine._store.plan.snapshot_bytes
+        Schedules.saved += len(waiting)
+
     @rule()
     def session(self) -> None:
         """The newest sequence goes to a file and comes back, beside requests under way."""
@@ -136,17 +154,32 @@ class Schedules(RuleBasedStateMachine):
 
 
 def assert_idle_but_taken(engine: Engine) -> None:
-    """No request, and no slot in use."""
+    """No request, and no slot or snapshot in use."""
     assert not engine._runner.requests
     assert not engine._runner._steps.has_begun
-    assert all(group.full.free == group.full.size for group in engine._store.groups)
+    groups = engine._store.groups
+    assert all(group.full.free == group.full.size for group in groups)
+    assert all(group.quantized.free == group.quantized.size for group in groups if group.is_sparse)
+
+
+class OfDeltaRules(Schedules):
+    """Nothing is coded, so that an answer does not depend on the snapshot that it goes on from."""
+
+    model = "qwen3_next_shared_keys"
+    more: Mapping[str, Any] = {"state_type": "f32", "state_cache": "40k"}
+
+
+class OfMamba2(OfDeltaRules):
+    model = "nemotron_h_experts"
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_plain_runs() -> None:
+@pytest.mark.parametrize("machine", [Schedules, OfDeltaRules, OfMamba2])
+def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
     """With requests that are preempted, and drafts that are right."""
-    Schedules.preempted = Schedules.drafted = 0
+    Schedules.preempted = Schedules.drafted = Schedules.saved = 0
     usual = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True, database=None)
-    run_state_machine_as_test(Schedules, settings=usual)
+    run_state_machine_as_test(machine, settings=usual)
     assert Schedules.preempted > 0
     assert Schedules.drafted > 300
+    assert (Schedules.saved > 0) == (machine is not Schedules)

@@ -1,24 +1,26 @@
-"""The state of gated delta rules in any order of prompts, steps, rejected rows, aborts, snapshots and copies."""
+"""The state of recurrent layers in any order of prompts, steps, rejected rows, aborts, preemptions, snapshots and
+copies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polarlm.engine.backends.delta import DeltaWeights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.delta import DeltaShape, DeltaState, DeltaTable
 from polarlm.engine.state.delta_slots import PromptRows, ends_to_keep
-from polarlm.model_loaders.config import GatedDelta
-from tests.recurrence import make_rows, make_weights, recurrence
+from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
+from tests.recurrence import Weights, make_rows, make_weights, recurrence
 
 N = 4
-SHAPE = GatedDelta(1, 2, 4, 3, 3)
+GATED_DELTA, MAMBA2 = GatedDelta(1, 2, 4, 3, 3), Mamba2(1, 2, 4, 3, 3)
 
 
 @dataclass
@@ -34,29 +36,31 @@ class Running:
 class Schedules(RuleBasedStateMachine):
     """Sequences whose results are those of the recurrence from the beginning, or from the snapshot they began with."""
 
-    @initialize(seed=st.integers(0, 99))
-    def start(self, seed: int) -> None:
-        self.rng, self.ops = np.random.default_rng(seed), NumpyOps(1)
-        self.state = DeltaState(self.ops, DeltaShape(SHAPE), N, (3, 5), (6, 5))
-        self.weights = {layer: make_weights(self.rng, SHAPE) for layer in self.state.layers}
+    @initialize(seed=st.integers(0, 99), shape=st.sampled_from([GATED_DELTA, MAMBA2]))
+    def start(self, seed: int, shape: Recurrent) -> None:
+        self.rng, self.ops, self.shape = np.random.default_rng(seed), NumpyOps(1), shape
+        self.op: Any = self.ops.mamba2 if shape is MAMBA2 else self.ops.gated_delta
+        self.state = DeltaState(self.ops, DeltaShape(shape), N, (3, 5), (6, 5))
+        self.weights = {layer: make_weights(self.rng, shape) for layer in self.state.layers}
         self.running: list[Running] = []
+        self.waiting: list[tuple[Running, BlockArrays]] = []
 
-    def check(self, one: Running, rows: np.ndarray, found: np.ndarray, layer: int, w: DeltaWeights) -> None:
+    def check(self, one: Running, rows: np.ndarray, found: np.ndarray, layer: int, w: Weights) -> None:
         """Whether `found` are the results of the last rows of a sequence."""
-        wanted, _ = recurrence(rows[one.base :], w, SHAPE, one.start and one.start[layer])
+        wanted, _ = recurrence(rows[one.base :], w, self.shape, one.start and one.start[layer])
         wanted = wanted[len(wanted) - len(found) :]
         np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-5 * max(1, np.abs(wanted).max()))
 
     @rule()
     def begin(self) -> None:
         if len(self.running) < 3:
-            self.running.append(Running(make_rows(self.rng, SHAPE, 0), self.state.new_table()))
+            self.running.append(Running(make_rows(self.rng, self.shape, 0), self.state.new_table()))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 25), unit=st.integers(1, 9), aborts=st.booleans())
     def prompt(self, data: st.DataObject, count: int, unit: int, aborts: bool) -> None:
         one = data.draw(st.sampled_from(self.running))
-        begin, rows = len(one.rows), np.concatenate([one.rows, make_rows(self.rng, SHAPE, count)])
+        begin, rows = len(one.rows), np.concatenate([one.rows, make_rows(self.rng, self.shape, count)])
         try:
             growth = self.state.open(one.table, begin, count, {}, as_steps=False)
         except OutOfBlocks:
@@ -69,7 +73,7 @@ class Schedules(RuleBasedStateMachine):
                 spans = self.state.spans([view])
                 assert isinstance(spans, PromptRows)
                 own = slice(begin + first, begin + part.stop)
-                self.check(one, rows[: own.stop], spans.compute(self.ops.gated_delta, rows[own], w), layer, w)
+                self.check(one, rows[: own.stop], spans.compute(self.op, rows[own], w), layer, w)
             self.state.seal(layer, growth, begin, count)
         if aborts:
             self.state.abort(growth)
@@ -83,7 +87,7 @@ class Schedules(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.running))
         begin = len(one.rows)
         count = min(count, N - begin % N)
-        rows = np.concatenate([one.rows, make_rows(self.rng, SHAPE, count)])
+        rows = np.concatenate([one.rows, make_rows(self.rng, self.shape, count)])
         try:
             growth = self.state.open_step(one.table, begin, count)
         except OutOfBlocks:
@@ -92,7 +96,7 @@ class Schedules(RuleBasedStateMachine):
             view = self.state.view(layer, one.table, growth, begin, slice(0, count), begin)
             spans = self.state.spans([view])
             assert isinstance(spans, np.ndarray)
-            self.check(one, rows, self.ops.gated_delta(rows[begin:], w, self.state.cache(layer), spans), layer, w)
+            self.check(one, rows, self.op(rows[begin:], w, self.state.cache(layer), spans), layer, w)
         one.rows = rows[: begin + min(kept, count)]
         self.state.commit(one.table, growth, len(one.rows))
 
@@ -112,7 +116,7 @@ class Schedules(RuleBasedStateMachine):
             decoded = EIGHT_BITS.decode(kept)
             before = one.start and one.start[layer]
             if end > one.base:
-                exact = recurrence(one.rows[one.base : end], w, SHAPE, before)[1][-1]
+                exact = recurrence(one.rows[one.base : end], w, self.shape, before)[1][-1]
                 assert (np.abs(decoded - exact) <= 0.51 * kept["scales"][:, None] + 1e-5).all()
             start[layer] = decoded, kept["inputs"]
         self.running.append(Running(one.rows[:end], table, end, start))
@@ -158,6 +162,31 @@ class Schedules(RuleBasedStateMachine):
                 table.current = slot
         except OutOfBlocks:
             pass
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """A sequence gives up its slot; what it knew waits outside."""
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        one = self.running[index]
+        if one.table.current is not None and len(one.rows):
+            del self.running[index]
+            self.waiting.append((one, self.state.read_full(one.table.current, len(one.rows) % N)))
+            self.state.release(one.table)
+
+    @precondition(lambda self: self.waiting and len(self.running) < 3)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.waiting) - 1))
+        one, saved = self.waiting[index]
+        try:
+            one.table = self.state.reserve_table(len(one.rows), max(0, len(one.rows) // N - 1), False)
+        except OutOfBlocks:
+            return
+        assert one.table.current is not None
+        self.state.write_full(one.table.current, saved)
+        self.running.append(one)
+        del self.waiting[index]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

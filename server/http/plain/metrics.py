@@ -25,7 +25,7 @@ class _Numbers(Collector):
         self._left_out = {"cached_tokens"} if without_cached else set()
 
     def collect(self) -> Iterator[Metric]:
-        done, now, state = self._done, self._now, self._now.snapshots or SnapshotStatus(0, 0, 0)
+        done, now, state = self._done, self._now, self._now.snapshots or SnapshotStatus(0, 0, 0, 0)
         requests = CounterMetricFamily("polarlm_requests", "Requests that have ended, by outcome", labels=["outcome"])
         for outcome, count in sorted(done.requests.items()):
             requests.add_metric([outcome], count)
@@ -60,6 +60,7 @@ class _Numbers(Collector):
             ("snapshots", "Snapshots of recurrent layers that there is room for", state.snapshots),
             ("snapshots_used", "Snapshots that requests hold", state.used),
             ("snapshots_kept", "Snapshots that no request holds, kept for a next turn to find", state.kept),
+            ("snapshot_bytes", "Bytes of the computer's memory that there are for snapshots", state.bytes),
         ):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 

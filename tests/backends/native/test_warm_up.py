@@ -7,6 +7,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.loading import assembly, rehearsal
 from polarlm.engine.model.file_matrix import FileMatrix
-from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
+from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
@@ -103,6 +104,43 @@ def test_a_conversation_needs_no_other_kernels(
         answer = engine.generate(PROMPT, SOME)
         assert len(answer.token_ids) == 20
         engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
+    assert watch.needed
+    assert set(watch.needed) <= set(watch.announced)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.parametrize("draft", ["qwen3_next_shared_keys", "granite_hybrid_tied", "llama_mha"])
+def test_a_draft_model_needs_no_other_kernels(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """Of an answer that it drafts over the ends of blocks, also those of recurrent layers, which this one lacks."""
+    path = make_model(tmp_path, draft)
+    watch = Watch(monkeypatch)
+    settings = {**SETTINGS, "cache_type": "f16", "model_draft": str(path)}
+    with load_tiny(tiny_path, ops=NativeOps(1), **settings) as engine:
+        watch.needed.clear()
+        found = engine.generate(PROMPT, replace(SOME, max_tokens=60))
+        assert found.usage.drafted_tokens
+        engine.generate([*PROMPT, *found.token_ids, *PROMPT[:9]], SOME)
+    assert watch.needed
+    assert set(watch.needed) <= set(watch.announced)
+    assert any(name.startswith(("gated_delta", "mamba2")) for name in watch.needed) == (draft != "llama_mha")
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.usefixtures("rehearsed_at_once")
+@pytest.mark.parametrize("name", ["qwen3_next_shared_keys", "granite_hybrid_tied", "lfm2_tied"])
+def test_a_conversation_of_a_hybrid_needs_no_other_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also after a snapshot, and in steps that complete blocks."""
+    path, watch = make_model(tmp_path, name), Watch(monkeypatch)
+    with load_tiny(path, ops=NativeOps(1), **SETTINGS) as engine:
+        watch.needed.clear()
+        answer = engine.generate(PROMPT, SOME)
+        engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
+        assert engine.generate([*PROMPT[:66], *PROMPT], SOME).usage.cached_tokens == 64
     assert watch.needed
     assert set(watch.needed) <= set(watch.announced)
 

@@ -13,9 +13,15 @@ import pytest
 
 from tests.server.lines import PATIENCE, Client, eventually
 from tests.server.process import SMALL_BLOCKS, Process
+from tests.tiny import make_model
 
 PRELUDE = SMALL_BLOCKS.format(kept=4)
 USER, AGAIN = ({"role": "user", "content": content} for content in ("hello, how are you", "and then"))
+
+
+@pytest.fixture(scope="module", params=["llama_gqa_linear", "qwen3_5_tied"])  # the second one has recurrent layers
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), request.param)
 
 
 def start(model: Path, folder: Path, *flags: str, disk: bool = True) -> Process:
@@ -48,11 +54,11 @@ def written(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_the_next_turn_after_a_restart_needs_no_prefill(tiny_path: Path, tmp_path: Path, how: signal.Signals) -> None:
-    with start(tiny_path, tmp_path / "plain", disk=False) as server:
+def test_the_next_turn_after_a_restart_needs_no_prefill(model: Path, tmp_path: Path, how: signal.Signals) -> None:
+    with start(model, tmp_path / "plain", disk=False) as server:
         first = chat(server.url, USER)
         expected = chat(server.url, USER, said(first), AGAIN)
-    with start(tiny_path, tmp_path / "kept") as server:
+    with start(model, tmp_path / "kept") as server:
         assert said(chat(server.url, USER)) == said(first)
         if how == signal.SIGKILL:
             stored = first["usage"]["total_tokens"] - 1
@@ -60,7 +66,7 @@ def test_the_next_turn_after_a_restart_needs_no_prefill(tiny_path: Path, tmp_pat
             eventually(lambda: written(tmp_path / "kept") >= blocks)
         server.process.send_signal(how)
         server.process.wait(PATIENCE)
-    with start(tiny_path, tmp_path / "kept") as server:
+    with start(model, tmp_path / "kept") as server:
         second = chat(server.url, USER, said(first), AGAIN)
         assert said(second) == said(expected)
         cached = expected["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -87,13 +93,13 @@ def test_the_socket_tells_the_place_of_a_hit(tiny_path: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_killed_servers_leave_only_right_blocks(tiny_path: Path, tmp_path: Path) -> None:
+def test_killed_servers_leave_only_right_blocks(model: Path, tmp_path: Path) -> None:
     """Each is killed while it writes, at another point; the next one's answers are those of a server without a disk."""
     prompts = [{"role": "user", "content": f"{number} abcdefgh" * 6} for number in range(3)]
-    with start(tiny_path, tmp_path / "plain", disk=False) as server:
+    with start(model, tmp_path / "plain", disk=False) as server:
         expected = [(chat(server.url, prompt, tokens=8), chat(server.url, prompt, tokens=8)) for prompt in prompts]
     for number, prompt in enumerate(prompts):
-        with start(tiny_path, tmp_path / "kept") as server:
+        with start(model, tmp_path / "kept") as server:
             before = written(tmp_path / "kept")
             assert said(chat(server.url, prompt, tokens=8)) == said(expected[number][0])
             eventually(lambda least=before + 2 * number: written(tmp_path / "kept") >= least)
@@ -101,7 +107,7 @@ def test_killed_servers_leave_only_right_blocks(tiny_path: Path, tmp_path: Path)
             server.process.wait(PATIENCE)
     assert not [file for file in (tmp_path / "kept" / "blocks").iterdir() if file.stat().st_mode & 0o077]
     hits = 0
-    with start(tiny_path, tmp_path / "kept") as server:
+    with start(model, tmp_path / "kept") as server:
         for prompt, answers in zip(prompts, expected, strict=True):
             answer = chat(server.url, prompt, tokens=8)
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
