@@ -52,6 +52,7 @@ class WarmUp(NamedTuple):
     # Ascending row counts with kernels of their own, which serve up to as many rows. No first request waits for them:
     # they are warmed up after the model is loaded.
     rows: Sequence[int]
+    short: Sequence[int] = ()  # row counts of short prompts with kernels of their own, which a first request waits for
 
 
 class KeptTiles(Protocol):

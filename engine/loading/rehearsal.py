@@ -60,7 +60,7 @@ def warm_up_first(
     weights = load_weights(ops, source.config, source.weights, None, wanted, numbers, on_host=on_host)
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
     warmed = Transformer(ops, model, weights, store)
-    sequence = warm_up(warmed)
+    sequence = warm_up(warmed, warm.short)
     drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
     return [
         partial(warm_up_codes, warmed, sequence),

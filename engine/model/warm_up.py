@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import SequenceKV
 
-_ROWS = 48  # rows of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
+_ROWS = 48  # rows of a prompt: kernels for many rows take 6, 4, 3 or 2 at a time, and all of these divide it
 _MANY_ROWS = 96  # rows of a prompt: enough to be multiplied by a GPU's library
 
 
@@ -23,11 +25,18 @@ def _many_rows(shape: CacheShape) -> int:
     return max(2 * shape.block_size, _MANY_ROWS)
 
 
-def warm_up(model: Transformer) -> SequenceKV:
-    """Run a first prompt and a step, and return their sequence. model: one with the ops of a `WarmUp`."""
+def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
+    """Run first prompts and a step, and return the sequence of the longest prompt and of the step.
+
+    model: one with the ops of a `WarmUp`. short: rows of the other prompts.
+    """
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
     _step(model, sequence)
+    for rows in short:
+        other = model.store.new_sequence()
+        _prompt(model, other, rows)
+        model.store.release(other)
     return sequence
 
 

@@ -13,6 +13,7 @@ from polarlm.engine.backends.native.attention.steps import AttentionOps
 from polarlm.engine.backends.native.experts import ExpertOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
+from polarlm.engine.backends.native.kernels.linear.product import short_prompts
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher
@@ -126,7 +127,7 @@ class NativeOps:
         ops = copy(self)
         ops._compose(self._plain, launch)
         ops.load, ops.load_experts = ops._matrices.load_shapes, ops._matrices.load_expert_shapes
-        return WarmUp(ops, launch.wait, ())
+        return WarmUp(ops, launch.wait, (), short_prompts(launch.level))
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)

@@ -52,6 +52,11 @@ def largest_tiling(level: Level) -> Tiling:
     return Tiling(*level.code_tiles[-1])
 
 
+def short_prompts(level: Level) -> tuple[int, ...]:
+    """Row counts that the largest tiling is not for; see `WarmUp.short`."""
+    return tuple(rows for rows, _ in level.code_tiles[:-1])
+
+
 @dataclass(frozen=True)
 class Product:
     """The properties that a kernel is specialized for.
