@@ -14,6 +14,20 @@ from scripts.make_random_model import Shape, write
 _SHAPE = Shape("llama", 2, 64, 128, 2, 1, 300, 16384)
 _CONTROL = ("<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|eot_id|>")
 _CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+_GEMMA = (
+    *(
+        "<|turn>",
+        "<turn|>",
+        "<|think|>",
+        "<|channel>",
+        "<channel|>",
+        "<|tool>",
+        "<tool|>",
+        "<|tool_call>",
+        "<tool_call|>",
+    ),
+    *("<|tool_response>", "<tool_response|>", '<|"|>'),
+)
 _TEXT = ("<think>", "</think>", "<tool_call>", "</tool_call>", "th", "he")  # added, but not control tokens
 
 
@@ -25,7 +39,8 @@ def tool_model(folder: Path, template: str) -> Path:
     added = list(_TEXT[:4])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    control = (*_CONTROL, *_CHANNELS) if "<|channel|>" in template else _CONTROL
+    further = {"<|channel|>": _CHANNELS, "<|turn>": _GEMMA}
+    control = (*_CONTROL, *(name for part, names in further.items() if part in template for name in names))
     writer.add_token_list([*control, *added, *spelt])
     kinds = [gguf.TokenType.CONTROL] * len(control) + [gguf.TokenType.USER_DEFINED] * len(added)
     writer.add_token_types([int(kind) for kind in kinds] + [int(gguf.TokenType.NORMAL)] * len(spelt))
