@@ -142,9 +142,10 @@ def configure(fields: Fields) -> ModelConfig:
         mixer = layer.mixer
         assert isinstance(mixer, Attention)
         mixer = mixer if mixer.window else _without_window(fields, number, mixer)
-        ffn = _experts(fields, layer.ffn) if fields.flag("enable_moe_block", False) else layer.ffn
+        ffn = layer.ffn
         if number >= own and fields.flag("use_double_wide_mlp", False) and isinstance(ffn, GatedMLP):
             ffn = replace(ffn, size=2 * ffn.size)
+        ffn = _experts(fields, ffn) if fields.flag("enable_moe_block", False) else ffn
         mixer = replace(mixer, v_norm=True, shares_kv=number >= own)
         changed.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
     return replace(plain, layers=tuple(changed), layer_embedding=inputs)

@@ -209,6 +209,9 @@ def test_the_last_layers_of_gemma4_e2b_share_kv_and_have_wider_networks() -> Non
     assert [mixer.shares_kv for mixer in config.attentions.values()] == [False, False, True, True]
     assert [layer.ffn.size for layer in config.layers] == [24, 24, 48, 48]
     written = json.loads((MODELS / "gemma4_shared_kv" / "config.json").read_text())
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    mixtures = [layer.ffn for layer in configure(Fields({**written, **experts}, "config.json")).layers]
+    assert [ffn.shared.size for ffn in mixtures if isinstance(ffn, Experts) and ffn.shared] == [24, 24, 48, 48]
     written["num_kv_shared_layers"] = 3
     with pytest.raises(LoadError, match="num_kv_shared_layers is 3, but no layer before these has K/V of each kind"):
         configure(Fields(written, "config.json"))
