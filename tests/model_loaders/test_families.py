@@ -429,13 +429,15 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
 
 IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
 IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
-# Dense layers, and biases of convolutions, for which their architectures have no names. Recurrent layers have tests of
-# their own.
+# Dense layers, biases of convolutions, and weights of OLMoE's experts that are divided by their sum, for which their
+# architectures have no names. Recurrent layers have tests of their own.
 WITHOUT_GGUF = (
     "granite_hybrid_experts",
     "granite_hybrid_tied",
     "nemotron_h_dense",
     "nemotron_h_experts",
+    "olmoe_normed_gqa",
+    "qwen2_moe_mixed_normed",
     "qwen3_moe_mixed_tied",
     "lfm2_biases",
     "qwen3_5_moe_with_images",
@@ -525,8 +527,8 @@ def lfm2(config: ModelConfig) -> dict[str, object]:
 
 def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
     """Further metadata; RoPE of layers without a window becomes a tensor of divisors."""
-    local, whole, ffn = config.attentions[0], config.attentions[len(config.layers) - 1], config.ffn
-    dense = ffn.shared if isinstance(ffn, Experts) else ffn
+    local, whole = config.attentions[0], config.attentions[len(config.layers) - 1]
+    sizes = [(layer.ffn.shared if isinstance(layer.ffn, Experts) else layer.ffn).size for layer in config.layers]
     assert local.rope is not None
     assert whole.rope is not None
     tensors["rope_freqs.weight"] = np.array(whole.rope.divisors, np.float32)
@@ -539,10 +541,9 @@ def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, obj
         "rope__freq_base": whole.rope.theta,
         "rope__freq_base_swa": local.rope.theta,
         "final_logit_softcapping": config.logit_softcap,
-        "feed_forward_length": dense.size,
+        "feed_forward_length": sizes if len(set(sizes)) > 1 else sizes[0],
         "attention__shared_kv_layers": len(config.layers) - len(config.kv_attentions),
         "embedding_length_per_layer_input": config.layer_embedding,
-        **({} if isinstance(ffn, Experts) else {"feed_forward_length": [layer.ffn.size for layer in config.layers]}),
     }
 
 
