@@ -217,6 +217,14 @@ def test_the_last_layers_of_gemma4_e2b_share_kv_and_have_wider_networks() -> Non
         configure(Fields(written, "config.json"))
 
 
+def test_muse_glimmer_as_a_whole_says_whether_its_head_is_the_embedding() -> None:
+    written = json.loads((MODELS / "muse_glimmer_mqa" / "config.json").read_text())
+    for of_text, whole, tied in ((True, None, False), (False, True, True), (True, True, True)):
+        given = {**written, "text_config": {**written["text_config"], "tie_word_embeddings": of_text}}
+        given |= {} if whole is None else {"tie_word_embeddings": whole}
+        assert configure(Fields(given, "config.json")).tied_head is tied
+
+
 def test_gemma3_with_the_older_keys() -> None:
     config = stored("gemma3_tied")
     written = json.loads((MODELS / "gemma3_tied" / "config.json").read_text())
