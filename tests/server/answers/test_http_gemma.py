@@ -22,12 +22,13 @@ WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
 REASONED = "<|channel>thought\nhm\n<channel|>So."
 ANSWER = REASONED + '<|tool_call>call:weather{city:<|"|>"Rome", {Rom}<|"|>,days:[1,{n:null}]}<tool_call|>'
+TEXT = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')  # which files may have as text
 ARGUMENTS = {"city": '"Rome", {Rom}', "days": [1, {"n": None}]}
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tool_engine(tmp_path_factory.mktemp("model"), GEMMA) as engine:
+@pytest.fixture(scope="module", params=[(), TEXT], ids=["control tokens", "text"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with tool_engine(tmp_path_factory.mktemp("model"), GEMMA, request.param) as engine:
         yield engine
 
 
@@ -129,7 +130,5 @@ def test_the_chat_shows_reasoning_and_the_template_leaves_it_out_later(
         patch.delattr(engine, "submit")  # the chat has no tools
         session.send("How is it?")
     assert capsys.readouterr().out.strip() == REASONED
-    answer = session.messages[-1]
-    assert (answer["content"], answer["reasoning_content"]) == ("So.", "hm")
     ids = engine.prompt_ids([*session.messages, {"role": "user", "content": "More?"}])
     assert "<|turn>model\nSo.<turn|>" in text_of(engine.model.tokenizer, ids, control=True)
