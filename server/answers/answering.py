@@ -106,7 +106,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     try:
         if template.channels is not None:
             return _plan_of_channels(template.channels, template.calls, asked, params, control)
-        after_result = asked.prompt[-1]["role"] == "tool"
+        after_result = asked.prompt[-1].get("role") == "tool"
         place = template.place_of_answer(asked.options.template_variables, after_result=after_result)
         if asked.options.continue_final_message and template.tags is not None:
             begun = asked.prompt[-1]["content"]
