@@ -21,7 +21,9 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
+ARCHITECTURES = tuple(
+    f"Gemma4{kind}For{task}" for kind in ("", "Unified") for task in ("CausalLM", "ConditionalGeneration")
+)
 PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 _DEFAULTS = {
     "vocab_size": 262_144,

@@ -217,6 +217,15 @@ def test_the_last_layers_of_gemma4_e2b_share_kv_and_have_wider_networks() -> Non
         configure(Fields(written, "config.json"))
 
 
+def test_the_text_of_gemma4_12b_has_names_of_its_own() -> None:
+    written = json.loads((MODELS / "gemma4_values_are_keys" / "config.json").read_text())
+    for kind in ("", "Unified"):
+        for task in ("CausalLM", "ConditionalGeneration"):
+            model_type = f"gemma4{'_unified' if kind else ''}_text"
+            given = {**written, "model_type": model_type, "architectures": [f"Gemma4{kind}For{task}"]}
+            assert configure(Fields(given, "config.json")) == stored("gemma4_values_are_keys")
+
+
 def test_muse_glimmer_as_a_whole_says_whether_its_head_is_the_embedding() -> None:
     written = json.loads((MODELS / "muse_glimmer_mqa" / "config.json").read_text())
     for of_text, whole, tied in ((True, None, False), (False, True, True), (True, True, True)):
