@@ -140,7 +140,7 @@ class _Grammar:
             lines += self._arguments(f"arguments{number}", function)
         if self.format.quote:
             quote, is_control = self.format.quote, self.format.quote in self.control
-            lines += shared_rules(quote, self._literal, is_control=is_control, barred=_containing(quote))
+            lines += shared_rules(quote, self._literal, is_control=is_control, escaped=_escaped(quote))
         lines.append("call: " + " | ".join(f"call{number}" for number in range(len(self.functions))))
         return lines
 

@@ -25,15 +25,18 @@ _HELD = (
 _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # of a field that the schema does not list
 
 
-def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, barred: str) -> list[str]:
+def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, escaped: str) -> list[str]:
     """The rules that arguments of all functions use.
 
-    literal: the form of a text in a rule. is_control: whether the quote is a control token. barred: a regular
-    expression for texts with a quote inside.
+    literal: the form of a text in a rule. is_control: whether the quote is a control token. escaped: the quote in a
+    regular expression.
     """
+    if is_control:
+        strings = [f"string: {literal(quote)} INSIDE {literal(quote)}", "INSIDE: /(?s:.*)/"]
+    else:
+        strings = [f"string: {literal(quote)} inside", f"inside[lazy]: /(?s:.*){escaped}/"]
     return [
-        f"string: {literal(quote)} INSIDE {literal(quote)}",
-        "INSIDE: /(?s:.*)/" if is_control else f"INSIDE: /(?s:.*)/ & ~/{barred}/",
+        *strings,
         'anything: string | scalar | "{" (field ("," field)*)? "}" | "[" (anything ("," anything)*)? "]"',
         f"scalar: %json {json.dumps({'type': list(_SCALARS)})}",
         'field: FIELD ":" anything',

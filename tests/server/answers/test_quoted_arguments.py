@@ -88,12 +88,13 @@ SCHEMA = {
 }
 
 
-def test_calls_fulfil_their_schema(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [(), (QUOTE, "<|tool_call>", "<tool_call|>")], ids=["control tokens", "text"])
+def test_calls_fulfil_their_schema(text: tuple[str, ...], tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     seen: set[str] = set()
-    with tool_engine(tmp_path, GEMMA) as engine, serving(engine) as server:
-        control = engine.model.tokenizer.control_tokens()
-        bias = {str(control["<|tool_call>"]): 100, str(control[QUOTE]): 100}
+    with tool_engine(tmp_path, GEMMA, text) as engine, serving(engine) as server:
+        begin, quote = (engine.tokenize(name, control=True)[0] for name in ("<|tool_call>", QUOTE))
+        bias = {str(begin): 100, str(quote): 100}
         for seed in range(24):
             body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": "required"}
             body |= {"seed": seed, "temperature": 1, "max_tokens": 300, "logit_bias": bias}
@@ -106,6 +107,38 @@ def test_calls_fulfil_their_schema(tmp_path: Path) -> None:
             assert list(value) == sorted(value, key=str.lower)
             seen |= set(value)
     assert seen >= {"tree", "Days", "city", "note"}
+
+
+LEAST = {"city": "Rome", "tree": {"name": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        (LEAST, True),
+        (LEAST | {"tree": {"name": "x", "next": {"name": "x", "next": {"name": "x"}}}}, True),
+        (LEAST | {"city": {"a": "", "b": [True]}, "Days": [3, 4, 5], "note": None}, True),
+        (LEAST | {"note": 'two\nlines, {"a": <|', "free": {"a": [{"b": "c"}, 1.5, "}"], "d": {}}}, True),
+        ({"city": "Rome"}, False),
+        (LEAST | {"city": "Oslo"}, False),
+        (LEAST | {"Days": []}, False),
+        (LEAST | {"Days": [2]}, False),
+        (LEAST | {"Days": [3, 3, 3, 3]}, False),
+        (LEAST | {"note": 5}, False),
+        (LEAST | {"tree": {"name": "x", "other": 1}}, False),
+        (LEAST | {"other": 1}, False),
+    ],
+)
+def test_the_grammar_has_the_values_of_the_schema_and_no_others(value: Any, fits: bool) -> None:
+    """Where the quote is text, which ends a string wherever it occurs."""
+    llguidance = pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    format = CallFormat(opening="call:", middle=("",), closing=";", quote=QUOTE)
+    rules = grammar(format, functions_of(tools), {}, calls="must", several=False)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), rules)
+    written = f"call:f{quoted(value, QUOTE)};".encode()
+    taken = matcher.try_consume_tokens(list(written))
+    assert (taken == len(written) and matcher.is_accepting()) is fits
 
 
 @pytest.mark.parametrize(
