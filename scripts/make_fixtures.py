@@ -56,6 +56,20 @@ GEMMA4 = {
     },
 }
 
+MUSE = {
+    "vision_config": {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 16,
+        "patch_size": 2,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
+    "out_hidden_size": 32,
+    "projector_hidden_size": 16,
+}
+
 MAMBA2 = {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_head": 16, "mamba_d_conv": 3}
 GRANITE = {
     "shared_intermediate_size": 48,
@@ -281,11 +295,32 @@ MODELS = {
             "moe_intermediate_size": 16,
         },
     ),
+    # No released model has both: experts, and layers that share K/V, whose networks beside the experts are wider.
+    "gemma4_experts_shared_kv": (
+        "gemma4_text",
+        "float16",
+        "new",
+        {
+            **GEMMA4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
     "muse_glimmer_gated": (
         "muse_glimmer",
         "float16",
         "new",
         {
+            **MUSE,
             "text_config": {
                 **COMMON,
                 "head_dim": 16,
@@ -295,17 +330,25 @@ MODELS = {
                 "final_logit_softcapping": 8.0,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
             },
-            "vision_config": {
-                "hidden_size": 16,
-                "num_attention_heads": 2,
-                "num_hidden_layers": 1,
-                "intermediate_size": 16,
-                "patch_size": 2,
-                "pos_emb_height": 4,
-                "pos_emb_width": 4,
+        },
+    ),
+    "muse_glimmer_mqa": (
+        "muse_glimmer",
+        "bfloat16",
+        "new",
+        {
+            **MUSE,
+            "text_config": {
+                **COMMON,
+                "head_dim": 16,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 1,
+                "sliding_window": 7,
+                "qk_scale_factor": 1.5,
+                "output_multiplier": 1.0,
+                "final_logit_softcapping": 20.0,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
             },
-            "out_hidden_size": 32,
-            "projector_hidden_size": 16,
         },
     ),
     # A head of keys for each two heads of values, whose dims differ.
@@ -466,17 +509,60 @@ MODELS = {
             "use_sliding_window": False,
         },
     ),
+    "qwen2_moe_mixed_normed": (
+        "qwen2_moe",
+        "float16",
+        "new",
+        {
+            "num_hidden_layers": 3,
+            "qkv_bias": False,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
     "olmoe_all_heads": (
         "olmoe",
         "float16",
         "new",
         {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40, "pad_token_id": 0},
     ),
+    "olmoe_normed_gqa": (
+        "olmoe",
+        "bfloat16",
+        "old",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "intermediate_size": 24,
+            "pad_token_id": 0,
+        },
+    ),
     "mixtral_window": (
         "mixtral",
         "bfloat16",
         "new",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": 16},
+    ),
+    "mixtral_one_of_three": (
+        "mixtral",
+        "float16",
+        "old",
+        {
+            "num_key_value_heads": 1,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 32,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
     ),
     "glm4_moe_qk_norm": (
         "glm4_moe",

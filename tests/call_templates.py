@@ -67,3 +67,57 @@ XML = (  # calls that are not JSON
     "{{ tools | tojson }}{% for m in messages %}{{ '<s>' + m.content }}{% for c in m.tool_calls or [] %}"
     "{% for k, v in c.function.arguments.items() %}{{ '<' + k + '>' + v | string }}{% endfor %}{% endfor %}{% endfor %}"
 )
+
+# Values between quotes of the template's own, reasoning in a channel, which is removed from earlier answers, and
+# results that continue the turn of the calls.
+_GEMMA_VALUES = (
+    "{% macro value(x) %}{% if x is string %}{{ '<|\"|>' + x + '<|\"|>' }}{% elif x is none %}null"
+    "{% elif x is boolean %}{{ 'true' if x else 'false' }}{% elif x is mapping %}{{ '{' }}{{ fields(x) }}{{ '}' }}"
+    "{% elif x is sequence %}[{% for e in x %}{{ ',' if not loop.first }}{{ value(e) }}{% endfor %}]"
+    "{% else %}{{ x }}{% endif %}{% endmacro %}"
+    "{% macro fields(x) %}{% for k, v in x | dictsort %}{{ ',' if not loop.first }}{{ k }}:{{ value(v) }}"
+    "{% endfor %}{% endmacro %}"
+    "{% macro said(x) %}{% set ns = namespace(text='') %}{% for part in x.split('<channel|>') %}"
+    "{% set ns.text = ns.text + part.split('<|channel>')[0] %}{% endfor %}{{ ns.text | trim }}{% endmacro %}"
+    "{% macro call(c) %}{{ '<|tool_call>call:' + c.function.name + '{' }}{% set a = c.function.arguments %}"
+    "{% if a is mapping %}{{ fields(a) }}{% else %}{{ a }}{% endif %}{{ '}<tool_call|>' }}{% endmacro %}"
+    "{% macro result(name, x) %}{{ '<|tool_response>response:' + name + '{' }}"
+    "{{ fields(x) if x is mapping else 'value:' + value(x) }}{{ '}<tool_response|>' }}{% endmacro %}"
+    "{{ bos_token }}{% set system = messages[0].role == 'system' %}{% set thinks = enable_thinking | default(false) %}"
+    "{% if thinks or tools or system %}{{ '<|turn>system\n' }}{{ '<|think|>\n' if thinks }}"
+    "{{ messages[0].content | trim if system }}{% for t in tools or [] %}"
+    "{{ '<|tool>declaration:' + t.function.name + '{description:' + value(t.function.description or '') + '}<tool|>' }}"
+    "{% endfor %}{{ '<turn|>\n' }}{% endif %}{% set shown = messages[1:] if system else messages %}"
+)
+
+GEMMA = _GEMMA_VALUES + (
+    "{% set ns = namespace(last=-1, before='', kind='') %}"
+    "{% for m in shown %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in shown %}{% if m.role != 'tool' %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{% set ns.kind = '' %}{% set then = namespace(results=m.tool_responses or [], role='') %}"
+    "{% for f in shown[loop.index:] if not then.role %}{% if f.role != 'tool' %}{% set then.role = f.role %}"
+    "{% elif m.tool_calls and not m.tool_responses %}"
+    "{% set then.results = then.results + [{'name': f.name, 'response': f.content}] %}{% endif %}{% endfor %}"
+    "{% if not (role == 'model' and ns.before == 'assistant') %}{{ '<|turn>' + role + '\n' }}{% endif %}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ call(c) }}{% set ns.kind = 'call' %}{% endfor %}"
+    "{% for r in then.results %}{{ result(r.name, r.response) }}{% set ns.kind = 'result' %}{% endfor %}"
+    "{% set text = said(m.content or '') if role == 'model' else m.content | trim %}{{ text }}"
+    "{% if ns.kind == 'call' %}{{ '<|tool_response>' }}{% elif role == 'model' and then.role == 'assistant' %}"
+    "{% elif not (then.results and not text and not then.role) %}{{ '<turn|>\n' }}{% endif %}"
+    "{% set ns.before = m.role %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{% if not ns.kind %}{{ '<|turn>model\n' }}"
+    "{% elif ns.kind == 'result' and thinks %}{{ '<|channel>thought\n' }}{% endif %}{% endif %}"
+)
+
+GEMMA_OF_APRIL = _GEMMA_VALUES + (  # the first one, which ends a turn after its calls, and opens one after results
+    "{% set ns = namespace(kind='') %}{% for m in shown %}{% set ns.kind = '' %}"
+    "{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{% for c in m.tool_calls or [] %}{{ call(c) }}{% endfor %}"
+    "{% for r in m.tool_responses or [] %}{{ result(r.name, r.response) }}{% set ns.kind = 'result' %}{% endfor %}"
+    "{{ said(m.content or '') if m.role == 'assistant' else m.content | trim }}"
+    "{% if not (m.tool_responses and not m.content) %}{{ '<turn|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{% if ns.kind != 'result' %}{{ '<|turn>model\n' }}{% endif %}"
+    "{% if not thinks %}{{ '<|channel>thought\n<channel|>' }}{% endif %}{% endif %}"
+)

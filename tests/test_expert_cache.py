@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
@@ -15,7 +18,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm import model_loaders
-from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
+from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams, codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy import host_memory
@@ -24,15 +27,21 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.experts import ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
+from polarlm.engine.loading.encoding import WHOLE, stored_layers
+from polarlm.engine.loading.experts import ExpertPlan, Sizes, _fitting_bytes, estimated_sizes, expert_plan, sizes
 from polarlm.engine.loading.fit import DeviceFit, fit_weights
 from polarlm.engine.loading.sizes import cache_shape
+from polarlm.engine.model.kv_scales import Variances
+from polarlm.engine.quantization.statistics import neutral
+from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.weight_formats import Matrix
 from polarlm.server.http.plain import metrics, stats
 from polarlm.server.running.counters import Totals
+from scripts.make_random_model import SHAPES, write
+from tests.call_templates import NO_TOOLS
 from tests.cuda.emulated import EmulatedDevice
 from tests.tiny import VOCABULARY, make_model
+from tests.tool_model import tool_model
 
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
 SOME = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=3)
@@ -139,6 +148,28 @@ def test_experts_leave_room_for_the_context(tmp_path: Path, memory: Callable[[in
     assert found.experts == 7
 
 
+@pytest.mark.parametrize(("kv_heads", "head_dim", "layers"), [(8, 64, 4), (16, 128, 2), (2, 512, 2)])
+def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, layers: int) -> None:
+    one = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), kv_heads, head_dim, 8)
+    shape, ones = CacheShape(64, (one,) * layers), np.ones((kv_heads, head_dim))
+    statistics = {layer: neutral(kv_heads, head_dim, 64) for layer in range(layers)}
+    tracemalloc.start()
+    stored_layers(WHOLE, shape, [Variances(ones, ones)] * layers, statistics)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < _fitting_bytes(shape) < 1.5 * most
+
+
+def test_experts_leave_room_for_fitting_the_cache(
+    tmp_path: Path, memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
+    monkeypatch.setattr("polarlm.engine.loading.experts._fitting_bytes", lambda shape: 2 * GIB)
+    memory(8 * GIB)
+    found = [plan_for(path, whole, calibration=fitted) for fitted in (False, True)]
+    assert [plan and plan.experts for plan in found] == [5, 4]
+
+
 def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callable[[int], None]) -> None:
     """Weights that can be converted until they fit are converted, since a token then reads nothing."""
     path, ops, config = make_model(tmp_path, "qwen3_moe_normed"), NativeOps(1), EngineConfig()
@@ -219,3 +250,38 @@ def test_a_server_counts_what_was_read(tmp_path: Path) -> None:
         parts = expert_parts(engine)
         sizes = {part.data.memory.nbytes // part.data.slots for part in parts}
         assert min(sizes) * now.experts.misses <= now.experts.bytes <= max(sizes) * now.experts.misses
+
+
+LIMITED = """
+import resource, sys
+from polarlm.engine import Engine, EngineError, SamplingParams
+settings = dict(device="cpu", threads=1, ctx_size=64, parallel=1, kept_sequences=0, calibration=False)
+params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+with Engine.load(sys.argv[1], **settings, expert_cache="40M") as engine:  # libraries and kernels are loaded
+    engine.generate([5, 6, 7], params)
+(data,) = [line for line in open("/proc/self/status") if line.startswith("VmData")]
+limit = int(data.split()[1]) * 1024 + (int(sys.argv[2]) << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    with Engine.load(sys.argv[1], **settings, expert_cache=sys.argv[3]) as engine:
+        print(engine.generate([5, 6, 7], params).token_ids)
+except EngineError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's private memory")
+def test_a_mixture_may_be_larger_than_memory(tmp_path: Path) -> None:
+    """A layer of OLMoE has 238 MiB of experts; 220 MiB of private memory are left for it and the program."""
+    path, tokenizer = tmp_path / "model.gguf", tool_model(tmp_path, NO_TOOLS).with_name("tokenizer.gguf")
+    write(path, "mixture", replace(SHAPES["olmoe-1b-7b"], layers=1, vocabulary=1024), "q4_k", tokenizer)
+
+    def run(room: int, size: str) -> str:
+        command = [sys.executable, "-c", LIMITED, str(path), str(room), size]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert "not enough memory" in run(220, "1G")
+    third = run(220, "77M")
+    assert third.startswith("(")
+    assert third == run(1000, "1G")

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -40,7 +40,7 @@ class Turn:
     finish_reason: str
     usage: Usage | None
     seconds: float = 0.0  # from the first token to the last
-    final: str | None = None  # of an answer of messages in channels: the text without reasoning; else None
+    message: Mapping[str, Any] = field(default_factory=dict)  # the answer as later prompts get it
 
 
 class ChatSession:
@@ -137,12 +137,7 @@ class ChatSession:
     def _answer(self, messages: list[Mapping[str, Any]]) -> Turn:
         turn = self._stream(messages)
         if turn.token_ids or turn.finish_reason != "cancelled":
-            # The ids are kept, so that the next prompt starts with exactly the tokens that are in the cache. Those of
-            # several messages are not: the template leaves all but the last one out.
-            answer: dict[str, Any] = {"role": "assistant", "content": turn.text, "token_ids": turn.token_ids}
-            if turn.final is not None:
-                answer = {"role": "assistant", "content": turn.final}
-            self.messages = [*messages, answer]
+            self.messages = [*messages, turn.message]
         return turn
 
     def _stream(self, prompt: str | list[Mapping[str, Any]]) -> Turn:
@@ -180,33 +175,53 @@ class ChatSession:
             self._console.end_progress()
             self._console.end_answer()
         seconds = times[-1] - times[0] if times else 0.0
-        self.last = Turn(shown.text, tuple(ids), reason or "cancelled", usage, seconds, shown.final)
+        message = shown.message(tuple(ids))
+        self.last = Turn(shown.text, tuple(ids), reason or "cancelled", usage, seconds, message)
         return self.last
 
 
 class _Shown:
-    """The text of an answer as it is shown, which of messages in channels has the reasoning between its tokens."""
+    """The text of an answer as it is shown, with the control tokens around its reasoning."""
 
     def __init__(self, engine: Engine, prompt: str | list[Mapping[str, Any]]) -> None:
+        template = engine.model.template
         try:
-            channels = None if isinstance(prompt, str) else engine.model.template.channels
+            channels = None if isinstance(prompt, str) else template.channels
+            tags = None if isinstance(prompt, str) or channels is not None else template.tags
         except LoadError as error:
             raise EngineError(str(error)) from None
-        control = {} if channels is None else engine.model.tokenizer.control_tokens()
-        self.tokens = () if channels is None else tuple(control[name] for name in channels.tokens if name in control)
+        around = channels.tokens if channels is not None else (tags.open, tags.close) if tags is not None else ()
+        control = engine.model.tokenizer.control_tokens() if around else {}
+        self.tokens = tuple(token for name, token in control.items() if any(name in text for text in around))
+        self._tags = tags if self.tokens else None  # which the template does not find in messages, where they are text
         self._reader = None if channels is None else ChannelReader(channels)
         self._inline = None if channels is None else Inline(channels)
         self.text = ""  # so far
-        self.final = None if channels is None else ""  # the text without reasoning so far
+        self._final = ""  # of an answer of messages in channels: the text without reasoning so far
 
     def push(self, text: str, *, last: bool) -> str:
         """What `text` adds to the text that is shown; `last`: whether the answer ends."""
-        if self._reader is not None and self._inline is not None and self.final is not None:
+        if self._reader is not None and self._inline is not None:
             parts = self._reader.push(text) + (self._reader.finish() if last else [])
-            self.final += "".join(part.text for part in parts if part.kind == "text")
+            self._final += "".join(part.text for part in parts if part.kind == "text")
             text = "".join(map(self._inline.text, parts))
         self.text += text
         return text
+
+    def message(self, ids: tuple[int, ...]) -> dict[str, Any]:
+        """The answer as later prompts get it.
+
+        The ids are kept, so that the next prompt starts with exactly the tokens that are in the cache. Those of
+        several messages are not: the template leaves all but the last one out.
+        """
+        if self._reader is not None:
+            return {"role": "assistant", "content": self._final}
+        answer = {"role": "assistant", "content": self.text, "token_ids": ids}
+        thought, closed, final = self.text.partition(self._tags.close) if self._tags is not None else ("", "", "")
+        if self._tags is None or not closed or not thought.lstrip().startswith(self._tags.open):
+            return answer
+        reasoning = thought.lstrip().removeprefix(self._tags.open).strip()
+        return answer | {"content": final.strip(), "reasoning_content": reasoning, "reasoned": True}
 
 
 def _session_file(path: str) -> Path:

@@ -10,7 +10,7 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.sizes import store_plan, weight_format
+from polarlm.engine.loading.sizes import is_calibrated, store_plan, weight_format
 from polarlm.engine.model.weights import EXPERT_SLOTS, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
@@ -150,7 +150,8 @@ def expert_plan(
             return None
         room = ops.room_beside(other + least)
         store = store_plan(config, ops, model, shape, room, more)
-        left = free - store.bytes - _prompt_bytes(model, store.tokens) - more(store.tokens)
+        fitting = _fitting_bytes(shape) if is_calibrated(config, shape) else 0
+        left = free - store.bytes - max(fitting, _prompt_bytes(model, store.tokens)) - more(store.tokens)
         experts = max(chosen, int(_SHARE * left) * count // of.experts)
     if experts >= count:
         return None
@@ -162,6 +163,12 @@ def _prompt_bytes(model: ModelConfig, tokens: int) -> int:
     widest = max(mixer.kv_heads * mixer.head_dim for mixer in model.attentions.values())
     inputs = len(model.layers) * model.layer_embedding
     return 4 * tokens * (2 * model.hidden_size + 2 * widest + inputs) + _UNIT_BYTES
+
+
+def _fitting_bytes(shape: CacheShape) -> int:
+    """Return the bytes that fitting the cache takes: the metrics of all heads, of which at most eight arrays (D, D) in
+    float64 are there at a time."""
+    return sum(8 * 8 * one.kv_heads * one.head_dim**2 for one in shape.kv_layers.values())
 
 
 def _all_fit(

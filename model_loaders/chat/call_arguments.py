@@ -1,4 +1,8 @@
-"""Arguments of past calls, which clients send back as text: a JSON object, or any other text."""
+"""Arguments of calls: clients send and get them as text, a JSON object; templates may write them otherwise.
+
+Where a template writes a call as `name{key:<|"|>text<|"|>,count:7}`, strings stand between quotes of its own, in which
+nothing is escaped, and names of fields have none.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +27,20 @@ def json_object(text: str) -> dict[str, Any] | None:
             for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
         ]
     return value if isinstance(value, dict) and not level else None
+
+
+def quoted(value: Any, quote: str) -> str:
+    """A JSON value as templates with a `quote` of their own write it, fields in the order of Jinja's `dictsort`."""
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        fields = sorted(value.items(), key=in_order)
+        return "{" + ",".join(f"{name}:{quoted(inner, quote)}" for name, inner in fields) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(quoted(inner, quote) for inner in value) + "]"
+    return json.dumps(value)
+
+
+def in_order(field: tuple[str, Any]) -> str:
+    """The key by which `dictsort` sorts the fields of an object."""
+    return field[0].lower()

@@ -145,16 +145,18 @@ class _Rendering:
         if index in self._reasoned:
             framed["reasoning_content"] = self._frame_of_part(index, "r")
         if calls := shown.get("tool_calls"):
-            as_text = self._template.calls.arguments_as_text
+            format = self._template.calls
             framed["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": text if as_text else json.loads(text)}}
-                for call, text in zip(calls, self._made_up_arguments(index, len(calls)), strict=True)
+                {**call, "function": {**call["function"], "arguments": format.written(made_up)}}
+                if format.arguments_as_text
+                else {**call, "function": {**call["function"], "arguments": made_up}}
+                for call, made_up in zip(calls, self._made_up_arguments(index, len(calls)), strict=True)
             ]
         return framed
 
-    def _made_up_arguments(self, index: int, calls: int) -> list[str]:
+    def _made_up_arguments(self, index: int, calls: int) -> list[dict[str, int]]:
         """Arguments that no other calls have. The calls' names stay: templates may show them beside results, too."""
-        return [self._template.calls.written({self._frame_of_part(index, f"c{n}"): 0}) for n in range(calls)]
+        return [{self._frame_of_part(index, f"c{n}"): 0} for n in range(calls)]
 
     def _frame_of_part(self, index: int, part: str) -> str:
         return f"{self._edge}{index}{part}{self._edge}"
@@ -169,10 +171,12 @@ class _Rendering:
             parts.append(self._frame(index))
         if calls := shown.get("tool_calls"):
             arguments = self._made_up_arguments(index, len(calls))
+            format = self._template.calls
             made_up = [
-                (call["function"]["name"], text, call["id"]) for call, text in zip(calls, arguments, strict=True)
+                (call["function"]["name"], format.written(each), call["id"])
+                for call, each in zip(calls, arguments, strict=True)
             ]
-            parts.append(self._template.calls.shown(made_up))
+            parts.append(format.shown(made_up))
         places = [_once(text, part) for part in parts]
         if None in places or (index in self._reasoned and len(parts) == 1):
             return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from polarlm.model_loaders.chat.renders import Renders
 from polarlm.model_loaders.errors import LoadError
@@ -58,9 +58,20 @@ def _around(text: str) -> Tags | None:
     return Tags(open[1], close[1]) if open and close else None
 
 
-def place_of_answer(template: Renders, tags: Tags, variables: Mapping[str, object]) -> Place:
-    """Where an answer begins: before, inside or after its reasoning, if the template gets these `variables`."""
-    (prompt,) = template.render_each([[{"role": "user", "content": _QUESTION}]], **variables)
+_CALL = {"id": "alphaid01", "type": "function", "function": {"name": "alphaname", "arguments": "{}"}}
+ASKED: Sequence[Mapping[str, Any]] = [{"role": "user", "content": _QUESTION}]
+CALLED: Sequence[Mapping[str, Any]] = [
+    *ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": _CALL["id"], "name": "alphaname", "content": "alpharesult"},
+]
+
+
+def place_of_answer(
+    template: Renders, tags: Tags, variables: Mapping[str, object], messages: Sequence[Mapping[str, Any]] = ASKED
+) -> Place:
+    """Where an answer to `messages` begins: before, inside or after its reasoning, if the template gets `variables`."""
+    (prompt,) = template.render_each([messages], **variables)
     if _ends_with(prompt, tags.open):
         return "inside"
     return "after" if _ends_with(prompt, tags.close) else "before"

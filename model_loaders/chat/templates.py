@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polarlm.model_loaders.chat.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
-from polarlm.model_loaders.chat.reasoning import Place, Tags, find_tags, place_of_answer
+from polarlm.model_loaders.chat.find_calls import find_call_format
+from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.chat.template_process import TemplateFailed, TemplateProcess
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.strings import Strings
@@ -77,18 +78,20 @@ class ChatTemplate:
             return Tags(self.channels.header(self.channels.reasoning), self.channels.end)
         return find_tags(self)
 
-    def place_of_answer(self, variables: Mapping[str, object]) -> Place:
+    def place_of_answer(self, variables: Mapping[str, object], *, after_result: bool = False) -> Place:
         """Where an answer begins if the template gets these variables. Raises LoadError.
 
         "before" its reasoning; "inside", if the prompt ends with the opening tag; "after", if it has no reasoning.
+        after_result: whether the last message is the result of a call, not a question.
         """
         if self.tags is None:
             return "after"
-        key = json.dumps(variables, sort_keys=True)
+        key = json.dumps([variables, after_result], sort_keys=True)
         if key not in self._places:
             if len(self._places) >= _MOST_VARIABLES:
                 self._places.clear()
-            self._places[key] = place_of_answer(self, self.tags, variables)
+            messages = self.calls.as_messages(CALLED, ()) if after_result else ASKED
+            self._places[key] = place_of_answer(self, self.tags, variables, messages)
         return self._places[key]
 
     def render_each(

@@ -21,7 +21,9 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
+ARCHITECTURES = tuple(
+    f"Gemma4{kind}For{task}" for kind in ("", "Unified") for task in ("CausalLM", "ConditionalGeneration")
+)
 PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 _DEFAULTS = {
     "vocab_size": 262_144,
@@ -142,9 +144,10 @@ def configure(fields: Fields) -> ModelConfig:
         mixer = layer.mixer
         assert isinstance(mixer, Attention)
         mixer = mixer if mixer.window else _without_window(fields, number, mixer)
-        ffn = _experts(fields, layer.ffn) if fields.flag("enable_moe_block", False) else layer.ffn
+        ffn = layer.ffn
         if number >= own and fields.flag("use_double_wide_mlp", False) and isinstance(ffn, GatedMLP):
             ffn = replace(ffn, size=2 * ffn.size)
+        ffn = _experts(fields, ffn) if fields.flag("enable_moe_block", False) else ffn
         mixer = replace(mixer, v_norm=True, shares_kv=number >= own)
         changed.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
     return replace(plain, layers=tuple(changed), layer_embedding=inputs)

@@ -39,7 +39,9 @@ _PATTERN = 4  # counted from the last layer, every fourth has no window and no R
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
+    if (text := fields.section("text_config")) is not None:  # the whole model says whether its head is the embedding
+        fields = text.replaced({"tie_word_embeddings": fields.flag("tie_word_embeddings", False)})
+    fields = fields.completed(_DEFAULTS)
     count, bias = layer_count(fields), fields.flag("attention_bias", False)
     whole = [(count - 1 - layer) % _PATTERN == 0 for layer in range(count)]
     kinds = fields.texts("layer_types") or ["full_attention" if one else "sliding_attention" for one in whole]

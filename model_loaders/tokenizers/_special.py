@@ -14,6 +14,7 @@ WELL_KNOWN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
     *("<end_of_turn>", "<|end|>"),  # Gemma's, Phi's
     *("<|return|>", "<|call|>"),  # gpt-oss's
+    *("<turn|>", "<|tool_response>"),  # Gemma 4's
 )
 
 

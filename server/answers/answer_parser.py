@@ -9,11 +9,11 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
+from polarlm.server.answers.arguments import Arguments, JsonArguments, QuotedArguments
 from polarlm.server.answers.pieces import CallStart, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -23,35 +23,6 @@ _LONGEST_ID = 64
 def new_id() -> str:
     """The id of a call: 9 letters and digits, the length that some templates insist on."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
-
-
-@dataclass
-class _Scan:
-    """Finds the end of a JSON object in successive pieces of text."""
-
-    depth: int = 0
-    in_string: bool = False
-    escaped: bool = False
-
-    def end(self, text: str) -> int | None:
-        """The number of characters of `text` up to the end of the object; None if it does not end there."""
-        for at, character in enumerate(text):
-            if self.in_string:
-                if self.escaped:
-                    self.escaped = False
-                elif character == "\\":
-                    self.escaped = True
-                elif character == '"':
-                    self.in_string = False
-            elif character == '"':
-                self.in_string = True
-            elif character in "{[":
-                self.depth += 1
-            elif character in "}]":
-                self.depth -= 1
-                if self.depth == 0:
-                    return at + 1
-        return None
 
 
 class AnswerParser:
@@ -79,7 +50,7 @@ class AnswerParser:
         self._clean = True  # whether all of the answer so far is white space
         self._name = ""
         self._id = ""
-        self._scan = _Scan()
+        self._reader: Arguments = JsonArguments()
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
 
@@ -217,7 +188,9 @@ class AnswerParser:
         if name not in self._names or rest[0] != "{":
             return self._no_call()
         self._held, self._begun, self._space = rest, "", ""
-        self._scan, self._state = _Scan(), self._arguments
+        quote = self._format.quote
+        self._reader = QuotedArguments(quote) if quote else JsonArguments()
+        self._state = self._arguments
         start = CallStart(self.calls, (id[0] if id else None) or new_id(), name)
         self.calls += 1
         self._clean = False
@@ -229,9 +202,9 @@ class AnswerParser:
         parts: list[str | None] = []
         rest: str | None = self._held
         for literal in self._format.middle:
-            before, found, after = (rest or "").partition(literal)
+            before, found, after = (rest or "").partition(literal or "{")
             parts.append(before)
-            rest = after if found and rest is not None else None
+            rest = (after if literal else found + after) if found and rest is not None else None
         return (*parts, rest)
 
     def _no_call(self) -> list[Piece]:
@@ -244,11 +217,11 @@ class AnswerParser:
         held = self._held
         if not held:
             return None
-        end = self._scan.end(held)
-        self._held = "" if end is None else held[end:]
-        if end is not None:
+        said, rest = self._reader.push(held)
+        self._held = rest or ""
+        if rest is not None:
             self._state = self._closing
-        return [Piece(arguments=held[:end])]
+        return [Piece(arguments=said)] if said else []
 
     def _closing(self) -> list[Piece] | None:
         """State: after the arguments of a call."""

@@ -106,7 +106,8 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     try:
         if template.channels is not None:
             return _plan_of_channels(template.channels, template.calls, asked, params, control)
-        place = template.place_of_answer(asked.options.template_variables)
+        after_result = asked.prompt[-1].get("role") == "tool"
+        place = template.place_of_answer(asked.options.template_variables, after_result=after_result)
         if asked.options.continue_final_message and template.tags is not None:
             begun = asked.prompt[-1]["content"]
             opened = place == "inside" or template.tags.open in begun
@@ -116,16 +117,24 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     except LoadError as error:
         raise EngineError(str(error)) from None
     tags = None if asked.reasoning == "inline" else reasoning
+    literals = [] if reasoning is None else [reasoning.open, reasoning.close]
     if tags is None and format is None:
-        return _Plan(params)
+        return _Plan(replace(params, shown_tokens=_control_in(literals, control)))
     # A constraint applies from the answer's first token on, so it leaves no room for reasoning.
     thinks = tags is not None and place == "inside" and not params.is_constrained
     names: Sequence[str] = ()
-    literals = [] if tags is None else [tags.open, tags.close]
     if asked.tools is not None and format is not None:
         functions = functions_of(asked.tools.callable)
         names = [function.name for function in functions]
-        literals += [format.begin, format.opening, *format.middle, format.closing, format.between, format.end]
+        literals += [
+            format.begin,
+            format.opening,
+            *format.middle,
+            format.closing,
+            format.between,
+            format.end,
+            format.quote,
+        ]
         if not params.is_constrained:
             text = grammar(
                 format,
@@ -139,9 +148,13 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
             format = None
-    shown = tuple(token for name, token in control.items() if any(name in literal for literal in literals))
     parser = AnswerParser(format, names, control, tags, thinks=thinks)
-    return _Plan(replace(params, shown_tokens=shown), parser)
+    return _Plan(replace(params, shown_tokens=_control_in(literals, control)), parser)
+
+
+def _control_in(literals: Sequence[str], control: Mapping[str, int]) -> tuple[int, ...]:
+    """The ids of control tokens that occur in `literals`."""
+    return tuple(token for name, token in control.items() if any(name in literal for literal in literals))
 
 
 def _plan_of_channels(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from polarlm.engine.errors import ConstraintError
 from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
+from polarlm.server.answers.quoted_grammar import QuotedRules, shared_rules
 
 ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
 
@@ -135,9 +137,20 @@ class _Grammar:
         for number, function in enumerate(self.functions):
             name = self._literal(function.name + middle[0])
             lines.append(f"call{number}: {name}{id} arguments{number} {closing}")
-            lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, self.format.separators))}")
+            lines += self._arguments(f"arguments{number}", function)
+        if self.format.quote:
+            quote, is_control = self.format.quote, self.format.quote in self.control
+            lines += shared_rules(quote, self._literal, is_control=is_control, escaped=_escaped(quote))
         lines.append("call: " + " | ".join(f"call{number}" for number in range(len(self.functions))))
         return lines
+
+    def _arguments(self, name: str, function: Function) -> list[str]:
+        schema = schema_of(function, self.format.separators)
+        if not self.format.quote:
+            return [f"{name}: %json {json.dumps(schema)}"]
+        rules = QuotedRules(name, self.format.quote, self._literal, strict=function.strict)
+        with _refused(function):
+            return rules.lines(schema)
 
     def _literal(self, text: str) -> str:
         return literal(text, self.control)
@@ -147,8 +160,15 @@ def schema_of(function: Function, separators: tuple[str, str]) -> dict[str, Any]
     """The schema of a function's arguments, for %json; `separators` of items and of keys. Raises ConstraintError."""
     item, key = separators
     options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-    try:
+    with _refused(function):
         return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
+
+
+@contextmanager
+def _refused(function: Function) -> Iterator[None]:
+    """Raises ConstraintError for a ValueError in the parameters of a function."""
+    try:
+        yield
     except ValueError as error:
         refusal = ConstraintError(f"The parameters of the function {function.name} cannot be used: {error}")
         refusal.field = "tools"

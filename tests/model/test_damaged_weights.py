@@ -90,6 +90,8 @@ def test_damage_is_found_before_the_cache_is_fitted(
         ("llama_gqa_linear", "self_attn.v_proj.weight"),
         ("qwen2_mixed_windows", "self_attn.q_proj.bias"),
         ("olmo2_post_norms", "self_attn.k_proj.weight"),
+        ("olmoe_all_heads", "mlp.gate.weight"),
+        ("olmoe_all_heads", "mlp.experts.1.down_proj.weight"),
     ],
 )
 def test_what_codes_are_fitted_to_is_damaged(fixture: str, name: str, value: float, tmp_path: Path) -> None:

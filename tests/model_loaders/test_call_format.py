@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.model_loaders.chat.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
 from tests.rendering import rendered
@@ -16,6 +17,18 @@ from tests.shared_data import shared
 TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 GENERAL = CallFormat()
 TAGGED = CallFormat(native=True)
+GEMMA = CallFormat(
+    opening="<|tool_call>call:",
+    middle=("",),
+    closing="<tool_call|>",
+    between="",
+    shown_closing=("<tool_call|>",),
+    separators=(",", ":"),
+    quote='<|"|>',
+    native=True,
+    takes_any_text=False,
+    takes_results=True,
+)
 
 
 def own(name: str) -> ChatTemplate:
@@ -68,6 +81,8 @@ def own(name: str) -> ChatTemplate:
             CallFormat("", "[TOOL_CALLS]", ("[ARGS]",), "", "", "", ("",), native=True, arguments_as_text=True),
             "[TOOL_CALLS]",
         ),
+        ("GEMMA", GEMMA, "<|tool_call>call:"),
+        ("GEMMA_OF_APRIL", GEMMA, "<|tool_call>call:"),
         ("NO_TOOLS", GENERAL, "<tool_call>"),
         ("XML", GENERAL, "<tool_call>"),
     ],

@@ -209,9 +209,29 @@ def test_the_last_layers_of_gemma4_e2b_share_kv_and_have_wider_networks() -> Non
     assert [mixer.shares_kv for mixer in config.attentions.values()] == [False, False, True, True]
     assert [layer.ffn.size for layer in config.layers] == [24, 24, 48, 48]
     written = json.loads((MODELS / "gemma4_shared_kv" / "config.json").read_text())
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    mixtures = [layer.ffn for layer in configure(Fields({**written, **experts}, "config.json")).layers]
+    assert [ffn.shared.size for ffn in mixtures if isinstance(ffn, Experts) and ffn.shared] == [24, 24, 48, 48]
     written["num_kv_shared_layers"] = 3
     with pytest.raises(LoadError, match="num_kv_shared_layers is 3, but no layer before these has K/V of each kind"):
         configure(Fields(written, "config.json"))
+
+
+def test_the_text_of_gemma4_12b_has_names_of_its_own() -> None:
+    written = json.loads((MODELS / "gemma4_values_are_keys" / "config.json").read_text())
+    for kind in ("", "Unified"):
+        for task in ("CausalLM", "ConditionalGeneration"):
+            model_type = f"gemma4{'_unified' if kind else ''}_text"
+            given = {**written, "model_type": model_type, "architectures": [f"Gemma4{kind}For{task}"]}
+            assert configure(Fields(given, "config.json")) == stored("gemma4_values_are_keys")
+
+
+def test_muse_glimmer_as_a_whole_says_whether_its_head_is_the_embedding() -> None:
+    written = json.loads((MODELS / "muse_glimmer_mqa" / "config.json").read_text())
+    for of_text, whole, tied in ((True, None, False), (False, True, True), (True, True, True)):
+        given = {**written, "text_config": {**written["text_config"], "tie_word_embeddings": of_text}}
+        given |= {} if whole is None else {"tie_word_embeddings": whole}
+        assert configure(Fields(given, "config.json")).tied_head is tied
 
 
 def test_gemma3_with_the_older_keys() -> None:
@@ -426,13 +446,15 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
 
 IN_LLAMA = ("mistral", "mixtral")  # their files call themselves llama
 IN_GGUF = {*IN_LLAMA} | {family for family, _ in gguf_layouts().values()}
-# Dense layers, and biases of convolutions, for which their architectures have no names. Recurrent layers have tests of
-# their own.
+# Dense layers, biases of convolutions, and weights of OLMoE's experts that are divided by their sum, for which their
+# architectures have no names. Recurrent layers have tests of their own.
 WITHOUT_GGUF = (
     "granite_hybrid_experts",
     "granite_hybrid_tied",
     "nemotron_h_dense",
     "nemotron_h_experts",
+    "olmoe_normed_gqa",
+    "qwen2_moe_mixed_normed",
     "qwen3_moe_mixed_tied",
     "lfm2_biases",
     "qwen3_5_moe_with_images",
@@ -522,8 +544,8 @@ def lfm2(config: ModelConfig) -> dict[str, object]:
 
 def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
     """Further metadata; RoPE of layers without a window becomes a tensor of divisors."""
-    local, whole, ffn = config.attentions[0], config.attentions[len(config.layers) - 1], config.ffn
-    dense = ffn.shared if isinstance(ffn, Experts) else ffn
+    local, whole = config.attentions[0], config.attentions[len(config.layers) - 1]
+    sizes = [(layer.ffn.shared if isinstance(layer.ffn, Experts) else layer.ffn).size for layer in config.layers]
     assert local.rope is not None
     assert whole.rope is not None
     tensors["rope_freqs.weight"] = np.array(whole.rope.divisors, np.float32)
@@ -536,10 +558,9 @@ def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, obj
         "rope__freq_base": whole.rope.theta,
         "rope__freq_base_swa": local.rope.theta,
         "final_logit_softcapping": config.logit_softcap,
-        "feed_forward_length": dense.size,
+        "feed_forward_length": sizes if len(set(sizes)) > 1 else sizes[0],
         "attention__shared_kv_layers": len(config.layers) - len(config.kv_attentions),
         "embedding_length_per_layer_input": config.layer_embedding,
-        **({} if isinstance(ffn, Experts) else {"feed_forward_length": [layer.ffn.size for layer in config.layers]}),
     }
 
 

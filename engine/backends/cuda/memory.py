@@ -54,7 +54,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     attended = _FLOAT * (heads + queries)
     experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # of all rows of a block that is scored
-    projected = tokens * (_FLOAT * inputs + _NARROW * e) if inputs else 0
+    projected = chunk * (_FLOAT * inputs + _NARROW * e) if inputs else 0
     layer = max(chunk * max(project, attend, forward + attended), experts, logits)
     layer = max(layer, chunk * _delta_bytes(model) + scratch, kept)
     return whole + max(projected, buffer + states + spans + layer)

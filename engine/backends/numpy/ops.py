@@ -86,7 +86,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return host_memory.room_beside(weights, " as float32")
 
     def work_bytes(self, load: Load) -> int:
-        return 0  # `room_beside` leaves half of the available memory for it
+        # `room_beside` leaves half of the available memory for it, which the inputs of all layers may exceed.
+        return 4 * load.tokens * len(load.model.layers) * load.model.layer_embedding
 
     def set_aside(self, load: Load) -> None:
         """Does nothing: memory is allocated on demand."""

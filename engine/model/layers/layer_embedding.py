@@ -20,12 +20,14 @@ class TokenInputs:
 
     def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float, *, recorded: bool) -> Array:
         """Return the inputs (T, L·P) of tokens ids (T,) with embeddings x (T, E): those in the table, times `scale`,
-        plus the normed projection of x."""
+        plus the normed projection of x, which is computed for some rows at a time: it is as large."""
         size = self.norm.shape[0]
         inputs = ops.embed(self.table, ids, scale)
-        projected = ops.linear(x, self.projection, recorded=recorded)
-        rows = inputs.shape[0] * inputs.shape[1] // size
-        ops.rms_norm(projected.reshape(rows, size), (self.norm, eps), residual=inputs.reshape(rows, size))
+        for first in range(0, len(inputs), ops.prefill_rows):
+            part = slice(first, first + ops.prefill_rows)
+            projected = ops.linear(x[part], self.projection, recorded=recorded)
+            rows = projected.shape[0] * projected.shape[1] // size
+            ops.rms_norm(projected.reshape(rows, size), (self.norm, eps), residual=inputs[part].reshape(rows, size))
         return inputs
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.model_loaders.chat.call_format import CallFormat, find_call_format
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.server.answers.answer_parser import AnswerParser

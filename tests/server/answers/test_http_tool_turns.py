@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests import call_templates
+from tests.server.answers.test_http_tools import at_once
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
+NAMES = ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "GEMMA")
 TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
 QWEN3, GPT_OSS = ((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in ("qwen3", "gpt-oss"))
 TURNS = 20
@@ -23,7 +25,7 @@ PARAMETERS = {"type": "object", "properties": {"days": DAYS, "city": CITY}, "req
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 FAMILIES = {
     "qwen3": QWEN3,
-    **{name: getattr(call_templates, name) for name in ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS")},
+    **{name: getattr(call_templates, name) for name in NAMES},
     "NO_TOOLS": call_templates.NO_TOOLS,
 }
 
@@ -76,7 +78,7 @@ def hit_rate(server: Serving, more: dict[str, Any]) -> tuple[float, int]:
 @pytest.mark.slow
 def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> None:
     more = {"tool_choice": "required", "parallel_tool_calls": False}
-    rate, reasoned = hit_rate(server, {**more, "chat_template_kwargs": {"enable_thinking": False}})
+    rate, reasoned = hit_rate(server, {**more, **at_once(server)})
     assert rate >= 0.98
     assert not reasoned
 
@@ -84,8 +86,12 @@ def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "bias"),
-    [(QWEN3, {"<think>": 50, "th": 100, "</think>": 100}), (GPT_OSS, {"a": 50, "th": 100, "<|end|>": 100})],
-    ids=["qwen3", "gpt-oss"],
+    [
+        (QWEN3, {"<think>": 50, "th": 100, "</think>": 100}),
+        (GPT_OSS, {"a": 50, "th": 100, "<|end|>": 100}),
+        (call_templates.GEMMA, {"<|channel>": 50, "<|tool_call>": 50, "th": 100, "<channel|>": 100}),
+    ],
+    ids=["qwen3", "gpt-oss", "GEMMA"],
 )
 def test_reasoning_between_calls_is_found_as_well(template: str, bias: dict[str, int], tmp_path: Path) -> None:
     """Clients leave it out, and the template shows it behind the last question."""
