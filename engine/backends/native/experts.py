@@ -20,16 +20,8 @@ from polarlm.engine.backends.native.kernels.experts import (
     route,
 )
 from polarlm.engine.backends.native.kernels.linear.activations import RowArguments, panel_bytes
-from polarlm.engine.backends.native.kernels.linear.product import (
-    SINGLE,
-    ExpertRows,
-    Product,
-    ProductArguments,
-    Tiling,
-    largest_tiling,
-    product,
-    units,
-)
+from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate, gate_arguments, gate_rows
 from polarlm.engine.backends.native.launch import Launcher

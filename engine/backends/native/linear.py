@@ -14,16 +14,13 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import (
-    SINGLE,
     Product,
     ProductArguments,
-    Tiling,
-    largest_tiling,
     prefetched_pieces,
     product,
-    tiling,
     units,
 )
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import (
     ROW_PIECE,

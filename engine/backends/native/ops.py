@@ -13,7 +13,7 @@ from polarlm.engine.backends.native.attention.steps import AttentionOps
 from polarlm.engine.backends.native.experts import ExpertOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
-from polarlm.engine.backends.native.kernels.linear.product import short_prompts
+from polarlm.engine.backends.native.kernels.linear.tiling import short_prompts
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher

@@ -20,14 +20,13 @@ from polarlm.engine.backends.native.attention.steps import AttentionOps  # isort
 from polarlm.engine.backends.native.attention.spans import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels import prefetch
 from polarlm.engine.backends.native.kernels.linear.product import (
-    SINGLE,
     Product,
     ProductArguments,
     prefetched_pieces,
     product,
-    tiling,
     units,
 )
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, tiling
 from polarlm.engine.backends.native.kernels.prefetch import (
     NO_HINT,
     PIECE,

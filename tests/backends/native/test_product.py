@@ -21,16 +21,8 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
-from polarlm.engine.backends.native.kernels.linear.product import (
-    SINGLE,
-    Product,
-    ProductArguments,
-    Tiling,
-    largest_tiling,
-    product,
-    tiling,
-    units,
-)
+from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, units
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
