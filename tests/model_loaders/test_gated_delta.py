@@ -102,11 +102,17 @@ def as_gguf(path: Path, name: str, **changes: Any) -> Path:
     return path
 
 
+def _assert_close(logits: np.ndarray, wanted: np.ndarray) -> None:
+    """The order in which a BLAS sums float32 changes one row of `qwen3_5_tied` by 1.5e-5 of the range of its logits, and
+    most rows by a millionth."""
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=3e-5 * np.ptp(wanted))
+
+
 @every_model
 def test_logits_are_those_of_transformers(name: str) -> None:
     reference = np.load(FIXTURES / name / "reference.npz")
     logits = prefill_logits(bare_model(*read_model(FIXTURES / name)), reference["ids"].tolist())
-    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=2e-4)
+    _assert_close(logits, reference["logits"])
 
 
 @every_model
@@ -114,7 +120,7 @@ def test_a_gguf_file_has_the_same_logits(name: str, tmp_path: Path) -> None:
     config, weights = read_model(as_gguf(tmp_path / "model.gguf", name))
     reference = np.load(FIXTURES / name / "reference.npz")
     logits = prefill_logits(bare_model(config, weights), reference["ids"].tolist())
-    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=2e-4)
+    _assert_close(logits, reference["logits"])
     of_file, of_folder = delta_of(config), delta_of(load_weights(FIXTURES / name)[0])
     assert of_file.tiled == (name == "qwen3_5_moe_with_images")
     assert (of_file.key_heads, of_file.width) == (of_folder.key_heads, of_folder.width)
