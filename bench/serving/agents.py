@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named, needs_http
 from polarlm.bench.report import Output, table
 from polarlm.bench.serving.process import own_server
+from polarlm.bench.speed.starts import ready_memory
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import parse
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 600.0  # seconds to wait for data
 _WRITTEN_SECONDS = 2.0  # seconds after which an idle server has written its blocks
+_MEMORY = 1 << 30  # bytes that a server may touch for the first time in a turn
 _WORDS_PER_TOKEN = 0.75  # roughly, in English
 
 
@@ -102,7 +105,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     )
     needs_http()
     model = model_named(options.weights, options.hf_repo)
-    output = destination.path("agents", model or "demo")
+    output = destination.path("agents", "demo" if model is None else Path(model).name.removesuffix(".gguf"))
     turns = _measure(options, [] if model is None else ["--weights", model])
     result = {
         "options": asdict(options),
@@ -126,6 +129,7 @@ def _measure(options: Options, flags: Sequence[str]) -> dict[str, list[Turn]]:
             return [await agent.ask(http) for agent in agents]
 
     def visit(when: str, url: str) -> None:
+        ready_memory(_MEMORY)
         turns[when] = asyncio.run(ask_all(url))
         time.sleep(_WRITTEN_SECONDS)
 

@@ -103,7 +103,7 @@ def as_gguf(path: Path, name: str, **changes: Any) -> Path:
 
 
 def _assert_close(logits: np.ndarray, wanted: np.ndarray) -> None:
-    """The order in which a BLAS sums float32 changes one row of `qwen3_5_tied` by 1.5e-5 of the range of its logits, and
+    """The order in which a BLAS sums float32 changes a row of `qwen3_5_tied` by 1.5e-5 of the range of its logits, and
     most rows by a millionth."""
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=3e-5 * np.ptp(wanted))
 

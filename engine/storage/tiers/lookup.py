@@ -4,6 +4,7 @@ again when the blocks are copied there."""
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -177,8 +178,8 @@ class _Search:
             length = count * self._n + common
             if runs[count] >= count - self._first(length) and (common or self._has_state(count)):
                 return count, tail, length
-        usable = (c for c, run in enumerate(runs) if run >= c - self._first(c * self._n) and self._has_state(c))
-        count = max(usable, default=0)
+        counts = (c for c in reversed(range(len(runs))) if runs[c] >= c - self._first(c * self._n))
+        count = next((c for c in counts if self._has_state(c)), 0)
         return count, None, count * self._n
 
     def _has_state(self, count: int) -> bool:
@@ -204,16 +205,24 @@ class _Search:
         return self.lookup.read(self.names.state(self.hashes[count - 1]), check)
 
     def _runs(self) -> list[int]:
-        """Return, as [i], the length of the run of blocks in the store or in tiers that ends with block i − 1."""
-        # If blocks have left all windows, they may be missing, so the blocks after a missing one are looked up, too.
-        skips = self._first(len(self.ids)) > 0
-        runs = [0]
-        for number, key in enumerate(self.hashes):
-            is_there = self.lookup.has_dense(self._known(number)) or self.lookup.has(self.names.block(key))
-            if not is_there and not skips:
-                break
-            runs.append(runs[-1] + 1 if is_there else 0)
-        return runs
+        """Return, as [i], the length of the run of blocks in the store or in tiers that ends with block i − 1.
+
+        Tiers evict the last blocks of a conversation first, so the end of a run is found by bisection, with few
+        requests; a block before it that is missing after all ends it when it is read. Blocks that have left all
+        windows may be missing: then each is looked up.
+        """
+        if self._first(len(self.ids)) > 0:
+            runs = [0]
+            for number in range(len(self.hashes)):
+                runs.append(runs[-1] + 1 if self._is_there(number) else 0)
+            return runs
+        end = bisect_left(range(len(self.hashes)), True, key=lambda number: not self._is_there(number))
+        return list(range(end + 1))
+
+    def _is_there(self, number: int) -> bool:
+        """Whether the store or a tier has complete block `number`."""
+        known = self.lookup.has_dense(self._known(number))
+        return known or self.lookup.has(self.names.block(self.hashes[number]))
 
     def _known(self, number: int) -> Blocks:
         return self.lookup.known(self.root, self.hashes, self.ids, number)

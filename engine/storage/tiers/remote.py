@@ -56,9 +56,10 @@ class Remote:
                 continue
             if status in _LEAVES_ALONE:
                 return None
-            if status == 200:
-                content.clear()
-            content += piece
+            if status == 200 or not content:
+                content = piece
+            else:
+                content += piece
             if len(content) >= whole:
                 return content
         raise ConnectionError("the response was cut short in every attempt")
@@ -133,8 +134,11 @@ class Remote:
             whole = int(found[2])
         if not 0 <= whole <= self._most:
             raise OSError("the block has no length, or is larger than a block can be")
-        while more := response.read(_PIECE):
-            piece += more
-            if len(piece) > self._most:
-                raise OSError("the server sent more than a block can be")
+        piece, end = bytearray(max(0, whole - start)), 0
+        with memoryview(piece) as view:
+            while end < len(view) and (count := response.readinto(view[end : end + _PIECE])):
+                end += count
+        del piece[end:]
+        if response.read(1):
+            raise OSError("the server sent more than the block has")
         return status, whole, piece
