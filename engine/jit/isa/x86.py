@@ -174,7 +174,7 @@ class Avx512(Avx2):
     wishes: tuple[str, ...] = ("-prefer-256-bit",)  # use 512-bit registers
     lanes = 16
     registers = 32
-    code_tiles = (8, 1), (6, 2)
+    code_tiles: tuple[tuple[int, int], ...] = ((8, 1),)
     float_tile = 6, 4
     byte_register = 64
 
@@ -212,6 +212,7 @@ class Avx512Vnni(_Vnni, Avx512):
     name = "avx512-vnni"
     needs: tuple[str, ...] = (*Avx512.needs, "avx512vnni")
     wishes = (*Avx512.wishes, *Avx2Vnni.wishes)
+    code_tiles = (8, 1), (6, 2)  # a dot product needs no register but its sum's
 
 
 class Avx512Vbmi(Avx512Vnni):
