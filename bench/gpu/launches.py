@@ -16,7 +16,7 @@ LIBRARY = tracing.GEMM  # a product by a library
 STATES = ("gated_delta", "mamba2")  # kernels of steps that read states
 SCAN = "delta_scan"
 BLOCKS = ("delta_blocks", "mamba2_blocks")
-DELTA = (*BLOCKS, SCAN)  # kernels of prompts that multiply in float32
+DELTA = (*BLOCKS, SCAN)  # kernels of prompts that multiply matrices of float32
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,7 @@ def launch_of(traced: tracing.Launch) -> Launch:
         y, x, *_ = arrays
         inputs = len(y) * x.nbytes // len(x)
         flops = 2 * y.size * x.shape[1] * (2 if "#define ACTIVATION " in traced.text else 1)
-    if name in (
-        "delta_results",
-        "mamba2_results",
-    ):  # which read as many gates as results, and few other numbers of a row
+    if name in ("delta_results", "mamba2_results"):  # they read as many gates as results, and little else
         moved = 3 * arrays[0].nbytes
     if name == "delta_inputs":
         moved = 2 * arrays[0].nbytes
