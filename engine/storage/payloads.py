@@ -43,8 +43,9 @@ class Part:
         return rows[:, self.start : self.stop].view(self.dtype).reshape(len(rows), *self.shape)
 
     def of_objects(self, objects: Sequence[Object]) -> np.ndarray:
-        """Return this array of B objects: a copy (B, K, …)."""
-        joined = np.concatenate([one.payload[self.start : self.stop] for one in objects])
+        """Return this array of B objects (B, K, …): a view of a single one, a copy of several."""
+        own = [one.payload[self.start : self.stop] for one in objects]
+        joined = own[0] if len(own) == 1 else np.concatenate(own)
         return joined.view(self.dtype).reshape(len(objects), *self.shape)
 
 

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import numpy as np
+
 _SECONDS = 2.0  # the timeout of a connection, and of each piece of a response
 _ATTEMPTS = 3  # to read an object: after a connection breaks, reading resumes where it broke
 _IDLE = 4  # most connections that are kept open
@@ -45,8 +47,8 @@ class Remote:
         status, _, _ = self._ask("HEAD", name)
         return status == 200
 
-    def read(self, name: bytes) -> bytearray | None:
-        content = bytearray()
+    def read(self, name: bytes) -> memoryview | None:
+        content = np.empty(0, np.uint8)
         for attempt in range(_ATTEMPTS):
             try:
                 status, whole, piece = self._ask("GET", name, start=len(content))
@@ -56,12 +58,9 @@ class Remote:
                 continue
             if status in _LEAVES_ALONE:
                 return None
-            if status == 200 or not content:
-                content = piece
-            else:
-                content += piece
+            content = piece if status == 200 or not len(content) else np.concatenate((content, piece))
             if len(content) >= whole:
-                return content
+                return content.data
         raise ConnectionError("the response was cut short in every attempt")
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
@@ -76,8 +75,8 @@ class Remote:
 
     def _ask(
         self, method: str, name: bytes, *, body: bytes | None = None, start: int = 0
-    ) -> tuple[int, int, bytearray]:
-        """Send a request → (status, size of the whole object, its bytes from `start` on). Raises OSError."""
+    ) -> tuple[int, int, np.ndarray]:
+        """Send a request → (status, size of the whole object, its bytes from `start` on, uint8). Raises OSError."""
         headers = dict(self._headers)
         if start:
             headers["Range"] = f"bytes={start}-"
@@ -116,8 +115,8 @@ class Remote:
             return http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
         return http.client.HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=self._context)
 
-    def _answer(self, method: str, response: http.client.HTTPResponse, start: int) -> tuple[int, int, bytearray]:
-        status, piece = response.status, bytearray()
+    def _answer(self, method: str, response: http.client.HTTPResponse, start: int) -> tuple[int, int, np.ndarray]:
+        status, piece = response.status, np.empty(0, np.uint8)
         wanted = {"GET": (200, 206, *_LEAVES_ALONE), "HEAD": (200, *_LEAVES_ALONE), "PUT": (200, 201, 204)}[method]
         if status not in wanted:
             response.read(_PIECE)
@@ -134,11 +133,9 @@ class Remote:
             whole = int(found[2])
         if not 0 <= whole <= self._most:
             raise OSError("the block has no length, or is larger than a block can be")
-        piece, end = bytearray(max(0, whole - start)), 0
-        with memoryview(piece) as view:
-            while end < len(view) and (count := response.readinto(view[end : end + _PIECE])):
-                end += count
-        del piece[end:]
+        piece, end = np.empty(max(0, whole - start), np.uint8), 0  # large ones in huge pages
+        while end < len(piece) and (count := response.readinto(piece.data[end : end + _PIECE])):
+            end += count
         if response.read(1):
             raise OSError("the server sent more than the block has")
-        return status, whole, piece
+        return status, whole, piece[:end]
