@@ -92,8 +92,8 @@ def start(
 
 
 class Children:
-    """The processes of contestants. failures: why contestants are left out. start_seconds: engine → the least that a
-    process took to start and to load the model."""
+    """The processes of contestants. failures: why contestants are left out of the part that is measured. start_seconds:
+    engine → the least that a process took to start and to load the model."""
 
     def __init__(self, subject: Subject) -> None:
         self.failures: dict[Contestant, str] = {}
@@ -118,9 +118,14 @@ class Children:
         return self._children[key]
 
     def fail(self, contestant: Contestant, reason: str) -> None:
-        """Leave a contestant out from now on."""
+        """Leave a contestant out of what follows in this part."""
         self.failures[contestant] = reason
         self.close(lambda other, _: other == contestant)
+
+    def end_part(self) -> None:
+        """End all processes, and forget who has failed."""
+        self.close()
+        self.failures.clear()
 
     def close(self, leaves: Callable[[Contestant, int], bool] | None = None) -> None:
         """End the processes for which leaves(contestant, threads) is true; all of them without `leaves`."""

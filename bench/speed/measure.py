@@ -59,6 +59,11 @@ class Plan:
         """Tokens of context for measuring memory: little more than are in use."""
         return self._whole(self.memory_tokens + DEEP_STEPS + 1)
 
+    @property
+    def batch_context(self) -> int:
+        """Tokens of context of the engine that takes steps of several sequences, which have a KV store of their own."""
+        return self._whole(_BATCH_DEPTH)
+
     def _whole(self, tokens: int) -> int:
         return min(-(-tokens // _WHOLE) * _WHOLE, self.max_context)
 
@@ -79,7 +84,10 @@ class Measurement:
         self._weights: dict[str, int] = {}  # engine → bytes of its matrices
 
     def run(self) -> None:
-        """Measure everything. A contestant that fails is left out from then on; its cells say why."""
+        """Measure everything. A contestant that fails is left out up to the end of the part; its cells say why.
+
+        Each part starts processes with settings of their own: what ends one may well not end the next.
+        """
         try:
             if self._plan.starts_only:
                 starts = {contestant.engine: 1.0 for contestant in self._speed.contestants}  # not seconds
@@ -93,11 +101,11 @@ class Measurement:
                 self._measure_prompt(prompt)
             for depth in self._plan.depths:
                 self._generate(f"generation at {depth:,}", depth, DEEP_STEPS)
-            self._children.close()
+            self._children.end_part()
             self._measure_batches()
-            self._children.close()
+            self._children.end_part()
             self._measure_memory()
-            self._children.close()
+            self._children.end_part()
             self._measure_starts(self._children.start_seconds)
         finally:
             self._referee.close()
@@ -191,23 +199,19 @@ class Measurement:
 
     def _measure_batches(self) -> None:
         """Measure steps of several sequences together, and of one alone, with our first cache."""
-        leader = self._leader()
-        if leader is None:
-            return
-        most, tokens = max(SEQUENCES), _BATCH_DEPTH + _BATCH_STEPS + EngineConfig.block_size
-        prompts = [self._ids(_BATCH_DEPTH) for _ in range(most)]
+        leader = self._leader
+        prompts = [self._ids(_BATCH_DEPTH) for _ in range(max(SEQUENCES))]
         rows = [
             Row(BATCHES, f"steps of {n} at {_BATCH_DEPTH}", n, [Cell(leader, self._speed.chosen[leader.engine])])
             for n in SEQUENCES
         ]
-        # Each sequence takes the room of two: its prompt, which is kept, and its continuation.
-        settings = {"parallel": 2 * most, "kept_sequences": 0}
+        settings = {"parallel": max(SEQUENCES), "kept_sequences": 0}
 
         def runs(row: Row) -> Runs:
             (cell,) = row.cells
 
             def run(number: int) -> float:
-                child = self._children.child(leader, cell.threads, most * tokens, settings)
+                child = self._children.child(leader, cell.threads, self._plan.batch_context, settings)
                 return float(child.call("streams_rate", prompts, row.tokens, _BATCH_STEPS))
 
             return Runs(cell, run)
@@ -216,10 +220,10 @@ class Measurement:
         for row in rows:
             self._add(row)
 
-    def _leader(self) -> Contestant | None:
-        """The first of our contestants that has not failed."""
-        ours = (c for c in self._speed.contestants if c.is_ours and c not in self._children.failures)
-        return next(ours, None)
+    @property
+    def _leader(self) -> Contestant:
+        """The first of our contestants."""
+        return next(contestant for contestant in self._speed.contestants if contestant.is_ours)
 
     def _measure_memory(self) -> None:
         """Measure the memory of fresh processes after the longest prompt and some steps, with a cache for little more
@@ -229,19 +233,15 @@ class Measurement:
         context = self._plan.memory_context
         for contestant in self._speed.contestants:
             found: dict[str, Any] = {"engine": contestant.engine, "cache": contestant.cache}
-            if contestant not in self._children.failures:
-                try:
-                    child = self._children.child(contestant, self._speed.most_threads, context)
-                    child.call("generation_rate", ids, following)
-                    found |= memory(child.pid)
-                    found["cache_bytes"] = self._cache_bytes(contestant, tokens, child)
-                except Failed as error:
-                    self._children.fail(contestant, str(error))
-                self._children.close()
-            if contestant in self._children.failures:
-                found = {"engine": contestant.engine, "cache": contestant.cache}
-                found["failure"] = self._children.failures[contestant]
-            self._speed.memory.append(found | {"tokens": tokens, "context": context})
+            try:
+                child = self._children.child(contestant, self._speed.most_threads, context)
+                child.call("generation_rate", ids, following)
+                measured: dict[str, Any] = memory(child.pid)
+                measured["cache_bytes"] = self._cache_bytes(contestant, tokens, child)
+            except Failed as error:
+                measured = {"failure": str(error)}
+            self._children.close()
+            self._speed.memory.append(found | measured | {"tokens": tokens, "context": context})
             self._referee.advance(self._memory_seconds(contestant))
         self._on_progress(self._speed)
 
@@ -318,10 +318,7 @@ class Measurement:
         return fill + runs * steps * self._step_seconds(contestant, depth)
 
     def _batch_seconds(self) -> float:
-        leader = self._leader()
-        if leader is None:
-            return 0
-        step = 3 * self._step_seconds(leader, _BATCH_DEPTH)  # a step of many takes longer than one alone
+        step = 3 * self._step_seconds(self._leader, _BATCH_DEPTH)  # a step of many takes longer than one alone
         return (1 + self._plan.repeat) * len(SEQUENCES) * _BATCH_STEPS * step
 
     def _memory_seconds(self, contestant: Contestant) -> float:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from polarlm.bench.speed.child import serve
@@ -15,6 +16,7 @@ from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.experts import ExpertsWeights
 from polarlm.engine.sampling.sample import SamplerInput, resolve
+from polarlm.engine.state.plan import plan_for_sequences
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import Experts, GenerationDefaults
@@ -110,10 +112,14 @@ class Ours:
     def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
         """Tokens per second of the first `batch` of `prompts` together, over `steps` steps.
 
-        The first call sets the prompts. The engine needs room for all of them and for their continuations.
+        The first call sets the prompts, and makes a KV store for them.
         """
         if self._streams is None:
-            self._streams = Streams(self._model, prompts)
+            # Each sequence takes the room of two: its prompt, which is kept, and its continuation.
+            tokens, count = max(map(len, prompts)) + steps, 2 * len(prompts)
+            planned = partial(plan_for_sequences, tokens=tokens, sequences=count)
+            parts = with_cache(self._parts, self._parts.config, self._said.append, planned)
+            self._streams = Streams(parts.model, prompts)
         return self._streams.rate(batch, steps)
 
 

@@ -43,6 +43,7 @@ from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, l
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.engine.storage.tiers.tier_store import TierStore
@@ -207,12 +208,20 @@ def _check_vocabulary(model: model_loaders.Model, draft: model_loaders.Model) ->
         )
 
 
-def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -> Parts:
+def with_cache(
+    parts: Parts,
+    config: EngineConfig,
+    verbose: Say | None = None,
+    planned: Callable[[CacheShape], StorePlan] | None = None,
+) -> Parts:
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
-    weight type and device. Closing either parts closes the files of both. Raises EngineError."""
+    weight type and device. Closing either parts closes the files of both. Raises EngineError.
+
+    planned: returns the plan of the store for its shape; None for that of `config`.
+    """
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     shape = cache_shape(config, WHOLE, ops, source.config)
-    plan = store_plan(config, ops, source.config, shape, ops.room_beside(0))
+    plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
     store = _store(config, WHOLE, ops, source, weights, plan, verbose)
     return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
 

@@ -54,6 +54,16 @@ def _quantized_blocks(shape: CacheShape, tokens: int, full_slots: int) -> tuple[
     return tuple(map(sum, zip(shape.quantized_blocks(tokens), shape.more_blocks(full_slots), strict=True)))
 
 
+def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StorePlan:
+    """Return the smallest store that can always hold `sequences` sequences of `tokens` each at once.
+
+    That of `plan_for_tokens` for as many tokens in all has the blocks of windows for one sequence alone.
+    """
+    plan = plan_for_tokens(shape, sequences * tokens, sequences)
+    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots), strict=True)
+    return replace(plan, quantized_blocks=tuple(sequences * each + more for each, more in blocks))
+
+
 def plan_for_memory(
     shape: CacheShape,
     memory: int,

@@ -25,6 +25,7 @@ from polarlm.bench.speed.starts import START_TOKENS
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import TINY, random_model
+from tests.tiny import make_model
 
 PEER = "llama-cpp-python"
 SMALL = ["--device", "cpu", "--prompt", "40,100", "--depth", "100,512", "--repeat", "2", "--threads", "1,2"]
@@ -435,13 +436,41 @@ def test_a_contestant_that_fails_is_a_line_in_the_table(
         if (cell["engine"], cell["cache"]) == ("polarlm", "f16")
     ]
     first = failed.index("crashed (SIGSEGV)")
-    assert failed[first:] == ["crashed (SIGSEGV)"] * (5 - first), "it is left out from then on"
+    assert failed[first:] == ["crashed (SIGSEGV)"] * (5 - first), "it is left out up to the end of the part"
     others = [
         cell for row in whole["rows"] for cell in row["cells"] if (cell["engine"], cell["cache"]) != ("polarlm", "f16")
     ]
     assert all("median" in cell for cell in others)
     assert "| crashed (SIGSEGV) |" in out
-    assert whole["memory"][1]["failure"] == "crashed (SIGSEGV)"
+    failures = [row.get("failure") for row in whole["memory"]]
+    assert failures == [None, None if failing == "prompt" else "crashed (SIGSEGV)", None, None], "a part of its own"
+    assert not any("failure" in row for row in whole["starts"])
+
+
+def test_a_part_that_fails_hides_no_other_one(measure_with: Measure, stands: type[Stand]) -> None:
+    def rates(label: str, threads: int, call: str, tokens: int) -> float:
+        if call == "streams":
+            raise EngineError("too few blocks")
+        return 100.0
+
+    stands.rates = staticmethod(rates)
+    whole, out, _ = measure_with(*FOUR, "--depth", "100")
+    failures = [[cell.get("failure") for cell in row["cells"]] for row in whole["rows"]]
+    assert failures == 4 * [[None] * 4] + 3 * [["too few blocks"]]
+    assert not any("failure" in row for row in (*whole["memory"], *whole["starts"]))
+    assert out.count("too few blocks") == 3
+
+
+def test_windows_leave_room_for_all_sequences_of_a_step(
+    measure_with: Measure, local: type[Local], tmp_path: Path
+) -> None:
+    """The store of an engine has the blocks of windows for one sequence."""
+    model = make_model(tmp_path, "gpt_oss_mxfp4")
+    flags = ["--weights", str(model), "--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
+    whole, _, _ = measure_with(*flags, "--prompt", "40", "--depth", "40")
+    assert [row["name"] for row in whole["rows"][-3:]] == [f"steps of {n} at 128" for n in (1, 8, 16)]
+    assert not any("failure" in cell for row in whole["rows"] for cell in row["cells"])
+    assert not any("failure" in row for row in whole["memory"])
 
 
 def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, stands: type[Stand]) -> None:

@@ -195,6 +195,7 @@ CASES = [
     ("phi3_longrope_partial", ("f16", "f16")),
     ("smollm3_no_rope_tied", ("f16", "f16")),
     ("gemma2_capped_tied", ("f16", "f16")),
+    ("gemma2_mqa", ("ring4", "ring3.5")),
     ("gemma4_values_are_keys", ("f16", "f16")),
     ("gemma4_experts_beside", ("f16", "f16")),
     ("gemma4_shared_kv", ("f16", "f16")),
@@ -203,6 +204,7 @@ CASES = [
     ("qwen2_moe_shared", ("f16", "f16")),
     ("glm4_moe_biases_two_shared", ("f16", "f16")),
     ("gpt_oss_transposed", ("f16", "f16")),
+    ("gpt_oss_mxfp4", ("f16", "f16")),
     ("lfm2_tied", ("f16", "f16")),
     ("lfm2_biases", ("f16", "f16")),
 ]

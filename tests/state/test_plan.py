@@ -15,7 +15,15 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.loading.assembly import fit_line
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size, plan_for_memory, plan_for_tokens
+from polarlm.engine.state.plan import (
+    StorePlan,
+    f16_tokens,
+    format_bytes,
+    parse_size,
+    plan_for_memory,
+    plan_for_sequences,
+    plan_for_tokens,
+)
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
 
@@ -102,6 +110,22 @@ def test_a_plan_holds_steps_of_all_its_sequences(shape, count, step_rows) -> Non
         store.commit(store.open(sequence, length))
     spans = [store.open_step(sequence, step_rows) for sequence in sequences]
     store.commit_steps(spans, [step_rows // 2] * len(spans))
+
+
+@given(shapes(), st.integers(1, 400), st.integers(1, 4))
+def test_a_plan_for_sequences_holds_all_of_them_at_once(shape, tokens, count) -> None:
+    """Prompts in two parts, one after the other, then a step of all."""
+    few_heads = with_few_heads(shape)
+    plan = plan_for_sequences(few_heads, tokens, count)
+    assert plan.sequences(tokens) == count
+    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
+    sequences = [store.new_sequence() for _ in range(count)]
+    for part in (tokens // 2, tokens - 1 - tokens // 2):
+        for sequence in sequences:
+            if part > 0:
+                store.commit(store.open(sequence, part))
+    store.commit_steps([store.open_step(sequence) for sequence in sequences])
+    assert {sequence.length for sequence in sequences} == {tokens}
 
 
 @given(shapes(st.none()), st.integers(200, 5000), st.integers(1, 5))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,7 +198,7 @@ def test_a_sequence_finds_the_same_alone() -> None:
         np.testing.assert_array_equal(attended(alone(case, number), best(), None), together[number : number + 1])
 
 
-def check_over_codes(case: Step, level: Level, window: int | None) -> None:
+def check_over_codes(case: Step, level: Level, window: int | None, **rule: Any) -> None:
     """Queries are bytes: a query's error is its largest channel / 127 / √12 for each channel, and so is, about, that of
     a table's points. Keys have channels of about unit variance around their mean, so a score is off by √2 times that,
     times √D and the scale of scores: for 64 normal channels, of which the largest is near 2.6, by .02. A weight is off
@@ -205,8 +206,8 @@ def check_over_codes(case: Step, level: Level, window: int | None) -> None:
     values' points add less than .01."""
     largest = np.abs(case.q).max(-1) / 127
     most = 0.01 + SCALE * np.sqrt(2 * case.q.shape[-1] / 12) * np.sqrt((largest**2).mean())
-    wanted = exact(case, window)
-    error = attended(case, level, window) - wanted
+    wanted = exact(case, window, **rule)
+    error = attended(case, level, window, **rule) - wanted
     assert np.sqrt((error**2).mean() / (wanted**2).mean()) < most
     assert np.abs(error).max() < 4 * most * np.abs(wanted).max()
 
@@ -217,6 +218,18 @@ def test_attention_over_codes(level: Level, types: tuple[str, str]) -> None:
     """The tests of `codecs/` read the codes of every codec at every level."""
     shape = Shape(dim=64, types=types, block_size=64)
     check_over_codes(step(shape, [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900), level, 900)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("types", TYPES, ids=name_of)
+def test_caps_and_sinks_over_codes(types: tuple[str, str]) -> None:
+    case = step(Shape(dim=64, types=types, block_size=64), [Sequence_(1000, 3), Sequence_(320)], 900)
+    rule = {"softcap": 1.5, "sink_scores": sink_scores(6)}
+    check_over_codes(case, best(), 900, **rule)
+    wanted = exact(case, 900, **rule)
+    for name in rule:
+        without = exact(case, 900, **{**rule, name: None})
+        assert np.abs(wanted - without).max() > 0.2 * np.abs(wanted).max(), f"{name} does little"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.experts import ExpertOps
+from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.errors import EngineError
@@ -133,6 +134,29 @@ def test_a_row_gives_the_same_alone_as_among_others() -> None:
         np.testing.assert_array_equal(
             ops.experts(x[own], ops.route(logits[own], rule), gate_up, down, "silu")[0], together[row]
         )
+
+
+@pytest.mark.parametrize("rows", [1, 6, 70])
+def test_a_product_reads_an_expert_once_for_all_rows_that_chose_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(7)
+    launch, asked = launcher(best()), []
+    ops, matrices = ExpertOps(launch), Layer(rng, ("q8_0",) * 3, 9, 64, 64, False).on(LinearOps(launch))
+    monkeypatch.setattr(
+        ExpertOps,
+        "_product",
+        lambda self, spec, y, x, chosen, stack, real=ExpertOps._product: (
+            asked.append(chosen[chosen[:, ExpertRows._fields.index("rows")] > 0]),
+            real(self, spec, y, x, chosen, stack),
+        ),
+    )
+    routing = ops.route(rng.standard_normal((rows, 9)).astype(np.float32), Experts(9, 3, 64))
+    ops.experts(rng.standard_normal((rows, 64)).astype(np.float32), routing, *matrices, "silu")
+    experts, counts = np.unique(routing.ids, return_counts=True)
+    assert len(asked) == 2, "gate and up together, and down"
+    for chosen in asked:
+        found = {int(expert): int(count) for expert, _, count in chosen}
+        assert len(found) == len(chosen)
+        assert found == dict(zip(experts.tolist(), counts.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
