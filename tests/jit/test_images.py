@@ -15,7 +15,7 @@ pytest.importorskip("llvmlite")
 from polarlm.engine.jit.compile import images
 from polarlm.engine.jit.compile.compiler import Kernel, Loaded, LoadedObject, compile_object
 from polarlm.engine.jit.compile.images import LoadedImage, link
-from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.compile.target import levels, machine
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, I32, Value, vector
@@ -123,8 +123,9 @@ def test_an_absolute_address_is_refused() -> None:
         at for at in range(struct.unpack_from("<40xQ", code)[0], len(code), 64) if code[at + 4 : at + 8] == b"\4\0\0\0"
     )
     (place,) = struct.unpack_from("<Q", code, header + 24)
-    struct.pack_into("<I", code, place + 8, 1)  # R_X86_64_64
-    with pytest.raises(ValueError, match="relocation of type 1 "):
+    absolute = {"x86_64": 1, "aarch64": 257}[machine()]  # R_X86_64_64, R_AARCH64_ABS64
+    struct.pack_into("<I", code, place + 8, absolute)
+    with pytest.raises(ValueError, match=f"relocation of type {absolute} "):
         link(bytes(code))
 
 
@@ -144,6 +145,15 @@ def test_odd_input_is_a_value_error(rng: np.random.Generator) -> None:
         except ValueError:
             refused += 1
     assert 100 < refused < 3000
+
+
+def test_an_image_of_another_machine_is_refused() -> None:
+    image = bytearray(link(compile_object(CONSTANTS, LEVEL)))
+    own = {"x86_64": 62, "aarch64": 183}[machine()]
+    assert image[4:6] == own.to_bytes(2, "little")
+    image[4:6] = (62 + 183 - own).to_bytes(2, "little")
+    with pytest.raises(ValueError, match="no image of this machine"):
+        LoadedImage(bytes(image))
 
 
 @pytest.mark.parametrize("image", [b"", bytes(8), bytes([1] + [0] * 8), b"\xff" * 16])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.level import Level
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
+from polarlm.engine.jit.lang.values import F16, F32, I8, I16, I32, I64, Value, vector
 
 
 class Generic(Level):
@@ -17,6 +17,11 @@ class Generic(Level):
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
         for shift in (0, 8, 16, 24):
             total = total + ((unsigned >> shift) & 255) * (signed << (24 - shift)).ashr(24)
+        return total
+
+    def dot4_signed(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        for shift in (0, 8, 16, 24):
+            total = total + (a << (24 - shift)).ashr(24) * (b << (24 - shift)).ashr(24)
         return total
 
     def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
@@ -76,6 +81,18 @@ class Generic(Level):
         small = (magnitude.bits(x.type) + 0.5).bits(bits.type) - 0x3F000000  # multiples of 2⁻²⁴
         half = e.select(magnitude < 113 << 23, small, normal)
         return (half | ((bits >> 16) & 0x8000)).trunc(I16)
+
+
+class ConvertsHalves(Generic):
+    """The same for CPUs that have instructions for float16, which LLVM finds."""
+
+    def half_to_float(self, e: Emitter, bits: Value) -> Value:
+        half = bits.bits(vector(F16, bits.lanes) if bits.lanes else F16)
+        return Value(e, e.builder.fpext(half.ir, vector(F32, bits.lanes) if bits.lanes else F32))
+
+    def float_to_half(self, e: Emitter, x: Value) -> Value:
+        half = e.builder.fptrunc(x.ir, vector(F16, x.lanes) if x.lanes else F16)
+        return Value(e, half).bits(vector(I16, x.lanes) if x.lanes else I16)
 
 
 LEVELS = (Generic(),)

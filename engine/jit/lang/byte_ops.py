@@ -18,6 +18,15 @@ def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value, *, fits: bool
     return e.level.dot4(e, total, unsigned, signed, fits)
 
 
+def dot4_signed(e: Emitter, total: Value, a: Value, b: Value) -> Value:
+    """total + Σ a · b over the 4 bytes of each int32 lane, both signed, exact. b must not be -128.
+
+    Where the level's `signed_dots` says so, it is faster than `dot4`, also for unsigned bytes below 128.
+    """
+    _expect_words(total, a, b)
+    return e.level.dot4_signed(e, total, a, b)
+
+
 def dot2(e: Emitter, total: Value, a: Value, b: Value) -> Value:
     """total + Σ a · b over the 2 int16 of each int32 lane, exact."""
     _expect_words(total, a, b)
@@ -33,7 +42,8 @@ def _expect_words(total: Value, a: Value, b: Value) -> None:
 
 
 def pair_products(e: Emitter, unsigned: Value, signed: Value) -> Value:
-    """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit."""
+    """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit, and the
+    unsigned bytes be below 128."""
     return e.level.pair_products(e, unsigned, signed)
 
 

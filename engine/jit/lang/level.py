@@ -16,6 +16,8 @@ class Level(ABC):
     """
 
     name: str
+    machine = ""
+    """LLVM's name of the machine that has the instructions, as `compile.target.machine`; empty for any."""
     cpu = ""
     """LLVM's name of a CPU that has the features; empty for any CPU."""
     needs: tuple[str, ...] = ()
@@ -36,6 +38,8 @@ class Level(ABC):
     """Bytes of the registers of byte and int16 instructions; 0 if the level has no such instructions."""
     fuses = False
     """Whether multiply-add of floats is one instruction with one rounding."""
+    signed_dots = False
+    """Whether dot products of signed bytes take fewer instructions than those of unsigned bytes and signed ones."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
 
@@ -51,6 +55,9 @@ class Level(ABC):
 
     @abstractmethod
     def dot4(self, e: Any, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value: ...
+
+    @abstractmethod
+    def dot4_signed(self, e: Any, total: Value, a: Value, b: Value) -> Value: ...
 
     @abstractmethod
     def dot2(self, e: Any, total: Value, a: Value, b: Value) -> Value: ...
