@@ -29,8 +29,8 @@ _MACHINES = {"x86_64": 62, "aarch64": 183}
 _PROGBITS, _SYMTAB, _RELA, _REL = 1, 2, 4, 9  # types of sections
 _WRITE, _ALLOC, _EXECUTE, _TLS = 1, 2, 4, 1 << 10  # flags of sections
 _DISTANCES = {62: (2, 4), 183: (261,)}  # relocations of 32-bit distances: PC32 and PLT32, PREL32
-# Relocations of instructions of AArch64: a distance in pages of 4 KiB; one in words; an address within a page, divided by
-# two to the power of the number given.
+# Relocations of instructions of AArch64: a distance in pages of 4 KiB; one in words; an address within a page, divided
+# by two to the power of the number given.
 _PAGES, _JUMPS, _WITHIN = 275, (282, 283), {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}
 
 
