@@ -102,6 +102,8 @@ class NeonDot(Neon):
 
     name = "neon-dot"
     needs = (*Neon.needs, "dotprod")
+    code_tiles = ((2, 1),)
+    splits_words = True
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
         """Unsigned bytes less 128 are signed. What that lacks does not depend on them, so it is shared by products."""
@@ -123,6 +125,25 @@ class NeonI8mm(NeonDot):
 
     name = "neon-i8mm"
     needs = (*NeonDot.needs, "i8mm")
+
+    def split_start(self, e: Emitter, start: Value) -> list[Value]:
+        """Sums of high and of low bytes in turn, since a product of matrices is of two lanes with both."""
+        zero = e.zero(start.type)
+        return [e.shuffle(zero, start, [i for lane in range(start.lanes) for i in (lane, lane + start.lanes)])]
+
+    def split_add(self, e: Emitter, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]:
+        even, odd = codes
+        both = e.shuffle(even, odd, [i for lane in range(even.lanes) for i in (lane, lane + even.lanes)])
+
+        def add(total: Value, own: Value) -> Value:
+            return _dot(e, "smmla", total, own.bits(_BYTES), words)
+
+        return [e.by_parts(4, add, *sums, both)]
+
+    def split_end(self, e: Emitter, sums: Sequence[Value]) -> Value:
+        (both,) = sums
+        high, low = (e.shuffle(both, both, range(first, both.lanes, 2)) for first in (0, 1))
+        return (high << 8) + low
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
         return _dots(e, "usdot", total, unsigned, signed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.level import Level
@@ -26,6 +26,21 @@ class Generic(Level):
 
     def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         return total + (a << 16).ashr(16) * (b << 16).ashr(16) + a.ashr(16) * b.ashr(16)
+
+    def split_start(self, e: Emitter, start: Value) -> list[Value]:
+        return [e.zero(start.type), start]
+
+    def split_add(self, e: Emitter, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]:
+        fours, found = words.bits(vector(I32, 4)), []
+        for part, total in enumerate(sums):
+            for i, own in enumerate(codes):
+                total = self.dot4_signed(e, total, own, e.splat(e.extract(fours, 2 * part + i), own.lanes))
+            found.append(total)
+        return found
+
+    def split_end(self, e: Emitter, sums: Sequence[Value]) -> Value:
+        high, low = sums
+        return (high << 8) + low
 
     def pair_products(self, e: Emitter, unsigned: Value, signed: Value) -> Value:
         words = vector(I16, unsigned.lanes // 2)
