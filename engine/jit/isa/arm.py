@@ -102,7 +102,6 @@ class NeonDot(Neon):
 
     name = "neon-dot"
     needs = (*Neon.needs, "dotprod")
-    code_tiles = ((2, 1),)
     splits_words = True
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
@@ -125,6 +124,7 @@ class NeonI8mm(NeonDot):
 
     name = "neon-i8mm"
     needs = (*NeonDot.needs, "i8mm")
+    code_tiles = ((4, 1),)
 
     def split_start(self, e: Emitter, start: Value) -> list[Value]:
         """Sums of high and of low bytes in turn, since a product of matrices is of two lanes with both."""

@@ -97,17 +97,22 @@ def _dots(
 def _dots_of_bytes(
     e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
 ) -> list[list[Value]]:
-    """The same with inputs that are split into bytes."""
-    first, count, rows = group * codes.place.format.group // 4, codes.place.format.group // 4, range(len(less))
-    start = [own * codes.zero if codes.zero else e.zero(_I16) for own in less]
-    sums = [[SplitSums(e, own) for own in start] for _ in at]
-    for quad in range(first, first + count, 2):
-        own_codes = [[codes.quad(own, quad + i) for i in (0, 1)] for own in at]
-        for row in rows:
-            words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
-            for dots, both in zip(sums, own_codes, strict=True):
-                dots[row].add(both, words)
-    return [[dot.total for dot in dots] for dots in sums]
+    """The same with inputs that are split into bytes. The sums of several rows stay in registers for 8 outputs."""
+    count, outputs = codes.place.format.group // 4, 16 if len(less) == 1 else 8
+    start = [e.part(own, 0, outputs) * codes.zero for own in less]
+    found: list[list[list[Value]]] = [[[] for _ in less] for _ in at]
+    for first in range(0, 16, outputs):
+        sums = [[SplitSums(e, own) for own in start] for _ in at]
+        for quad in range(group * count, (group + 1) * count, 2):
+            own_codes = [[codes.quad(own + 4 * first, quad + i, outputs) for i in (0, 1)] for own in at]
+            for row in range(len(less)):
+                words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
+                for dots, both in zip(sums, own_codes, strict=True):
+                    dots[row].add(both, words)
+        for parts, dots in zip(found, sums, strict=True):
+            for own_parts, dot in zip(parts, dots, strict=True):
+                own_parts.append(dot.total)
+    return [[e.join(parts) for parts in of_rows] for of_rows in found]
 
 
 class Codes:
@@ -137,7 +142,7 @@ class Codes:
             words = (self._table[words.bits(_BYTES)].bits(_WORDS) << 8).ashr(8)
         return words.bits(_I16)
 
-    def quad(self, at: Value, quad: int) -> Value:
-        """The four codes of quad number `quad` of 16 rows, as the signed bytes of int32 lanes (16,)."""
-        codes = read_quad(self._e, self.place, at, quad)
-        return codes if self._table is None else self._table[codes.bits(_BYTES)].bits(_I16)
+    def quad(self, at: Value, quad: int, lanes: int) -> Value:
+        """The four codes of quad number `quad` of 8 or 16 rows, as the signed bytes of int32 lanes."""
+        codes = read_quad(self._e, self.place, at, quad, lanes)
+        return codes if self._table is None else self._table[codes.bits(vector(I8, 4 * lanes))].bits(codes.type)

@@ -51,11 +51,11 @@ def read_pair(e: Emitter, layout: TileLayout, at: Value, pair: int, lanes: int) 
     return _joined(e, layout, at, layout.place(pair), 0x00010001, _type(I32, lanes)).bits(words)
 
 
-def read_quad(e: Emitter, layout: TileLayout, at: Value, quad: int) -> Value:
-    """Four codes of each row, in the order of `tiles.QUAD`: the bytes of int32 (16,). at: codes of 32 inputs."""
+def read_quad(e: Emitter, layout: TileLayout, at: Value, quad: int, lanes: int) -> Value:
+    """Four codes of each row, in the order of `tiles.QUAD`: the bytes of int32 (lanes,). at: codes of 32 inputs."""
     if layout.planes == (8,):
-        return e.load(at, vector(I32, 16), 64 * quad)
-    return _joined(e, layout, at, quad, 0x01010101, vector(I32, 16))
+        return e.load(at, vector(I32, lanes), 64 * quad)
+    return _joined(e, layout, at, quad, 0x01010101, vector(I32, lanes))
 
 
 def _joined(e: Emitter, layout: TileLayout, at: Value, place: int, ones: int, kind: Type) -> Value:
