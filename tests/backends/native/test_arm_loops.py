@@ -9,7 +9,6 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
-from polarlm.engine.backends.native.kernels.attention.prompts import Prompt, attend_kernel
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
 from polarlm.engine.jit.compile.compiler import Kernel
