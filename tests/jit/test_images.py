@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -191,6 +194,45 @@ def test_relocations_of_aarch64_change_their_field_alone(at: int, to: int, word:
         with pytest.raises(ValueError, match="relocation of type"):
             images._relocated(183, kind, word, at, to + 2)
     assert images._relocated(183, 261, word, at, to) == (to - at) % 2**32
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "library", "there"),
+    [
+        ("linux", "x86_64", None, True),
+        ("linux", "aarch64", {"__clear_cache": SimpleNamespace()}, True),
+        ("linux", "aarch64", None, False),  # without libgcc, written code might not be what runs
+        ("linux", "riscv64", {"__clear_cache": SimpleNamespace()}, False),
+        ("darwin", "arm64", {"__clear_cache": SimpleNamespace()}, False),  # LLVM knows how memory is made executable
+        ("win32", "AMD64", None, False),
+    ],
+)
+def test_systems_that_link_images(
+    system: str, name: str, library: dict[str, object] | None, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: str) -> dict[str, object]:
+        if library is None:
+            raise OSError(f"{path}: cannot open shared object file")
+        return library
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("platform.machine", lambda: name)
+    monkeypatch.setattr(images.ctypes, "CDLL", opened)
+    monkeypatch.setattr(images, "_flush", images._flush.__wrapped__)
+    assert images._is_available() == there
+
+
+def test_written_code_is_flushed_where_instructions_have_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AArch64, all of it, before anybody knows its address."""
+    flushed: list[tuple[int, int]] = []
+    monkeypatch.setattr(images, "machine", lambda: "aarch64")
+    monkeypatch.setattr(images, "_flush", lambda: lambda first, last: flushed.append((first, last)))
+    code = bytes(range(200))
+    loaded = LoadedImage(struct.pack("<IHxx", 64, 183) + code)
+    (first, last), *others = flushed
+    assert not others
+    assert (loaded.address, last) == (first + 64, first + 200)
+    assert ctypes.string_at(first, 200) == code
 
 
 def test_an_image_of_another_machine_is_refused() -> None:
