@@ -58,7 +58,7 @@ def emulated() -> Path:
 
 
 def run(python: Path, cpu: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "POLARLM_ARM_CPU": cpu, **variables}
+    environment = {**os.environ, "POLARLM_ARM_CPU": cpu, "OPENBLAS_NUM_THREADS": "1", **variables}
     return subprocess.run([str(python), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
