@@ -14,6 +14,8 @@ from tests.jit.levels import declared, every_level, run, special_levels
 from polarlm.engine.jit.lang.byte_ops import (  # isort: skip
     PairTable,
     Table,
+    dot4,
+    dot4_signed,
     join_words,
     lookup_in_lanes,
     pair_products,
@@ -22,7 +24,7 @@ from polarlm.engine.jit.lang.byte_ops import (  # isort: skip
 from polarlm.engine.jit.compile.compiler import Kernel, assembly
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I8, I16, Value, vector
+from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
 
 _BYTES = vector(I8, 64)
 
@@ -85,6 +87,36 @@ def both(level: Level, operation: Callable[..., Value], a: np.ndarray, b: np.nda
 every_size = pytest.mark.parametrize("size", [32, 64])
 
 
+def dots(signed: bool, fits: bool) -> Kernel:
+    """Vectors of bytes a and b (units, 64) → the sums of products of fours, added to int32 (units, 16)."""
+
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        lanes = vector(I32, 16)
+        with e.loop(begin, end) as unit:
+            at = args.out + unit * 64
+            total, a, b = e.load(at, lanes), e.load(args.a + unit * 64, lanes), e.load(args.b + unit * 64, lanes)
+            e.store(dot4_signed(e, total, a, b) if signed else dot4(e, total, a, b, fits=fits), at)
+
+    return Kernel(f"dots_{signed}_{fits}", emit, declared("a b out"))
+
+
+# Product: a level multiplies bytes of each kind by instructions of its own.
+@every_level
+@pytest.mark.parametrize("kind", ["unsigned", "fits", "signed"])
+def test_dot_products_of_bytes(level: Level, kind: str) -> None:
+    rng, signed = np.random.default_rng(6), kind == "signed"
+    a = rng.integers(-128, 128, (50, 64)) if signed else rng.integers(0, 256, (50, 64))
+    b = rng.integers(-127, 128, (50, 64))
+    a[:4, :], b[0, :], b[1, :] = -128 if signed else 255, 127, -127
+    if kind == "fits":
+        a[::2], b[1::2] = np.minimum(a[::2], 128), b[1::2] // 2
+    out = rng.integers(-(2**30), 2**30, (50, 16), np.int32)
+    wanted = out + (a * b).reshape(50, 16, 4).sum(-1)
+    operands = a.astype(np.int8 if signed else np.uint8), b.astype(np.int8)
+    run(dots(signed, kind == "fits"), level, 50, (*operands, out))
+    np.testing.assert_array_equal(out, wanted)
+
+
 # Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
@@ -101,8 +133,7 @@ def test_lookup_in_lanes(level: Level, size: int) -> None:
 @every_size
 def test_pair_products(level: Level, size: int) -> None:
     rng = np.random.default_rng(3)
-    a, b = rng.integers(0, 129, (50, size), np.uint8), rng.integers(-127, 128, (50, size), np.int8)
-    a[::2], b[::2] = rng.integers(0, 256, (25, size)), rng.integers(-64, 65, (25, size))
+    a, b = rng.integers(0, 128, (50, size), np.uint8), rng.integers(-127, 128, (50, size), np.int8)
     wanted = (a.astype(int) * b).reshape(50, -1, 2).sum(-1)
     np.testing.assert_array_equal(both(level, pair_products, a, b.view(np.uint8), np.int16), wanted)
 

@@ -3,9 +3,9 @@
 A tile is a run of blocks of `values` inputs. A block has its scales first and then its codes, because the hardware
 prefetches only ascending addresses. A vector of codes has 64 bytes: an int32 for each of the 16 rows, whose two int16
 belong to two consecutive inputs, a pair. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32 inputs, 16 pairs, a
-plane of b bits has b vectors; pair p is in vector p % b, shifted by b · (p // b) bits in its int16. Codes of 8 bits are
-signed: 128 is subtracted from them; pair p of them is in vector p // 2, shifted by 8 · (p % 2) bits, so that a lane has
-four consecutive inputs.
+plane of b bits has b vectors; pair p is in place s = p // 2 + 8 · (p % 2), which is in vector s % b, shifted by
+b · (s // b) bits in its int16. So bytes at the same shift are four consecutive inputs, a quad, in the order 0, 2, 1, 3:
+kernels read words of a pair, or bytes of a quad. Codes of 8 bits are signed: 128 is subtracted from them.
 
     scale        (16,) float16, or bfloat16 for scales that are powers of two
     offset       (16,) float16                  if the format has it
@@ -35,6 +35,7 @@ import numpy as np
 from polarlm.engine.weight_formats import Lattice, WeightFormat
 
 ROWS = 16  # rows of a tile
+QUAD = 0, 2, 1, 3  # the inputs of a lane
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits per code → bits of each plane
 
 
@@ -51,6 +52,11 @@ class TileLayout:
     codes: int
     nbytes: int  # bytes of a block
     is_power: bool  # whether scales are powers of two, stored as bfloat16
+
+    @staticmethod
+    def place(pair: int) -> int:
+        """The place of a pair among those of 32 inputs: s above."""
+        return pair // 2 + 8 * (pair % 2)
 
     @property
     def part_bytes(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 from llvmlite import ir
 
 from polarlm.engine.jit.compile import images
+from polarlm.engine.jit.compile.target import machine
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang import records
 from polarlm.engine.jit.lang.emit import Emitter
@@ -47,7 +47,7 @@ class Kernel(Generic[Record]):
     def module(self, level: Level) -> str:
         """The LLVM IR of the kernel."""
         module = ir.Module(name=self.name)
-        module.triple = _triple()
+        module.triple = _triple(level)
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER]), "kernel")
         function.attributes.add("nounwind")
         # LLVM must not turn a loop into a call of memset. llvmlite does not know this attribute, hence set.add.
@@ -85,29 +85,35 @@ def _binding() -> Any:
 
 
 @cache
-def _triple() -> str:
-    return _binding().get_process_triple()
+def _triple(level: Level) -> str:
+    """LLVM's name of the system that kernels of a level run on: this one, or Linux on the level's own machine."""
+    llvm = _binding()
+    if level.machine in ("", machine()):
+        return llvm.get_process_triple()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return f"{level.machine}-unknown-linux-gnu"
 
 
 def _cpu(level: Level) -> str:
-    return level.cpu or ("x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic")
+    return level.cpu or ("x86-64" if (level.machine or machine()) == "x86_64" else "generic")
 
 
 def target_description(level: Level) -> str:
     """A text that identifies the target, LLVM's version (it is part of llvmlite) and the kind of code of `finished`."""
     kind = "images" if images.AVAILABLE else "objects"
-    system = f"{sys.platform} {platform.machine()}"
+    system = f"{sys.platform} {machine()}"
     return f"llvmlite {llvmlite.__version__}, {system}, {_cpu(level)}, {level.features}, {kind}"
 
 
-def _machine(level: Level) -> Any:
+def _target_machine(level: Level) -> Any:
     # The code of an image must be position-independent.
     code = {"codemodel": "small", "reloc": "pic"} if images.AVAILABLE else {"codemodel": "jitdefault", "jit": True}
-    target = _binding().Target.from_triple(_triple())
+    target = _binding().Target.from_triple(_triple(level))
     return target.create_target_machine(cpu=_cpu(level), features=level.features, opt=3, **code)
 
 
-def _optimized(source: str, machine: Any) -> Any:
+def _optimized(source: str, target: Any) -> Any:
     llvm = _binding()
     module = llvm.parse_assembly(source)
     module.verify()
@@ -115,7 +121,7 @@ def _optimized(source: str, machine: Any) -> Any:
     options.loop_unrolling = False  # kernels unroll themselves where that pays
     options.slp_vectorization = False
     options.loop_vectorization = False
-    passes = llvm.create_pass_builder(machine, options)
+    passes = llvm.create_pass_builder(target, options)
     passes.getModulePassManager().run(module, passes)
     return module
 
@@ -129,19 +135,19 @@ def compile_object(kernel: Kernel, level: Level) -> bytes:
 
 def _object(source: str, level: Level) -> bytes:
     """The object file of LLVM IR. LLVM's objects are freed on return, which must happen while the lock is held."""
-    machine = _machine(level)
-    return machine.emit_object(_optimized(source, machine))
+    target = _target_machine(level)
+    return target.emit_object(_optimized(source, target))
 
 
 def assembly(kernel: Kernel, level: Level) -> str:
     """The machine code of the kernel as assembly text."""
-    machine = _machine(level)
-    return machine.emit_assembly(_optimized(kernel.module(level), machine))
+    target = _target_machine(level)
+    return target.emit_assembly(_optimized(kernel.module(level), target))
 
 
 @cache
 def _linker(level: Level) -> Any:
-    return _binding().create_lljit_compiler(_machine(level), suppress_errors=True)
+    return _binding().create_lljit_compiler(_target_machine(level), suppress_errors=True)
 
 
 class LoadedObject:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,15 +18,48 @@ _CPUS = Path("/proc/cpuinfo")
 _LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
 
 
+# Of AArch64: LLVM's name → the number of the auxiliary vector's entry and the bit in it (Linux, asm/hwcap.h), and the
+# name of macOS. Every AArch64 CPU that these systems run on has `neon`.
+_HWCAP, _HWCAP2 = 16, 26
+_OF_ARM = {"dotprod": (_HWCAP, 20, "hw.optional.arm.FEAT_DotProd"), "i8mm": (_HWCAP2, 13, "hw.optional.arm.FEAT_I8MM")}
+
+
+def machine() -> str:
+    """LLVM's name of the kind of CPU that runs this process: x86_64, aarch64, or what the system calls another."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
 @cache
 def host_features() -> frozenset[str]:
     """LLVM's names of the features that both the CPU and the operating system support; empty if they are unknown.
 
     The system must save wide registers when it switches threads. LLVM checks that (XGETBV), and Linux lists only what
-    it has enabled, so AVX features are missing where the system or a hypervisor has not enabled them.
+    it has enabled, so AVX features are missing where the system or a hypervisor has not enabled them. On AArch64 the
+    system is asked: LLVM reads /proc/cpuinfo there, which is another machine's under an emulator.
     """
+    if machine() == "aarch64":
+        ask = {"linux": _asked_of_linux, "darwin": _asked_of_macos}.get(sys.platform, lambda name: False)
+        return frozenset({"neon", *(name for name in _OF_ARM if ask(name))})
     listed = _listed_by_linux()
     return _known_to_llvm() if listed is None else frozenset(_LLVM_NAMES.get(name, name) for name in listed)
+
+
+def _asked_of_linux(name: str) -> bool:
+    """Whether the kernel says that an AArch64 CPU has a feature."""
+    entry, bit, _ = _OF_ARM[name]
+    read = ctypes.CDLL(None).getauxval
+    read.restype, read.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return bool(read(entry) >> bit & 1)
+
+
+def _asked_of_macos(name: str) -> bool:
+    """The same of macOS, which does not know the names of features that are newer than itself."""
+    found, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    read = ctypes.CDLL(None).sysctlbyname
+    read.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
+    failed = read(_OF_ARM[name][2].encode(), ctypes.byref(found), ctypes.byref(size), None, 0)
+    return not failed and found.value == 1
 
 
 def _listed_by_linux() -> list[str] | None:
@@ -46,7 +82,8 @@ def _known_to_llvm() -> frozenset[str]:
 
 def levels() -> list[Level]:
     """The levels that this machine can run, in ascending order."""
-    return [level for level in LEVELS if host_features().issuperset(level.needs)]
+    own = [level for level in LEVELS if level.machine in ("", machine())]
+    return [level for level in own if host_features().issuperset(level.needs)]
 
 
 def permitted() -> list[Level]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.level import Level
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
+from polarlm.engine.jit.lang.values import F16, F32, I8, I16, I32, I64, Value, vector
 
 
 class Generic(Level):
@@ -19,8 +19,28 @@ class Generic(Level):
             total = total + ((unsigned >> shift) & 255) * (signed << (24 - shift)).ashr(24)
         return total
 
+    def dot4_signed(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        for shift in (0, 8, 16, 24):
+            total = total + (a << (24 - shift)).ashr(24) * (b << (24 - shift)).ashr(24)
+        return total
+
     def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         return total + (a << 16).ashr(16) * (b << 16).ashr(16) + a.ashr(16) * b.ashr(16)
+
+    def split_start(self, e: Emitter, start: Value) -> list[Value]:
+        return [e.zero(start.type), start]
+
+    def split_add(self, e: Emitter, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]:
+        fours, found = words.bits(vector(I32, 4)), []
+        for part, total in enumerate(sums):
+            for i, own in enumerate(codes):
+                total = self.dot4_signed(e, total, own, e.splat(e.extract(fours, 2 * part + i), own.lanes))
+            found.append(total)
+        return found
+
+    def split_end(self, e: Emitter, sums: Sequence[Value]) -> Value:
+        high, low = sums
+        return (high << 8) + low
 
     def pair_products(self, e: Emitter, unsigned: Value, signed: Value) -> Value:
         words = vector(I16, unsigned.lanes // 2)
@@ -76,6 +96,18 @@ class Generic(Level):
         small = (magnitude.bits(x.type) + 0.5).bits(bits.type) - 0x3F000000  # multiples of 2⁻²⁴
         half = e.select(magnitude < 113 << 23, small, normal)
         return (half | ((bits >> 16) & 0x8000)).trunc(I16)
+
+
+class ConvertsHalves(Generic):
+    """The same for CPUs that have instructions for float16, which LLVM finds."""
+
+    def half_to_float(self, e: Emitter, bits: Value) -> Value:
+        half = bits.bits(vector(F16, bits.lanes) if bits.lanes else F16)
+        return Value(e, e.builder.fpext(half.ir, vector(F32, bits.lanes) if bits.lanes else F32))
+
+    def float_to_half(self, e: Emitter, x: Value) -> Value:
+        half = e.builder.fptrunc(x.ir, vector(F16, x.lanes) if x.lanes else F16)
+        return Value(e, half).bits(vector(I16, x.lanes) if x.lanes else I16)
 
 
 LEVELS = (Generic(),)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
-from polarlm.engine.jit.isa.generic import Generic
+from polarlm.engine.jit.isa.generic import ConvertsHalves, Generic
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F16, F32, I8, I16, Value, vector
+from polarlm.engine.jit.lang.values import I8, I16, Value, vector
 
 _PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
 _WORD_PRODUCTS = {32: "avx2.pmadd.wd", 64: "avx512.pmaddw.d.512"}
@@ -19,10 +19,11 @@ _SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 _PARTS = 8  # parts of 16 entries: 128 entries, all of whose indices are ≥ 0 as signed bytes
 
 
-class Avx2(Generic):
+class Avx2(ConvertsHalves):
     """AVX2, with FMA and F16C."""
 
     name = "avx2"
+    machine = "x86_64"
     cpu = "x86-64-v3"
     needs: tuple[str, ...] = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
     lanes = 8
@@ -107,14 +108,6 @@ class Avx2(Generic):
         lines = [e.load(pointer, vector(I8, 16), first) for first in range(0, entries, 16)]
         steps = [line ^ lines[i - 1] if i % _PARTS else line for i, line in enumerate(lines)]
         return [e.shuffle(step, step, [i % 16 for i in range(self.byte_register)]) for step in steps]
-
-    def half_to_float(self, e: Emitter, bits: Value) -> Value:
-        half = bits.bits(vector(F16, bits.lanes) if bits.lanes else F16)
-        return Value(e, e.builder.fpext(half.ir, vector(F32, bits.lanes) if bits.lanes else F32))
-
-    def float_to_half(self, e: Emitter, x: Value) -> Value:
-        half = e.builder.fptrunc(x.ir, vector(F16, x.lanes) if x.lanes else F16)
-        return Value(e, half).bits(vector(I16, x.lanes) if x.lanes else I16)
 
 
 def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], index: Value) -> list[Value]:

@@ -5,8 +5,10 @@ Each level of CPU features has its own code for them, with the same results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I8, I32, Value, expect
+from polarlm.engine.jit.lang.values import I8, I32, Value, expect, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value, *, fits: bool = False) -> Value:
@@ -18,10 +20,46 @@ def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value, *, fits: bool
     return e.level.dot4(e, total, unsigned, signed, fits)
 
 
+def dot4_signed(e: Emitter, total: Value, a: Value, b: Value) -> Value:
+    """total + Σ a · b over the 4 bytes of each int32 lane, both signed, exact. b must not be -128.
+
+    Where the level's `signed_dots` says so, it is faster than `dot4`, also for unsigned bytes below 128.
+    """
+    _expect_words(total, a, b)
+    return e.level.dot4_signed(e, total, a, b)
+
+
 def dot2(e: Emitter, total: Value, a: Value, b: Value) -> Value:
     """total + Σ a · b over the 2 int16 of each int32 lane, exact."""
     _expect_words(total, a, b)
     return e.level.dot2(e, total, a, b)
+
+
+LARGEST_SPLIT = 127 * 256 + 127
+"""The largest int16 that is 256 times a signed byte, and a signed byte."""
+
+
+class SplitSums:
+    """Sums of products of signed bytes with int16 of magnitude up to `LARGEST_SPLIT`, as int32, exact. Where the
+    level's `splits_words` says so, they are faster than `dot2`."""
+
+    def __init__(self, e: Emitter, start: Value) -> None:
+        self._e = e
+        self._parts = e.level.split_start(e, start)
+
+    def add(self, codes: Sequence[Value], words: Value) -> None:
+        """Add, for each lane, the products of its 8 bytes with the same 8 int16.
+
+        codes: two vectors of int32 lanes, of 4 bytes each. words: 8 high bytes, and then 8 low bytes, both signed, so
+        that an int16 is 256 times the one plus the other.
+        """
+        e = self._e
+        expect(len(codes) == 2 and words.type == vector(I8, 16), "two vectors, and 16 bytes", *codes, words)
+        self._parts = e.level.split_add(e, self._parts, codes, words)
+
+    @property
+    def total(self) -> Value:
+        return self._e.level.split_end(self._e, self._parts)
 
 
 def _expect_words(total: Value, a: Value, b: Value) -> None:
@@ -33,7 +71,8 @@ def _expect_words(total: Value, a: Value, b: Value) -> None:
 
 
 def pair_products(e: Emitter, unsigned: Value, signed: Value) -> Value:
-    """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit."""
+    """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit, and the
+    unsigned bytes be below 128."""
     return e.level.pair_products(e, unsigned, signed)
 
 

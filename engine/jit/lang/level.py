@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polarlm.engine.jit.lang.values import Value
@@ -16,6 +16,8 @@ class Level(ABC):
     """
 
     name: str
+    machine = ""
+    """LLVM's name of the machine that has the instructions, as `compile.target.machine`; empty for any."""
     cpu = ""
     """LLVM's name of a CPU that has the features; empty for any CPU."""
     needs: tuple[str, ...] = ()
@@ -36,6 +38,10 @@ class Level(ABC):
     """Bytes of the registers of byte and int16 instructions; 0 if the level has no such instructions."""
     fuses = False
     """Whether multiply-add of floats is one instruction with one rounding."""
+    signed_dots = False
+    """Whether dot products of signed bytes take fewer instructions than those of unsigned bytes and signed ones."""
+    splits_words = False
+    """Whether products of bytes with int16 are faster as products with the two bytes of each int16."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
 
@@ -53,7 +59,20 @@ class Level(ABC):
     def dot4(self, e: Any, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value: ...
 
     @abstractmethod
+    def dot4_signed(self, e: Any, total: Value, a: Value, b: Value) -> Value: ...
+
+    @abstractmethod
     def dot2(self, e: Any, total: Value, a: Value, b: Value) -> Value: ...
+
+    @abstractmethod
+    def split_start(self, e: Any, start: Value) -> list[Value]:
+        """What `split_add` adds to, with a start value for each lane."""
+
+    @abstractmethod
+    def split_add(self, e: Any, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]: ...
+
+    @abstractmethod
+    def split_end(self, e: Any, sums: Sequence[Value]) -> Value: ...
 
     @abstractmethod
     def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value: ...

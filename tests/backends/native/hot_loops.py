@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -12,13 +13,30 @@ from polarlm.engine.jit.compile.compiler import Kernel, assembly
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 from tests.jit.levels import special_levels as special_levels
 
+X86 = [level for level in LEVELS if level.machine == "x86_64"]
+ARM = [level for level in LEVELS if level.machine == "aarch64"]
+
 # Dot products of 4 bytes and of 2 words: the instructions that `byte_ops.dot4` and `dot2` exist for. Without VNNI bytes
 # are multiplied as such where pairs of products fit 16 bits.
-OF_SMALL_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddubsw" for level in LEVELS}
-OF_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddwd" for level in LEVELS}
-OF_WORDS = {level.name: "vpdpwssd" if "vnni" in level.features else "vpmaddwd" for level in LEVELS}
+OF_SMALL_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddubsw" for level in X86}
+OF_BYTES = {level.name: "vpdpbusd" if "vnni" in level.features else "vpmaddwd" for level in X86}
+OF_WORDS = {level.name: "vpdpwssd" if "vnni" in level.features else "vpmaddwd" for level in X86}
 
-_VECTOR = re.compile("%[xyz]mm")
+
+class _Syntax(NamedTuple):
+    """How a machine's assembly looks. Regular expressions, but for the mark of comments."""
+
+    comment: str
+    jump: str  # to a label, which it captures
+    vector: str  # a vector register, or a float's
+    stack: str  # a place on the stack
+    multiply_add: str
+
+
+_SYNTAX = {
+    "x86_64": _Syntax("#", r"j\w+\s+(\S+)$", "%[xyz]mm", r"\(%rsp\)", "vfmadd"),
+    "aarch64": _Syntax("//", r"(?:b|b\.\w+|cbn?z|tbn?z)\s(?:.*\s)?(\.L\w+)$", r"\b[vqds]\d", r"\[sp\b", "fmla"),
+}
 
 
 class Loop:
@@ -26,13 +44,19 @@ class Loop:
     share of multiply-adds."""
 
     def __init__(self, kernel: Kernel, level: Level, *, product: bool = False) -> None:
-        self._register = "%zmm" if level.lanes == 16 else "%ymm"
-        lines = [line.split("#")[0].replace("{vex}", "").strip() for line in assembly(kernel, level).splitlines()]
+        self._syntax = syntax = _SYNTAX[level.machine]
+        self._register = {16: "%zmm", 8: "%ymm", 4: r"\.(16b|8h|4s|2d)\b"}[level.lanes]
+        text = assembly(kernel, level).replace("{vex}", "")
+        lines = [line.split(syntax.comment)[0].strip() for line in text.splitlines()]
         loops = [
-            [line for line in lines[first : last + 1] if _VECTOR.search(line)] for first, last in _innermost(lines)
+            [line for line in lines[first : last + 1] if re.search(syntax.vector, line)]
+            for first, last in _innermost(lines, syntax.jump)
         ]
         # Short ones are what is left of longer ones.
-        self._lines = max((loop for loop in loops if len(loop) > 7), key=_share_of_products if product else len)
+        self._lines = max(
+            (loop for loop in loops if len(loop) > 7),
+            key=lambda loop: _share(loop, syntax.multiply_add) if product else len(loop),
+        )
 
     def __len__(self) -> int:
         """Instructions on vectors."""
@@ -40,19 +64,21 @@ class Loop:
 
     def count(self, instruction: str) -> int:
         """How many of the instructions have this name, a regular expression, and take the level's whole registers."""
-        return sum(bool(re.match(rf"{instruction}\s", line)) and self._register in line for line in self._lines)
+        return sum(
+            bool(re.match(rf"(?:{instruction})\s", line) and re.search(self._register, line)) for line in self._lines
+        )
 
     @property
     def on_stack(self) -> int:
         """How many of the instructions read or write vectors on the stack for want of registers: at a fixed place."""
-        return sum("(%rsp)" in line for line in self._lines)
+        return sum(bool(re.search(self._syntax.stack, line)) for line in self._lines)
 
 
-def _innermost(lines: list[str]) -> list[tuple[int, int]]:
+def _innermost(lines: list[str], jump: str) -> list[tuple[int, int]]:
     """The first and the last line of each loop that has no other in it: a jump back, to a label."""
     labels = {line[:-1]: number for number, line in enumerate(lines) if line.endswith(":")}
-    jumps = ((re.match(r"j\w+\s+(\S+)$", line), number) for number, line in enumerate(lines))
-    loops = [(labels[jump[1]], number) for jump, number in jumps if jump and labels.get(jump[1], number) < number]
+    jumps = ((re.match(jump, line), number) for number, line in enumerate(lines))
+    loops = [(labels[found[1]], number) for found, number in jumps if found and labels.get(found[1], number) < number]
     return [loop for loop in loops if not any(_is_in(other, loop) for other in loops)]
 
 
@@ -60,5 +86,5 @@ def _is_in(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
     return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def _share_of_products(loop: list[str]) -> float:
-    return sum(line.startswith("vfmadd") for line in loop) / len(loop)
+def _share(loop: list[str], instruction: str) -> float:
+    return sum(line.startswith(instruction) for line in loop) / len(loop)

@@ -41,8 +41,9 @@ def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.n
     if planes == (8,):
         four = (codes ^ np.uint8(128)).reshape(count, tiles.ROWS, -1, 4)[..., [0, 2, 1, 3]]
         return np.ascontiguousarray(four.swapaxes(1, 2)).reshape(count, blocks, -1)
-    # (tiles, inputs / 32, pairs, rows, inputs of a pair)
-    pairs = codes.astype(np.uint16).reshape(count, tiles.ROWS, -1, 16, 2).transpose(0, 2, 3, 1, 4)
+    # (tiles, inputs / 32, pairs, rows, inputs of a pair), first the even pairs
+    pairs = codes.astype(np.uint16).reshape(count, tiles.ROWS, -1, 8, 2, 2).transpose(0, 2, 4, 3, 1, 5)
+    pairs = pairs.reshape(count, -1, 16, tiles.ROWS, 2)
     parts, low = [], 0
     for bits in planes:
         plane = pairs >> np.uint16(low) & np.uint16((1 << bits) - 1)

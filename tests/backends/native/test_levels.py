@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +26,7 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.jit.compile import library, target
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
-from polarlm.engine.jit.compile.target import VARIABLE, levels
+from polarlm.engine.jit.compile.target import VARIABLE, host_features, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.loading import assembly
 from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
@@ -63,6 +66,7 @@ def broken(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("level", LEVELS[1:], ids=lambda level: level.name)
 def test_a_level_with_a_missing_feature_is_never_chosen(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "machine", lambda: level.machine)
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
     for missing in level.needs:
         monkeypatch.setattr(target, "host_features", lambda missing=missing: everything - {missing})
@@ -74,14 +78,88 @@ def test_a_level_with_a_missing_feature_is_never_chosen(level: Level, monkeypatc
 
 
 def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of another machine."""
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
     monkeypatch.setattr(target, "host_features", lambda: everything)
-    assert target.levels() == list(LEVELS)
+    found = {}
+    for machine in ("x86_64", "aarch64", "riscv64"):
+        monkeypatch.setattr(target, "machine", lambda machine=machine: machine)
+        found[machine] = target.levels()
+    generic, *others = LEVELS
+    for machine, own in found.items():
+        assert own == [generic, *(level for level in others if level.machine == machine)]
+    assert sum(map(len, found.values())) == len(others) + len(found)
+
+
+def test_systems_call_machines_by_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, wanted in [("AMD64", "x86_64"), ("x86_64", "x86_64"), ("arm64", "aarch64"), ("ARM64", "aarch64")]:
+        monkeypatch.setattr("platform.machine", lambda name=name: name)
+        assert target.machine() == wanted
+
+
+def names_on_arm(monkeypatch: pytest.MonkeyPatch, system: str, library: object) -> list[str]:
+    """The levels of an AArch64 machine whose C library this is."""
+    monkeypatch.setattr("platform.machine", lambda: {"linux": "aarch64", "darwin": "arm64"}.get(system, "ARM64"))
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(target.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(target, "host_features", host_features.__wrapped__)
+    monkeypatch.setattr(target, "_known_to_llvm", lambda: pytest.fail("LLVM is not asked"))
+    return [level.name for level in target.levels()]
+
+
+class Function:
+    """A function of a C library, to which ctypes gives types."""
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> int:
+        return self._call(*arguments)
+
+
+def test_linux_on_arm_is_asked_by_the_auxiliary_vector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not by /proc/cpuinfo, which is the host's under an emulator."""
+    (tmp_path / "cpuinfo").write_text("flags : avx2 fma f16c bmi1 bmi2 abm movbe popcnt\n")
+    monkeypatch.setattr(target, "_CPUS", tmp_path / "cpuinfo")
+    dotprod, i8mm, other = 1 << 20, 1 << 13, 1 << 1 | 1 << 19 | 1 << 21
+    for first, second, names in [
+        (other, 0, ["generic", "neon"]),
+        (other | dotprod, dotprod, ["generic", "neon", "neon-dot"]),
+        (other | dotprod, i8mm, ["generic", "neon", "neon-dot", "neon-i8mm"]),
+        (other | i8mm, i8mm, ["generic", "neon"]),
+    ]:
+        library = SimpleNamespace(getauxval=Function({16: first, 26: second}.__getitem__))
+        assert names_on_arm(monkeypatch, "linux", library) == names
+
+
+def test_macos_is_asked_by_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails for names that an older system does not know."""
+
+    def system(known: dict[str, int]) -> SimpleNamespace:
+        def sysctlbyname(name: bytes, out: Any, size: Any, new: None, new_size: int) -> int:
+            if name.decode() not in known or size._obj.value != 4:
+                return -1
+            out._obj.value = known[name.decode()]
+            return 0
+
+        return SimpleNamespace(sysctlbyname=Function(sysctlbyname))
+
+    dotprod, i8mm = "hw.optional.arm.FEAT_DotProd", "hw.optional.arm.FEAT_I8MM"
+    for known, names in [
+        ({}, ["generic", "neon"]),
+        ({dotprod: 1, i8mm: 0}, ["generic", "neon", "neon-dot"]),
+        ({dotprod: 1, i8mm: 1}, ["generic", "neon", "neon-dot", "neon-i8mm"]),
+    ]:
+        assert names_on_arm(monkeypatch, "darwin", system(known)) == names
+
+
+def test_other_systems_on_arm_have_what_every_such_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names_on_arm(monkeypatch, "win32", None) == ["generic", "neon"]
 
 
 def test_linux_and_llvm_agree_about_the_features() -> None:
     """Linux lists what it enables; LLVM asks the CPU and the registers that the system saves."""
-    if target._listed_by_linux() is None:
+    if target.machine() != "x86_64" or target._listed_by_linux() is None:
         pytest.skip("Linux lists no features of an x86 CPU here")
     asked = {feature for level in LEVELS for feature in level.needs}
     assert target.host_features() & asked == target._known_to_llvm() & asked

@@ -74,15 +74,17 @@ def quantized(x: np.ndarray, row_tile: int, level: Level) -> tuple[np.ndarray, n
     out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile)), np.uint8)
     run(quantize_rows(False, row_tile), level, count, _rows(x, out))
     groups = out.reshape(len(out), columns // 32, -1)
-    words = (
-        np.ascontiguousarray(groups[..., : 64 * row_tile])
-        .view(np.int16)
-        .reshape(len(out), -1, row_tile, 32)
-        .swapaxes(1, 2)
-    )
+    own = np.ascontiguousarray(groups[..., : 64 * row_tile]).reshape(len(out), -1, row_tile, 64).swapaxes(1, 2)
+    words = joined(own) if level.splits_words else np.ascontiguousarray(own).view(np.int16)
     numbers = np.ascontiguousarray(groups[..., 64 * row_tile :]).view(np.int32)
     numbers = numbers.reshape(len(out), -1, row_tile, 4).swapaxes(1, 2)
     return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
+
+
+def joined(split: np.ndarray) -> np.ndarray:
+    """The int16 of a group, as they lie in a panel where words are split into bytes, (…, 64) uint8 → (…, 32)."""
+    eights = split.view(np.int8).astype(np.int16).reshape(*split.shape[:-1], 4, 2, 2, 4)
+    return (256 * eights[..., 0, :, :] + eights[..., 1, :, :])[..., [0, 2, 1, 3]].reshape(*split.shape[:-1], 32)
 
 
 def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:

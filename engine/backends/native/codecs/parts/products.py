@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
-from polarlm.engine.jit.lang.byte_ops import dot4
+from polarlm.engine.jit.lang.byte_ops import dot4, dot4_signed
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.values import F32, I8, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
-_BIAS = 128  # makes a table's bytes unsigned
 
 PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in range(4)]
 """The channels of 8 pairs in the order of a prepared query."""
@@ -36,7 +35,12 @@ def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    e.store(e.sum_lanes(total) * -_BIAS, out, 16 * len(parts) + 4)
+    e.store(e.sum_lanes(total) * -_bias(e), out, 16 * len(parts) + 4)
+
+
+def _bias(e: Emitter) -> int:
+    """What makes a table's bytes unsigned, where products of signed bytes would take longer."""
+    return 0 if e.level.signed_dots else 128
 
 
 def emit_products(
@@ -55,7 +59,7 @@ def emit_products(
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
-    lookup = table.emit(e, _BIAS)
+    lookup, multiply = table.emit(e, _bias(e)), dot4_signed if e.level.signed_dots else dot4
     each = groups // len(prepared)
     starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
     totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
@@ -67,7 +71,7 @@ def emit_products(
             for channel, found in enumerate(lookup(code)):
                 for query, total in zip(own[group // each], totals[group], strict=True):
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
-                    total.set(dot4(e, total.get(), found.bits(_I16), factor))
+                    total.set(multiply(e, total.get(), found.bits(_I16), factor))
 
     code_tile = math.lcm(packing.run, groups)
     if vectors % code_tile:

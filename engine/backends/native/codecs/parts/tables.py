@@ -139,7 +139,8 @@ class TableKeys(_TableTiles):
     """Tiles of keys.
 
     A prepared query: int8 (D,), with the first channels of each four codes before their second channels; at D rounded
-    up to 16, the query's step times the table's, float32, and -128 times the sum of the bytes, int32.
+    up to 16, the query's step times the table's, float32, and minus the sum of the bytes times what is added to
+    those of the table, int32.
     """
 
     _side = "keys"

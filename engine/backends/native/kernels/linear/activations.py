@@ -5,6 +5,9 @@ address. For weights without codes a panel is float32 (inputs, R). For packed we
 inputs, the quantized inputs of all rows, int16 (R, 32), and then four numbers of each row: the scale, float32, and the
 sums of the 32 int16, of the first and of the last 16, all negative, int32.
 
+Where the level `splits_words`, the int16 of each eight inputs are their high bytes and then their low bytes (see
+`byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
+
 Inputs are quantized to int16, not to bytes: an error of 2⁻¹⁶ of a group's largest input leaves the model as the file
 has it. Bytes would change answers (a KL divergence of .006 where two tokens are about equally likely), and would be
 faster only for prompts and large batches, since a step waits for the weights.
@@ -18,11 +21,13 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
+from polarlm.engine.backends.native.tiles import QUAD
 from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I16, I32, I64, Type, Value, vector
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
 NUMBERS = 16  # bytes of the scale and the sums of a group of a row
@@ -48,7 +53,8 @@ class RowArguments(NamedTuple):
 
 @cache
 def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
-    """Rows of x → panels for packed weights, one unit per row. The largest magnitude of a group becomes ±32767.
+    """Rows of x → panels for packed weights, one unit per row. The largest magnitude of a group becomes ±32767, or
+    ±32639 where words are split into signed bytes.
 
     normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     picks: a unit is a row of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
@@ -56,6 +62,7 @@ def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         f16, groups = vector(F32, 16), args.columns // 32
+        limit = float(LARGEST_SPLIT if e.level.splits_words else 32767)
         with _rows(e, args, begin, end, picks) as (row, source):
             panel, place = row // row_tile, row % row_tile
             start = args.out + panel * groups * (ROW_BYTES * row_tile)
@@ -66,17 +73,24 @@ def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel
                 if normed:
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
-                integers, top = round_to(e, halves, 32767.0)
+                integers, top = round_to(e, halves, limit)
                 totals = [e.sum_lanes(half) for half in integers]
                 target = start + group * (ROW_BYTES * row_tile)
                 words, numbers = target + place * (2 * GROUP), target + place * NUMBERS + 2 * GROUP * row_tile
                 for number, half in enumerate(integers):
-                    e.store(half.trunc(I16), words, 32 * number)
-                e.store(top * (1 / 32767), numbers)
+                    e.store(_split(e, half) if e.level.splits_words else half.trunc(I16), words, 32 * number)
+                e.store(top * (1 / limit), numbers)
                 e.store(e.collect([-total for total in (totals[0] + totals[1], *totals)]), numbers, 4)
 
     name = f"quantize{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
+
+
+def _split(e: Emitter, integers: Value) -> Value:
+    """int32 (16,) as bytes (32,): see above."""
+    ordered = e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
+    high, low = (ordered + 128).ashr(8).trunc(I8), ordered.trunc(I8)
+    return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 
 
 @cache

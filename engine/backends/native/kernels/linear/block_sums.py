@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, NUMBERS, ROW_BYTES
-from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_scale, times_sub
+from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_quad, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import TileLayout
-from polarlm.engine.jit.lang.byte_ops import Table, dot2
+from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, Variable, vector
 
@@ -56,7 +56,8 @@ def add_block(
         for group in range(32 // format.group):
             place_of_sum = 4 if format.group == 32 else 8 + 4 * group
             less = [e.broadcast(own, I32, 16, place_of_sum) for own in numbers]
-            dots = _dots(e, codes, at, own_inputs, group, less)
+            multiply = _dots_of_bytes if e.level.splits_words else _dots
+            dots = multiply(e, codes, at, own_inputs, group, less)
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
                 own_scale = times_sub(e, block.scale, block.at + sub, place.sub_scale, group, signed=True)
                 own_offset = None
@@ -93,6 +94,27 @@ def _dots(
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 
+def _dots_of_bytes(
+    e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
+) -> list[list[Value]]:
+    """The same with inputs that are split into bytes. The sums of several rows stay in registers for 8 outputs."""
+    count, outputs = codes.place.format.group // 4, 16 if len(less) == 1 else 8
+    start = [e.part(own, 0, outputs) * codes.zero for own in less]
+    found: list[list[list[Value]]] = [[[] for _ in less] for _ in at]
+    for first in range(0, 16, outputs):
+        sums = [[SplitSums(e, own) for own in start] for _ in at]
+        for quad in range(group * count, (group + 1) * count, 2):
+            own_codes = [[codes.quad(own + 4 * first, quad + i, outputs) for i in (0, 1)] for own in at]
+            for row in range(len(less)):
+                words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
+                for dots, both in zip(sums, own_codes, strict=True):
+                    dots[row].add(both, words)
+        for parts, dots in zip(found, sums, strict=True):
+            for own_parts, dot in zip(parts, dots, strict=True):
+                own_parts.append(dot.total)
+    return [[e.join(parts) for parts in of_rows] for of_rows in found]
+
+
 class Codes:
     """The codes of a tile as int16. zero: the zero point, whose products are subtracted from those of the codes.
 
@@ -108,7 +130,7 @@ class Codes:
 
     def vector(self, pair: int) -> int:
         """The index of the vector of the lowest plane that holds a pair."""
-        return pair // 2 if self._is_signed else pair % self.place.planes[0]
+        return self.place.place(pair) % self.place.planes[0]
 
     def pair(self, at: Value, pair: int) -> Value:
         """The two codes of pair number `pair` of 16 rows, as the int16 halves of int32 lanes (16,).
@@ -119,3 +141,8 @@ class Codes:
         if self._table is not None:
             words = (self._table[words.bits(_BYTES)].bits(_WORDS) << 8).ashr(8)
         return words.bits(_I16)
+
+    def quad(self, at: Value, quad: int, lanes: int) -> Value:
+        """The four codes of quad number `quad` of 8 or 16 rows, as the signed bytes of int32 lanes."""
+        codes = read_quad(self._e, self.place, at, quad, lanes)
+        return codes if self._table is None else self._table[codes.bits(vector(I8, 4 * lanes))].bits(codes.type)

@@ -14,7 +14,7 @@ import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, add_block
-from polarlm.engine.backends.native.tiles import ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
+from polarlm.engine.backends.native.tiles import QUAD, ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, F64, I8, I16, I32, I64, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -22,7 +22,6 @@ from polarlm.engine.weight_formats import WeightFormat
 _PANELS = 32  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
 SUMS = 128  # the offset of the sums in the scratch memory
 _WORDS, _BYTES, _ROW = vector(I32, ROWS), vector(I8, 4 * ROWS), 4 * ROWS
-_ORDER = 0, 2, 1, 3  # of the inputs of a lane: two pairs, the first in the low bytes of int16
 
 
 class Expander:
@@ -40,7 +39,7 @@ class Expander:
         self._out = e.stack(size)
         self._indices = e.stack(2 * ROWS * self._cells * parts) if format.bits > 8 else None
         points = format.grid.points().reshape(1 << format.bits, -1, 4)
-        self._points = e.constant_bytes(np.ascontiguousarray(points[..., _ORDER]).tobytes())
+        self._points = e.constant_bytes(np.ascontiguousarray(points[..., QUAD]).tobytes())
 
     def __call__(self, at: Value) -> Value:
         """The expanded block of the block at an address: valid until the next."""
@@ -112,7 +111,7 @@ class Expander:
         """Four values of each row, those of quad `number`, int8 (64,), with their signs."""
         e, own = self._e, signs.bits(_BYTES)
         spread = e.shuffle(own, own, [lane & ~3 | number // 2 for lane in range(_BYTES.count)])
-        mask = [1 << 4 * (number % 2) + place for place in _ORDER] * ROWS
+        mask = [1 << 4 * (number % 2) + place for place in QUAD] * ROWS
         return e.select((spread & e.constant(_BYTES, mask)).equals(0), values, -values)
 
     def _low(self, at: Value, part: Value) -> Value:

@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, lattice_fields, lattice_layout, layout
+from polarlm.engine.backends.native.tiles import (
+    QUAD,
+    ROWS,
+    TileLayout,
+    block_bytes,
+    lattice_fields,
+    lattice_layout,
+    layout,
+)
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
@@ -162,14 +170,10 @@ def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: 
     """The codes of 32 inputs of a row, int8 (32,), to their planes at `out` + `start` bytes."""
     low = 0
     for bits in place.planes:
-        if bits == 8:
-            words = e.shuffle(codes ^ 128, codes, [lane & ~3 | (0, 2, 1, 3)[lane & 3] for lane in range(_PART)])
-        else:
-            plane = codes if low == 0 else codes >> low
-            plane = plane if low + bits == sum(place.planes) else plane & (1 << bits) - 1
-            words = e.shuffle(plane, plane, [lane + 16 * half for lane in range(16) for half in (0, 1)])
-        # Halves of the inputs are joined until 2 · bits words are left: first bytes to words, then words shifted.
-        words = words.bits(vector(I16, 16))
+        plane = codes ^ 128 if bits == 8 else codes if low == 0 else codes >> low
+        plane = plane if low + bits == sum(place.planes) else plane & (1 << bits) - 1
+        # Halves of the inputs are joined, shifted, until 2 · bits words are left.
+        words = e.shuffle(plane, plane, [lane & ~3 | QUAD[lane & 3] for lane in range(_PART)]).bits(vector(I16, 16))
         while words.lanes > 2 * bits:
             half = words.lanes // 2
             words = e.part(words, 0, half) | e.part(words, half, half) << half // 2

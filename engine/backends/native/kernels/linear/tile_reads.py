@@ -48,12 +48,24 @@ def read_pair(e: Emitter, layout: TileLayout, at: Value, pair: int, lanes: int) 
     if layout.planes == (8,):
         both = e.load(at, words, 64 * (pair // 2))
         return both.ashr(8) if pair % 2 else (both << 8).ashr(8)
+    return _joined(e, layout, at, layout.place(pair), 0x00010001, _type(I32, lanes)).bits(words)
+
+
+def read_quad(e: Emitter, layout: TileLayout, at: Value, quad: int, lanes: int) -> Value:
+    """Four codes of each row, in the order of `tiles.QUAD`: the bytes of int32 (lanes,). at: codes of 32 inputs."""
+    if layout.planes == (8,):
+        return e.load(at, vector(I32, lanes), 64 * quad)
+    return _joined(e, layout, at, quad, 0x01010101, vector(I32, lanes))
+
+
+def _joined(e: Emitter, layout: TileLayout, at: Value, place: int, ones: int, kind: Type) -> Value:
+    """The bits of all planes at a place, in the fields of a lane whose lowest bits are `ones`."""
     start, low, whole = 0, 0, None
     for bits in layout.planes:
-        piece = e.load(at, _type(I32, lanes), start + 64 * (pair % bits))
+        piece = e.load(at, kind, start + 64 * (place % bits))
         start += 64 * bits
-        piece = ((piece >> bits * (pair // bits)) & ((1 << bits) - 1) * 0x00010001) << low
+        piece = ((piece >> bits * (place // bits)) & ((1 << bits) - 1) * ones) << low
         whole = piece if whole is None else whole | piece
         low += bits
     assert whole is not None
-    return whole.bits(words)
+    return whole
