@@ -15,9 +15,9 @@ from tqdm import tqdm
 from polarlm import model_loaders
 from polarlm.bench import report
 from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, cache_types
-from polarlm.bench.quality import page, snapshot_cost
-from polarlm.bench.quality.budget import MOST, Windows, choose
-from polarlm.bench.quality.inputs import model_files, page_file, read_text
+from polarlm.bench.quality import kld_base, page, snapshot_cost
+from polarlm.bench.quality.budget import MOST, Windows, choose, of_length
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, model_files, page_file, read_text
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
@@ -33,7 +33,6 @@ from polarlm.model_loaders.config import ModelConfig
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 _SPEED_SHARE = 0.25  # share of the time for measuring speed
 _PROBE = 128  # tokens of the window from which the time is estimated
-_LEAST_TOKENS = 64
 _WRITTEN_EVERY = 15  # seconds
 
 Clock = Callable[[], float]
@@ -43,7 +42,9 @@ Clock = Callable[[], float]
 class QualityConfig:
     """The flags: the text, the model, the cache types and the time for them."""
 
-    text: str | None = setting(None, "TEXT", help="UTF-8 text like what the model will read; - is standard input")
+    text: str | None = setting(
+        None, "TEXT", bare=None, help="UTF-8 text like what the model will read; - is standard input"
+    )
     weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
     types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP)
     minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
@@ -51,6 +52,13 @@ class QualityConfig:
         False,
         "--state",
         help="measure what coded snapshots of a model's recurrent layers cost, in the place of cache types",
+    )
+    kld_base: str | None = setting(
+        None,
+        "--kld-base",
+        metavar="FILE",
+        help="without TEXT, score cache types against the log-probabilities of this file, which llama-perplexity "
+        "--kl-divergence-base has written; with TEXT, only write such a file, of the text in full precision",
     )
     output: str | None = setting(
         None,
@@ -79,12 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(argv: Sequence[str]) -> None:
     options = _options(argv)
-    if not options.state:
+    if options.text is None and (options.kld_base is None or options.state):
+        raise FlagError("TEXT is missing: give a UTF-8 text like what the model will read; - is standard input")
+    if options.kld_base is not None and options.state:
+        raise FlagError("--state measures snapshots, and --kld-base cache types: leave one of them out")
+    if options.state:
+        if options.types != DEFAULT_TYPES:
+            raise FlagError("--state measures snapshots, with keys and values in half precision; leave --types out")
+        snapshot_cost.measure(options, argv, time.monotonic)
+    elif options.kld_base is not None and options.text is not None:
+        if options.types != DEFAULT_TYPES or options.output is not None:
+            raise FlagError("with TEXT, --kld-base writes full precision alone: leave --types and --output out")
+        kld_base.write(options, time.monotonic)
+    else:
         _Command(argv, time.monotonic).run()
-        return
-    if options.types != DEFAULT_TYPES:
-        raise FlagError("--state measures snapshots, with keys and values in half precision; leave --types out")
-    snapshot_cost.measure(options, argv, time.monotonic)
 
 
 def _options(argv: Sequence[str]) -> QualityConfig:
@@ -109,11 +125,13 @@ class _Command:
         """Raises FlagError or LoadError for mistakes that can be found before a model is loaded."""
         self._clock, self._started, self._argv = clock, clock(), argv
         self._options = _options(argv)
-        self._text = read_text(str(self._options.text))
+        text = self._options.text
+        self._text = "" if text is None else read_text(text)
         self._seconds = 60 * self._options.minutes
         self._path, name = model_files(self._options.weights)
         config, source, dtype = model_loaders.load_weights(self._path)
         try:
+            self._base = kld_base.read(str(self._options.kld_base), config, name) if text is None else None
             self._types = _chosen(self._options.types, config)
             self._file = page_file(self._options.output, name)
             self._ops = arithmetic(source, self._options.threads)
@@ -126,7 +144,8 @@ class _Command:
         self._about: dict[str, Any] = {
             "model": name,
             "weights": dtype,
-            "text": "standard input" if self._options.text == "-" else Path(str(self._options.text)).name,
+            "text": "standard input" if text == "-" else Path(text or str(self._options.kld_base)).name,
+            "full_precision": "prefill" if self._base is None else "file",
             "arithmetic": "float32" if isinstance(self._ops, NumpyOps) else "compiled kernels",
             "device": device,
             "budget_minutes": self._options.minutes,
@@ -137,15 +156,12 @@ class _Command:
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
-        context = min(MOST, self._config.max_context)
+        context = min(MOST, self._config.max_context) if self._base is None else self._base.ids.shape[1]
         survey = Survey(self._path, self._types, context, self._ops, note)
         try:
-            ids = survey.tokenize(self._text)
-            if len(ids) < _LEAST_TOKENS:
-                raise FlagError(
-                    f"TEXT has {len(ids)} tokens, and at least {_LEAST_TOKENS} are needed: give a longer text, such as "
-                    "some pages of what the model will read"
-                )
+            ids = survey.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
+            if len(ids) < LEAST_TOKENS:
+                raise FlagError(TOO_SHORT.format(len(ids)))
             self._quality(survey, ids)
         finally:
             survey.close()
@@ -160,7 +176,9 @@ class _Command:
     def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
         """Score windows until their share of the time is over."""
         plan = self._plan(survey, ids)
-        cut = windows(ids, plan.length, survey.bos_id)[: plan.count]
+        base = self._base
+        cut = windows(ids, plan.length, survey.bos_id) if base is None else kld_base.windows(base.ids, survey.bos_id)
+        cut = cut[: plan.count]
         self._about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
         try:
@@ -171,7 +189,7 @@ class _Command:
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
                     started = self._clock()
-                    for _ in survey.score(window):
+                    for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
                         bar.update()
                     each = self._clock() - started
                     self._keep(survey)
@@ -188,7 +206,16 @@ class _Command:
         started = self._clock()
         list(survey.score(probe, keep=False))
         taken = self._clock() - started
-        plan = choose(max(0.0, self._until_speed - self._clock()), taken / len(probe), len(ids), survey.context)
+        seconds, token_seconds = max(0.0, self._until_speed - self._clock()), taken / len(probe)
+        if self._base is None:
+            plan = choose(seconds, token_seconds, len(ids), survey.context)
+        else:
+            count, length = self._base.ids.shape
+            if survey.context < length:
+                raise FlagError(
+                    f"--kld-base: windows of {length:,} tokens, and memory has room for {survey.context:,} in f16"
+                )
+            plan = of_length(length, seconds, token_seconds, count)
         speed = _SPEED_SHARE * self._seconds
         text = ", all of the text" if plan.count * plan.length > len(ids) - plan.length else ""
         note(

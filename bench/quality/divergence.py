@@ -10,6 +10,8 @@ from polarlm.engine.sampling.sample import log_softmax
 
 # Rows that are converted to float64 at a time: with 50,000 columns, 25 MB per copy.
 _SLAB = 64
+LEAST_STORED = -16.0
+"""Nats: what is less likely is not compared with a file's log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,21 @@ def compare(reference: np.ndarray, logits: np.ndarray) -> Divergence:
         kl[rows] = -(np.exp(log_p) * log_q).sum(axis=-1)
     # Rounding may make a sum of terms close to 0 slightly negative.
     return Divergence(np.maximum(kl, 0), reference.argmax(axis=-1) == logits.argmax(axis=-1))
+
+
+def compare_stored(log_p: np.ndarray, logits: np.ndarray) -> Divergence:
+    """The divergence of `logits` (T, V) float32 from log-probabilities (T, V) float32 of a file, as `llama-perplexity
+    --kl-divergence` computes it.
+
+    A file has log-probabilities in 16 bits, and none below −16 (`kld_file`). These tokens are left out, and the others'
+    probabilities add up to 1 but for the rounding. So a sum can be slightly negative.
+    """
+    kl = np.empty(len(log_p))
+    for first in range(0, len(log_p), _SLAB):
+        rows = slice(first, first + _SLAB)
+        p, log_q = log_p[rows].astype(np.float64), log_softmax(logits[rows])
+        kl[rows] = (np.exp(p) * (p - log_q)).sum(axis=-1, where=p > LEAST_STORED)
+    return Divergence(kl, log_p.argmax(axis=-1) == logits.argmax(axis=-1))
 
 
 def perplexity(logprobs: np.ndarray) -> float:

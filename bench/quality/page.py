@@ -164,6 +164,9 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         "float32": "float32",
         "compiled kernels": "compiled kernels, keys and values in float32 (the weights as float32 do not fit)",
     }
+    exact = f"a prefill in {arithmetic[result['arithmetic']]}"
+    if result["full_precision"] == "file":
+        exact = "the log-probabilities of the file, of the second half of each window"
     speed = "CPU" if result["device"] == "cpu" else "GPU"
     if result.get("speed_context"):
         rounds = max(row["speed"]["rounds"] for row in result["rows"] if row["speed"])
@@ -171,10 +174,7 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
     return [
         ("model", f"{result['model']}, {result['weights']} weights"),
         ("text", f"{result['text']}: {_windows(result)}, {result['scored_tokens']:,} tokens scored"),
-        (
-            "full precision",
-            f"a prefill in {arithmetic[result['arithmetic']]}; its perplexity is {result['exact_perplexity']:.3f}",
-        ),
+        ("full precision", f"{exact}; its perplexity is {result['exact_perplexity']:.3f}"),
         (
             "types",
             "as generation reads them: complete blocks as codes, the first and the current one in full precision",

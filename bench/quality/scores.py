@@ -177,20 +177,25 @@ def row_of(
         kl_99th_percentile=float(np.quantile(kl, 0.99)),
         kl_999th_percentile=float(np.quantile(kl, 0.999)) if len(kl) >= 1000 else None,
         same_top1=float(np.mean(np.concatenate([window.divergence.same_top1 for window in windows]))),
-        kl_by_position=by_position([window.divergence.kl for window in windows]),
+        kl_by_position=by_position([window.divergence.kl for window in windows], windows[0].first),
         attention_error=[float(f"{error:.4g}") for error in attention],
     )
 
 
-def by_position(windows: Sequence[np.ndarray]) -> list[Stretch]:
-    """The mean KL of windows (T,) of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …"""
-    longest, edges = max(map(len, windows)), [0, FIRST_STRETCH]
-    while edges[-1] < longest:
+def by_position(windows: Sequence[np.ndarray], first: int = 0) -> list[Stretch]:
+    """The mean KL of windows (T,) of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …
+
+    first: the position of the windows' first figures.
+    """
+    end_of_all, edges = first + max(map(len, windows)), [0, FIRST_STRETCH]
+    while edges[-1] < end_of_all:
         edges.append(2 * edges[-1])
     found = []
     for start, end in itertools.pairwise(edges):
-        kl = np.concatenate([window[start:end] for window in windows])
-        found.append(Stretch(start, min(end, longest), len(kl), float(kl.mean())))
+        start, end = max(start, first), min(end, end_of_all)
+        if start < end:
+            kl = np.concatenate([window[start - first : end - first] for window in windows])
+            found.append(Stretch(start, end, len(kl), float(kl.mean())))
     return found
 
 

@@ -8,13 +8,23 @@ import numpy as np
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.kld_file import KldFile
 from polarlm.bench.quality.scores import Quality, row_of
-from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
+from polarlm.bench.quality.states import (
+    Scored,
+    exact_logprobs,
+    exact_states,
+    scored,
+    scored_against,
+    served_states,
+    stored_logprobs,
+)
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.loading.assembly import assemble, with_cache
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.files.weights import WeightSource
 
@@ -59,6 +69,11 @@ class Survey:
         """The tokens of the longest window that all KV stores have room for."""
         return min(parts.plan.tokens for parts in (self._parts, *self._others))
 
+    @property
+    def reference(self) -> Transformer:
+        """The model in full precision, as `states.exact_states` reads it."""
+        return self._parts.model
+
     def tokenize(self, text: str) -> list[int]:
         return self._parts.source.tokenizer.tokenize(text)
 
@@ -78,6 +93,14 @@ class Survey:
             one = scored(reference, exact, other.model, served_states(other.model, ids), ids)
             if keep:
                 found.append(one)
+            yield
+
+    def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
+        """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
+        self._logprobs.append(stored_logprobs(base, window, ids))
+        yield
+        for found, other in zip(self._found, self._others, strict=True):
+            found.append(scored_against(base, window, other.model, served_states(other.model, ids), ids))
             yield
 
     @property
