@@ -15,7 +15,7 @@ from tqdm import tqdm
 from polarlm import model_loaders
 from polarlm.bench import report
 from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, cache_types
-from polarlm.bench.quality import kld_base, page, snapshot_cost
+from polarlm.bench.quality import answers, kld_base, page, snapshot_cost
 from polarlm.bench.quality.budget import MOST, Windows, choose, of_length
 from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, model_files, page_file, read_text
 from polarlm.bench.quality.scores import windows
@@ -31,7 +31,9 @@ from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.config import ModelConfig
 
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
-_SPEED_SHARE = 0.25  # share of the time for measuring speed
+_SPEED_SHARE = 0.2  # share of the time for measuring speed
+_ANSWERS_SHARE = 0.2  # and for texts of the model's own
+_LEAST_ANSWER = 100  # tokens, as far as the context allows
 _PROBE = 128  # tokens of the window from which the time is estimated
 _WRITTEN_EVERY = 15  # seconds
 
@@ -150,19 +152,22 @@ class _Command:
             "device": device,
             "budget_minutes": self._options.minutes,
         }
+        self._answers: dict[str, answers.Answer] = {}
         self._rates: dict[str, Rates] = {}
         self._written = -math.inf  # time of the last write
 
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
-        context = min(MOST, self._config.max_context) if self._base is None else self._base.ids.shape[1]
+        length = MOST if self._base is None else self._base.ids.shape[1]
+        context = min(max(length, answers.PROMPT + answers.MOST), self._config.max_context)
         survey = Survey(self._path, self._types, context, self._ops, note)
         try:
             ids = survey.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
             if len(ids) < LEAST_TOKENS:
                 raise FlagError(TOO_SHORT.format(len(ids)))
             self._quality(survey, ids)
+            self._answer(survey, ids)
         finally:
             survey.close()
         del survey  # frees its weights before the engine loads its own
@@ -185,7 +190,7 @@ class _Command:
             total = len(cut) * (1 + len(self._types))
             with tqdm(total=total, desc="Scoring", unit="pass", leave=False, disable=None) as bar:
                 for number, window in enumerate(cut):
-                    if number and self._clock() + each > self._until_speed:
+                    if number and self._clock() + each > self._until_answers:
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
                     started = self._clock()
@@ -195,9 +200,10 @@ class _Command:
                     self._keep(survey)
         except BaseException:
             if survey.windows:
-                self._keep(survey)
+                self._take(survey)
                 self._stopped()
             raise
+        self._take(survey)
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
@@ -206,7 +212,7 @@ class _Command:
         started = self._clock()
         list(survey.score(probe, keep=False))
         taken = self._clock() - started
-        seconds, token_seconds = max(0.0, self._until_speed - self._clock()), taken / len(probe)
+        seconds, token_seconds = max(0.0, self._until_answers - self._clock()), taken / len(probe)
         if self._base is None:
             plan = choose(seconds, token_seconds, len(ids), survey.context)
         else:
@@ -216,14 +222,20 @@ class _Command:
                     f"--kld-base: windows of {length:,} tokens, and memory has room for {survey.context:,} in f16"
                 )
             plan = of_length(length, seconds, token_seconds, count)
-        speed = _SPEED_SHARE * self._seconds
+        rest = self._until_speed - self._until_answers, _SPEED_SHARE * self._seconds
         text = ", all of the text" if plan.count * plan.length > len(ids) - plan.length else ""
         note(
             f"{len(self._types)} cache types on {_counted(plan.count, 'window')} of {plan.length:,} tokens{text}: "
-            f"about {report.duration(plan.seconds)}, and {report.duration(speed)} at most for speed. "
+            f"about {report.duration(plan.seconds)}, and {report.duration(rest[0])} for texts of their own, "
+            f"{report.duration(rest[1])} at most for speed. "
             f"Ctrl-C keeps what was measured, in {self._file}"
         )
         return plan
+
+    @property
+    def _until_answers(self) -> float:
+        """The time at which scoring the text must end."""
+        return self._until_speed - _ANSWERS_SHARE * self._seconds
 
     @property
     def _until_speed(self) -> float:
@@ -231,11 +243,35 @@ class _Command:
         return self._started + (1 - _SPEED_SHARE) * self._seconds
 
     def _keep(self, survey: Survey) -> None:
-        """Keep what was scored so far, and write it from time to time, since drawing takes a second."""
-        self._quality_so_far = survey.quality()
-        self._about["windows"] = survey.windows
+        """Write what was scored so far from time to time, since errors and drawing take a second."""
         if self._clock() - self._written >= _WRITTEN_EVERY:
+            self._take(survey)
             self._write(complete=False)
+
+    def _take(self, survey: Survey) -> None:
+        self._quality_so_far, self._about["windows"] = survey.quality(), survey.windows
+
+    # -- texts of the model's own ------------------------------------------------------------------------------
+
+    def _answer(self, survey: Survey, ids: Sequence[int]) -> None:
+        """Let each type continue the text until its share of the time is over, but for a few tokens at least."""
+        start = [] if survey.bos_id is None else [survey.bos_id]
+        prompt = [*start, *ids[: answers.PROMPT - len(start)]]
+        most = min(answers.MOST, survey.context - len(prompt))
+        if most < 1:
+            return
+        texts = survey.answers(prompt)
+        try:
+            with tqdm(total=most, desc="Continuing", unit="token", leave=False, disable=None) as bar:
+                for number, _ in enumerate(texts.write(most), 1):
+                    bar.update()
+                    if number >= _LEAST_ANSWER and self._clock() > self._until_speed:
+                        break
+        except BaseException:
+            self._stopped()
+            raise
+        labels = [one.label for one in self._types]
+        self._answers = dict(zip(labels, texts.judged(), strict=True))
 
     # -- speed -------------------------------------------------------------------------------------------------
 
@@ -269,6 +305,8 @@ class _Command:
             row["pair"] = next(one.pair for one in self._types if one.label == row["type"])
             row["fit"] = asdict(self._fits[row["type"]])
             rates = self._rates.get(row["type"])
+            answer = self._answers.get(row["type"])
+            row["answer"] = None if answer is None else asdict(answer)
             row["speed"] = None if rates is None else asdict(rates)
         self._result = report.write(
             self._file.with_suffix(".json"),

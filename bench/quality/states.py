@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.bench.quality.divergence import Divergence, compare, compare_stored
+from polarlm.bench.quality.divergence import Divergence, compare, compare_stored, joined
 from polarlm.bench.quality.kld_file import KldFile
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import logprobs_of, states
@@ -117,24 +117,19 @@ def _scored(
 ) -> Scored:
     """The score of the ids after position `first`. compared: positions, and the model's logits there → divergence."""
     count = len(ids) - 1 - first
-    logprobs, kl, same = np.empty(count, np.float32), np.empty(count), np.empty(count, bool)
+    logprobs, parts = np.empty(count, np.float32), []
     for start in range(0, count, _ROWS):
         found = slice(start, min(start + _ROWS, count))
         rows = slice(first + found.start, first + found.stop)
         logits = _logits(model, hidden[rows])
-        divergence = compared(rows, logits)
-        kl[found], same[found] = divergence.kl, divergence.same_top1
+        parts.append(compared(rows, logits))
         logprobs[found] = logprobs_of(logits, ids[rows.start + 1 : rows.stop + 1])
-    return Scored(logprobs, Divergence(kl, same), first)
+    return Scored(logprobs, joined(parts), first)
 
 
 def divergence(model: Transformer, exact: np.ndarray, hidden: np.ndarray) -> Divergence:
     """The divergence of the distributions of hidden states (T, E) from those of `exact` (T, E), of the same model."""
-    found = [
-        compare(_logits(model, exact[first : first + _ROWS]), _logits(model, hidden[first : first + _ROWS]))
-        for first in range(0, len(exact), _ROWS)
-    ]
-    return Divergence(np.concatenate([one.kl for one in found]), np.concatenate([one.same_top1 for one in found]))
+    return joined([compare(*both) for both in zip(logits_of(model, exact), logits_of(model, hidden), strict=True)])
 
 
 def _logits(model: Transformer, hidden: np.ndarray) -> np.ndarray:

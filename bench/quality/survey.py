@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from polarlm.bench.command import CacheType
+from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.kld_file import KldFile
 from polarlm.bench.quality.scores import Quality, row_of
@@ -95,6 +96,10 @@ class Survey:
                 found.append(one)
             yield
 
+    def answers(self, prompt: Sequence[int]) -> Answers:
+        """Texts of all types that continue a prompt. The stores have room for `context` tokens."""
+        return Answers(self.reference, [other.model for other in self._others], prompt)
+
     def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
         """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
         self._logprobs.append(stored_logprobs(base, window, ids))
@@ -112,7 +117,7 @@ class Survey:
         """All figures so far. At least one type must have been scored on a window."""
         windows = self.windows
         rows = [
-            row_of(one, other.plan.shape.bits_per_value, _SCORING, found[:windows], [])
+            row_of(one, other.plan.shape.bits_per_value, _SCORING, found[:windows], self._logprobs, [])
             for one, other, found in zip(self.types, self._others, self._found, strict=True)
             if found
         ]
