@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.sampling.sample import log_softmax
-
 _NAMES = ("kl", "same_top1", "accepted")
 # Rows that are converted to float64 at a time: with 50,000 columns, 25 MB per copy.
 _SLAB = 64
@@ -32,9 +30,8 @@ def compare(reference: np.ndarray, logits: np.ndarray) -> Divergence:
     kl, accepted = np.empty((2, len(reference)))
     for first in range(0, len(reference), _SLAB):
         rows = slice(first, first + _SLAB)
-        log_p, log_q = log_softmax(reference[rows]), log_softmax(logits[rows])
-        p = np.exp(log_p)
-        accepted[rows] = np.minimum(p, np.exp(log_q)).sum(axis=-1)
+        (log_p, p), (log_q, q) = _softmax(reference[rows]), _softmax(logits[rows])
+        accepted[rows] = np.minimum(p, q, out=q).sum(axis=-1)
         log_q -= log_p
         kl[rows] = -(p * log_q).sum(axis=-1)
     # Rounding may make a sum of terms close to 0 slightly negative.
@@ -51,11 +48,22 @@ def compare_stored(log_p: np.ndarray, logits: np.ndarray) -> Divergence:
     kl, accepted = np.empty((2, len(log_p)))
     for first in range(0, len(log_p), _SLAB):
         rows = slice(first, first + _SLAB)
-        stored, log_q = log_p[rows].astype(np.float64), log_softmax(logits[rows])
+        stored, (log_q, q) = log_p[rows].astype(np.float64), _softmax(logits[rows])
         p = np.exp(stored)
         kl[rows] = (p * (stored - log_q)).sum(axis=-1, where=stored > LEAST_STORED)
-        accepted[rows] = np.minimum(p, np.exp(log_q)).sum(axis=-1)
+        accepted[rows] = np.minimum(p, q).sum(axis=-1)
     return Divergence(kl, log_p.argmax(axis=-1) == logits.argmax(axis=-1), accepted)
+
+
+def _softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and probabilities (T, V) float64 of logits (T, V), with one exponential of each."""
+    logs = logits.astype(np.float64)
+    logs -= logs.max(axis=-1, keepdims=True)
+    powers = np.exp(logs)
+    total = powers.sum(axis=-1, keepdims=True)
+    logs -= np.log(total)
+    powers /= total
+    return logs, powers
 
 
 def joined(parts: Sequence[Divergence]) -> Divergence:
