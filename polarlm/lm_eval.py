@@ -1,7 +1,7 @@
 """`python -m polarlm.lm_eval --model polarlm --model_args weights=PATH,cache_type=TYPE --tasks …`: tasks of lm-eval.
 
-lm-eval 0.4 (EleutherAI) knows models by names in its registry, and asks no other package for more. So this module is its
-command line with one more name in the registry, and importing it is enough for `lm_eval.simple_evaluate`.
+lm-eval 0.4 (EleutherAI) knows models by names in its registry, and asks no other package for more. So this module is
+its command line with one more name in the registry, and importing it is enough for `lm_eval.simple_evaluate`.
 
 Answers are scored and generated as the engine serves them: the context is a prompt, computed once for all requests that
 begin with it, and what follows reads its codes in steps.
