@@ -93,7 +93,7 @@ def test_kvarn_errs_by_half_a_step_of_what_is_even(name: str, axis: int, blocks:
 
 def test_variances_are_equal_after_normalization(rng: np.random.Generator) -> None:
     """Of a block whose tokens differ by a factor of a hundred, and channels by what the least scale allows."""
-    x = rng.normal(0, 1, (3, N, D)) * np.geomspace(2, 200, N)[:, None] * np.geomspace(1.1, 1, D)
+    x = rng.normal(0, 1, (3, 4 * N, D)) * np.geomspace(2, 200, 4 * N)[:, None] * np.geomspace(1.1, 1, D)
     tokens, channels = variance_scales(x, (0, 1))
     even = x / tokens / channels
     for axis in (1, 2):
