@@ -63,8 +63,8 @@ def write(file: Path, result: Result) -> None:
         columns={**COLUMNS, **KL_COLUMNS, **ANSWER_COLUMNS},
         header=list(COLUMNS),
         rows=_cells(result),
-        divergences=_divergences(result),
-        answers=_answers(result),
+        divergences=divergences(result),
+        answers=answers(result),
         by_position=_by_position(result),
         pictures=[(title, Markup(svg)) for title, svg in pictures or ()],
         no_pictures="" if pictures is not None else NO_PICTURES,
@@ -93,7 +93,7 @@ def render(file: Path, template: str, **values: Any) -> None:
 def table(result: Result) -> str:
     """The tables as Markdown, for a terminal."""
     whole = report.table(list(COLUMNS), [cells for _, cells in _cells(result)])
-    more = [_divergences(result), _by_position(result), _answers(result)]
+    more = [divergences(result), _by_position(result), answers(result)]
     return "\n\n".join([whole, *(report.table(header, rows) for header, rows in more if rows)])
 
 
@@ -101,7 +101,8 @@ def _by_position(result: Result) -> tuple[list[str], list[list[str]]]:
     return position_cells([(row["type"], row["kl_by_position"]) for row in result["rows"]])
 
 
-def _divergences(result: Result) -> tuple[list[str], list[list[str]]]:
+def divergences(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of all figures of KL, with their errors."""
     rows = []
     for row in result["rows"]:
         errors = row["errors"] or {}
@@ -111,7 +112,7 @@ def _divergences(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["cache type", "KL mean", *of_kl, "same top-1", accepted], rows
 
 
-def _answers(result: Result) -> tuple[list[str], list[list[str]]]:
+def answers(result: Result) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the types that wrote a text."""
     rows = []
     for row in result["rows"]:
