@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
+from polarlm.bench.quality import page
 from polarlm.bench.quality.causes import format_table
-from polarlm.bench.quality.scores import position_cells
+from polarlm.bench.quality.scores import position_cells, small, with_error
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 
@@ -122,7 +123,8 @@ def snapshots_table() -> str:
     lines = [f"| {' | '.join([*header, 'KL 99 %, max', 'same top-1'])} |", "|---" * (len(header) + 2) + "|"]
     for row in measured["rows"]:
         last = row["distances"][-1]
-        cells = [f"`{row['type']}`", format_bytes(row["bytes"]), *(f"{one['kl_mean']:.2g}" for one in row["distances"])]
+        cells = [f"`{row['type']}`", format_bytes(row["bytes"])]
+        cells += [_with_error(one, "kl_mean", "{:.2g}".format) if one["kl_mean"] else "0" for one in row["distances"]]
         cells += [f"{last['kl_99th_percentile']:.2g}, {last['kl_max']:.2g}", f"{100 * last['same_top1']:.2f} %"]
         lines.append(f"| {' | '.join(cells)} |")
     stretch = presets["rows"][0]["kl_by_position"][-1]
@@ -132,13 +134,53 @@ def snapshots_table() -> str:
         if row["scored_as"] == SERVED
     ]
     source = (
-        f"{measured['model']} on {measured['text']}: {measured['snapshots']} snapshots, KL in nats; 99 %, the largest "
+        f"{measured['model']} on {measured['text']}: {measured['snapshots']} snapshots, KL in nats ± its standard "
+        "error over these; 99 %, the largest "
         f"and the same top-1 are of the first {distances[-1]} tokens; measured on {measured['date']} with\n"
         f"`{measured['command']}`.\n"
         f"At positions {stretch['start']} to {stretch['end'] - 1} of the same text the model's keys and values cost a "
         f"KL of {', '.join(costs)}; measured with\n`{presets['command']}`."
     )
     return "\n".join([*lines, "", source])
+
+
+def figures_table() -> str:
+    """All figures of the cache types on a small model, and those of texts that it writes with them."""
+    measured = newest("cost-trained-hybrid-????-??-??")
+    tables = [report.table(*_named(*part(measured))) for part in (page.divergences, page.answers)]
+    full = measured["exact_perplexity"]
+    return "\n\n".join([*tables, _source(measured, full)])
+
+
+def _named(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table of a page, with types as they are named here."""
+    return header, [[_label(name), *cells] for name, *cells in rows]
+
+
+def peers_table() -> str:
+    """Cache types of other projects beside ours, with errors, fewest bits first."""
+    measured = newest("peers-trained-hybrid-????-??-??")
+    full = measured["exact_perplexity"]
+    header = ["Keys/values", "bits/value", "perplexity", "KL", "KL 99 %", "drafts accepted", "KL, every token coded"]
+    rows = []
+    for name, row in sorted(_by_type(measured).items(), key=lambda item: item[1][SERVED]["bits_per_value"]):
+        served, coded = row[SERVED], row[CODED]
+        change, error = 100 * (served["perplexity"] / full - 1), 100 * served["perplexity_error"] / full
+        rows.append(
+            [
+                _label(name),
+                f"{served['bits_per_value']:.3f}",
+                f"{change:+.1f} ± {error:.1f} %",
+                *(_with_error(served, figure, small) for figure in ("kl_mean", "kl_99th_percentile")),
+                _with_error(served, "draft_acceptance", lambda share: f"{100 * share:.1f} %"),
+                _with_error(coded, "kl_mean", small),
+            ]
+        )
+    return "\n".join([report.table(header, rows), "", _source(measured, full)])
+
+
+def _with_error(row: Measured, figure: str, text: Callable[[float], str]) -> str:
+    return with_error(row[figure], row["errors"][figure], text)
 
 
 def needle_table() -> str:
@@ -199,6 +241,8 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "arithmetic": arithmetic_table,
         "snapshots": snapshots_table,
         "needle": needle_table,
+        "figures": figures_table,
+        "peers": peers_table,
     },
 }
 

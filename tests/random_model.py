@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import numpy as np
 from tokenizers import pre_tokenizers
 
 from scripts.make_random_model import Shape, write
@@ -58,3 +59,29 @@ def write_in_parts(path: Path, whole: Path, tensors: int) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def in_float32(path: Path, model: Path, rounded: gguf.GGMLQuantizationType | None = None) -> Path:
+    """Write a model to `path` with its matrices in float32 and a BOS before texts; returns the path.
+
+    rounded: a type to whose values matrices are rounded first.
+    """
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            writer.add_key_value(
+                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_add_bos_token(True)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if rounded is not None and values.ndim == 2:
+            values = gguf.dequantize(gguf.quantize(values, rounded), rounded)
+        writer.add_tensor(tensor.name, values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -16,7 +16,7 @@ from typing import Any
 
 from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
-from polarlm.bench.quality import angles, needle, plots
+from polarlm.bench.quality import angles, needle, peers, plots
 from polarlm.bench.quality.arithmetic import (
     ArithmeticRow,
     compiled_ops,
@@ -91,7 +91,8 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes JSON and pictures, prints the tables; returns the exit code."""
-    return run(_measure_and_report, argv)
+    with peers.while_measured():
+        return run(_measure_and_report, argv)
 
 
 def _measure_and_report(argv: Sequence[str]) -> None:

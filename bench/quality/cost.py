@@ -15,9 +15,9 @@ from tqdm import tqdm
 from polarlm import model_loaders
 from polarlm.bench import report
 from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, cache_types
-from polarlm.bench.quality import page, snapshot_cost
-from polarlm.bench.quality.budget import MOST, Windows, choose
-from polarlm.bench.quality.inputs import model_files, page_file, read_text
+from polarlm.bench.quality import answers, kld_base, page, snapshot_cost
+from polarlm.bench.quality.budget import MOST, Windows, choose, of_length
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, model_files, page_file, read_text
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
@@ -31,9 +31,10 @@ from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.config import ModelConfig
 
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
-_SPEED_SHARE = 0.25  # share of the time for measuring speed
+_SPEED_SHARE = 0.2  # share of the time for measuring speed
+_ANSWERS_SHARE = 0.2  # and for texts of the model's own
+_LEAST_ANSWER = 100  # tokens, as far as the context allows
 _PROBE = 128  # tokens of the window from which the time is estimated
-_LEAST_TOKENS = 64
 _WRITTEN_EVERY = 15  # seconds
 
 Clock = Callable[[], float]
@@ -43,7 +44,9 @@ Clock = Callable[[], float]
 class QualityConfig:
     """The flags: the text, the model, the cache types and the time for them."""
 
-    text: str | None = setting(None, "TEXT", help="UTF-8 text like what the model will read; - is standard input")
+    text: str | None = setting(
+        None, "TEXT", bare=None, help="UTF-8 text like what the model will read; - is standard input"
+    )
     weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
     types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP)
     minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
@@ -51,6 +54,13 @@ class QualityConfig:
         False,
         "--state",
         help="measure what coded snapshots of a model's recurrent layers cost, in the place of cache types",
+    )
+    kld_base: str | None = setting(
+        None,
+        "--kld-base",
+        metavar="FILE",
+        help="without TEXT, score cache types against the log-probabilities of this file, which llama-perplexity "
+        "--kl-divergence-base has written; with TEXT, only write such a file, of the text in full precision",
     )
     output: str | None = setting(
         None,
@@ -79,12 +89,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(argv: Sequence[str]) -> None:
     options = _options(argv)
-    if not options.state:
+    if options.text is None and (options.kld_base is None or options.state):
+        raise FlagError("TEXT is missing: give a UTF-8 text like what the model will read; - is standard input")
+    if options.kld_base is not None and options.state:
+        raise FlagError("--state measures snapshots, and --kld-base cache types: leave one of them out")
+    if options.state:
+        if options.types != DEFAULT_TYPES:
+            raise FlagError("--state measures snapshots, with keys and values in half precision; leave --types out")
+        snapshot_cost.measure(options, argv, time.monotonic)
+    elif options.kld_base is not None and options.text is not None:
+        if options.types != DEFAULT_TYPES or options.output is not None:
+            raise FlagError("with TEXT, --kld-base writes full precision alone: leave --types and --output out")
+        kld_base.write(options, time.monotonic)
+    else:
         _Command(argv, time.monotonic).run()
-        return
-    if options.types != DEFAULT_TYPES:
-        raise FlagError("--state measures snapshots, with keys and values in half precision; leave --types out")
-    snapshot_cost.measure(options, argv, time.monotonic)
 
 
 def _options(argv: Sequence[str]) -> QualityConfig:
@@ -109,11 +127,13 @@ class _Command:
         """Raises FlagError or LoadError for mistakes that can be found before a model is loaded."""
         self._clock, self._started, self._argv = clock, clock(), argv
         self._options = _options(argv)
-        self._text = read_text(str(self._options.text))
+        text = self._options.text
+        self._text = "" if text is None else read_text(text)
         self._seconds = 60 * self._options.minutes
         self._path, name = model_files(self._options.weights)
         config, source, dtype = model_loaders.load_weights(self._path)
         try:
+            self._base = kld_base.read(str(self._options.kld_base), config, name) if text is None else None
             self._types = _chosen(self._options.types, config)
             self._file = page_file(self._options.output, name)
             self._ops = arithmetic(source, self._options.threads)
@@ -126,27 +146,28 @@ class _Command:
         self._about: dict[str, Any] = {
             "model": name,
             "weights": dtype,
-            "text": "standard input" if self._options.text == "-" else Path(str(self._options.text)).name,
+            "text": "standard input" if text == "-" else Path(text or str(self._options.kld_base)).name,
+            "full_precision": "prefill" if self._base is None else "file",
             "arithmetic": "float32" if isinstance(self._ops, NumpyOps) else "compiled kernels",
             "device": device,
             "budget_minutes": self._options.minutes,
         }
+        self._answers: dict[str, answers.Answer] = {}
         self._rates: dict[str, Rates] = {}
         self._written = -math.inf  # time of the last write
 
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
-        context = min(MOST, self._config.max_context)
+        length = MOST if self._base is None else self._base.ids.shape[1]
+        context = min(max(length, answers.PROMPT + answers.MOST), self._config.max_context)
         survey = Survey(self._path, self._types, context, self._ops, note)
         try:
-            ids = survey.tokenize(self._text)
-            if len(ids) < _LEAST_TOKENS:
-                raise FlagError(
-                    f"TEXT has {len(ids)} tokens, and at least {_LEAST_TOKENS} are needed: give a longer text, such as "
-                    "some pages of what the model will read"
-                )
+            ids = survey.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
+            if len(ids) < LEAST_TOKENS:
+                raise FlagError(TOO_SHORT.format(len(ids)))
             self._quality(survey, ids)
+            self._answer(survey, ids)
         finally:
             survey.close()
         del survey  # frees its weights before the engine loads its own
@@ -160,26 +181,29 @@ class _Command:
     def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
         """Score windows until their share of the time is over."""
         plan = self._plan(survey, ids)
-        cut = windows(ids, plan.length, survey.bos_id)[: plan.count]
+        base = self._base
+        cut = windows(ids, plan.length, survey.bos_id) if base is None else kld_base.windows(base.ids, survey.bos_id)
+        cut = cut[: plan.count]
         self._about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
         try:
             total = len(cut) * (1 + len(self._types))
             with tqdm(total=total, desc="Scoring", unit="pass", leave=False, disable=None) as bar:
                 for number, window in enumerate(cut):
-                    if number and self._clock() + each > self._until_speed:
+                    if number and self._clock() + each > self._until_answers:
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
                     started = self._clock()
-                    for _ in survey.score(window):
+                    for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
                         bar.update()
                     each = self._clock() - started
                     self._keep(survey)
         except BaseException:
             if survey.windows:
-                self._keep(survey)
+                self._take(survey)
                 self._stopped()
             raise
+        self._take(survey)
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
@@ -188,15 +212,30 @@ class _Command:
         started = self._clock()
         list(survey.score(probe, keep=False))
         taken = self._clock() - started
-        plan = choose(max(0.0, self._until_speed - self._clock()), taken / len(probe), len(ids), survey.context)
-        speed = _SPEED_SHARE * self._seconds
+        seconds, token_seconds = max(0.0, self._until_answers - self._clock()), taken / len(probe)
+        if self._base is None:
+            plan = choose(seconds, token_seconds, len(ids), survey.context)
+        else:
+            count, length = self._base.ids.shape
+            if survey.context < length:
+                raise FlagError(
+                    f"--kld-base: windows of {length:,} tokens, and memory has room for {survey.context:,} in f16"
+                )
+            plan = of_length(length, seconds, token_seconds, count)
+        rest = self._until_speed - self._until_answers, _SPEED_SHARE * self._seconds
         text = ", all of the text" if plan.count * plan.length > len(ids) - plan.length else ""
         note(
             f"{len(self._types)} cache types on {_counted(plan.count, 'window')} of {plan.length:,} tokens{text}: "
-            f"about {report.duration(plan.seconds)}, and {report.duration(speed)} at most for speed. "
+            f"about {report.duration(plan.seconds)}, and {report.duration(rest[0])} for texts of their own, "
+            f"{report.duration(rest[1])} at most for speed. "
             f"Ctrl-C keeps what was measured, in {self._file}"
         )
         return plan
+
+    @property
+    def _until_answers(self) -> float:
+        """The time at which scoring the text must end."""
+        return self._until_speed - _ANSWERS_SHARE * self._seconds
 
     @property
     def _until_speed(self) -> float:
@@ -204,11 +243,35 @@ class _Command:
         return self._started + (1 - _SPEED_SHARE) * self._seconds
 
     def _keep(self, survey: Survey) -> None:
-        """Keep what was scored so far, and write it from time to time, since drawing takes a second."""
-        self._quality_so_far = survey.quality()
-        self._about["windows"] = survey.windows
+        """Write what was scored so far from time to time, since errors and drawing take a second."""
         if self._clock() - self._written >= _WRITTEN_EVERY:
+            self._take(survey)
             self._write(complete=False)
+
+    def _take(self, survey: Survey) -> None:
+        self._quality_so_far, self._about["windows"] = survey.quality(), survey.windows
+
+    # -- texts of the model's own ------------------------------------------------------------------------------
+
+    def _answer(self, survey: Survey, ids: Sequence[int]) -> None:
+        """Let each type continue the text until its share of the time is over, but for a few tokens at least."""
+        start = [] if survey.bos_id is None else [survey.bos_id]
+        prompt = [*start, *ids[: answers.PROMPT - len(start)]]
+        most = min(answers.MOST, survey.context - len(prompt))
+        if most < 1:
+            return
+        texts = survey.answers(prompt)
+        try:
+            with tqdm(total=most, desc="Continuing", unit="token", leave=False, disable=None) as bar:
+                for number, _ in enumerate(texts.write(most), 1):
+                    bar.update()
+                    if number >= _LEAST_ANSWER and self._clock() > self._until_speed:
+                        break
+        except BaseException:
+            self._stopped()
+            raise
+        labels = [one.label for one in self._types]
+        self._answers = dict(zip(labels, texts.judged(), strict=True))
 
     # -- speed -------------------------------------------------------------------------------------------------
 
@@ -242,6 +305,8 @@ class _Command:
             row["pair"] = next(one.pair for one in self._types if one.label == row["type"])
             row["fit"] = asdict(self._fits[row["type"]])
             rates = self._rates.get(row["type"])
+            answer = self._answers.get(row["type"])
+            row["answer"] = None if answer is None else asdict(answer)
             row["speed"] = None if rates is None else asdict(rates)
         self._result = report.write(
             self._file.with_suffix(".json"),

@@ -15,6 +15,11 @@ from polarlm.engine.loading.sizes import fits_beside
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
 
+LEAST_TOKENS = 64
+TOO_SHORT = (
+    f"TEXT has {{}} tokens, and at least {LEAST_TOKENS} are needed: give a longer text, such as some pages of what the "
+    "model will read"
+)
 _MOST_CHARACTERS = 4_000_000  # characters of the text to read: more than any budget scores
 
 

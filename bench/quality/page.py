@@ -12,7 +12,7 @@ from markupsafe import Markup
 from polarlm.bench import report
 from polarlm.bench.plot_style import NO_PICTURES
 from polarlm.bench.quality import page_plots
-from polarlm.bench.quality.scores import position_cells, small
+from polarlm.bench.quality.scores import kl_cells, position_cells, small, two_digits, with_error
 from polarlm.engine import EngineError
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
@@ -27,12 +27,28 @@ COLUMNS = {
     "bits/value": "of complete blocks: codes, norms and means; f16 has 16",
     "perplexity": "of the text, and its change from full precision; lower is better, and small changes are chance",
     "KL mean": "how far the next token's distribution is from full precision's on average, in nats; 0 is the same",
-    "KL 99.9 %": "one position in a thousand is further off than this, in nats",
     "same top-1": "positions where the most likely next token is that of full precision",
     "prompt": "tokens a second of a prompt, on this machine",
     "generation": "tokens a second after that prompt, one request alone",
     "1,000 tokens": "bytes of the KV cache for 1,000 tokens in complete blocks",
     "longest context": "tokens that fit in the memory that the weights leave, up to the model's own",
+}
+
+
+# The same of the two tables after it, but for columns that the first one has, too.
+KL_COLUMNS = {
+    "KL median": "half of the positions are further off than this, in nats",
+    "KL 90 %": "one position in ten is further off than this, in nats",
+    "KL 99 %": "one position in a hundred is further off than this, in nats",
+    "KL 99.9 %": "one position in a thousand is further off than this, in nats",
+    "KL max": "the position that is furthest off, in nats",
+    "drafts accepted": "tokens that full precision drafts and the type accepts, in speculative sampling",
+}
+ANSWER_COLUMNS = {
+    "own tokens": "tokens that the model wrote with the type, drawn at temperature 1",
+    "their perplexity": "of these tokens, in full precision: how likely the text is for a model that codes nothing",
+    "KL there": "how far the distributions that they were drawn from are from full precision's, in nats",
+    "accepted there": "drafts accepted at these tokens",
 }
 
 
@@ -44,9 +60,11 @@ def write(file: Path, result: Result) -> None:
         "page.html",
         result=result,
         sentences=sentences(result),
-        columns=COLUMNS,
+        columns={**COLUMNS, **KL_COLUMNS, **ANSWER_COLUMNS},
         header=list(COLUMNS),
         rows=_cells(result),
+        divergences=divergences(result),
+        answers=answers(result),
         by_position=_by_position(result),
         pictures=[(title, Markup(svg)) for title, svg in pictures or ()],
         no_pictures="" if pictures is not None else NO_PICTURES,
@@ -75,29 +93,57 @@ def render(file: Path, template: str, **values: Any) -> None:
 def table(result: Result) -> str:
     """The tables as Markdown, for a terminal."""
     whole = report.table(list(COLUMNS), [cells for _, cells in _cells(result)])
-    return f"{whole}\n\n{report.table(*_by_position(result))}"
+    more = [divergences(result), _by_position(result), answers(result)]
+    return "\n\n".join([whole, *(report.table(header, rows) for header, rows in more if rows)])
 
 
 def _by_position(result: Result) -> tuple[list[str], list[list[str]]]:
     return position_cells([(row["type"], row["kl_by_position"]) for row in result["rows"]])
 
 
+def divergences(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of all figures of KL, with their errors."""
+    rows = []
+    for row in result["rows"]:
+        errors = row["errors"] or {}
+        shares = (with_error(row[name], errors.get(name), two_digits) for name in ("same_top1", "draft_acceptance"))
+        rows.append([row["type"], *kl_cells(row), *shares])
+    *of_kl, accepted = KL_COLUMNS
+    return ["cache type", "KL mean", *of_kl, "same top-1", accepted], rows
+
+
+def answers(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the types that wrote a text."""
+    rows = []
+    for row in result["rows"]:
+        if (answer := row["answer"]) is not None:
+            errors = answer["errors"] or {}
+            rows.append(
+                [
+                    row["type"],
+                    f"{answer['tokens']:,}",
+                    with_error(answer["perplexity"], answer["perplexity_error"], "{:.2f}".format),
+                    with_error(answer["kl_mean"], errors.get("kl_mean"), small),
+                    with_error(answer["draft_acceptance"], errors.get("draft_acceptance"), two_digits),
+                ]
+            )
+    return ["cache type", *ANSWER_COLUMNS], rows
+
+
 def _cells(result: Result) -> list[tuple[bool, list[str]]]:
     """(whether it is a preset, its cells) for full precision, then for each type."""
     exact = result["exact_perplexity"]
-    first = ["full precision", _NONE, f"{exact:.3f}", "0", "0", "100 %", *[_NONE] * 4]
+    first = ["full precision", _NONE, f"{exact:.3f}", "0", "100 %", *[_NONE] * 4]
     return [(False, first), *((row["type"] in PRESETS, _row_cells(row, exact)) for row in result["rows"])]
 
 
 def _row_cells(row: Result, exact: float) -> list[str]:
     speed, fit = row["speed"] or {}, row["fit"]
-    tail = row["kl_999th_percentile"]
     return [
         row["type"],
         f"{row['bits_per_value']:.2f}",
         f"{row['perplexity']:.3f} ({_change(row, exact)})",
         small(row["kl_mean"]),
-        _NONE if tail is None else small(tail),
         f"{100 * row['same_top1']:.1f} %",
         _rate(speed.get("prompt")),
         _rate(speed.get("generation")),
@@ -107,7 +153,9 @@ def _row_cells(row: Result, exact: float) -> list[str]:
 
 
 def _change(row: Result, exact: float) -> str:
-    return f"{100 * (row['perplexity'] / exact - 1):+.2f} %"
+    change = f"{100 * (row['perplexity'] / exact - 1):+.2f}"
+    error = row["perplexity_error"]
+    return f"{change} %" if error is None else f"{change} ± {100 * error / exact:.2f} %"
 
 
 def _rate(rate: float | None) -> str:
@@ -164,6 +212,9 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         "float32": "float32",
         "compiled kernels": "compiled kernels, keys and values in float32 (the weights as float32 do not fit)",
     }
+    exact = f"a prefill in {arithmetic[result['arithmetic']]}"
+    if result["full_precision"] == "file":
+        exact = "the log-probabilities of the file, of the second half of each window"
     speed = "CPU" if result["device"] == "cpu" else "GPU"
     if result.get("speed_context"):
         rounds = max(row["speed"]["rounds"] for row in result["rows"] if row["speed"])
@@ -171,10 +222,7 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
     return [
         ("model", f"{result['model']}, {result['weights']} weights"),
         ("text", f"{result['text']}: {_windows(result)}, {result['scored_tokens']:,} tokens scored"),
-        (
-            "full precision",
-            f"a prefill in {arithmetic[result['arithmetic']]}; its perplexity is {result['exact_perplexity']:.3f}",
-        ),
+        ("full precision", f"{exact}; its perplexity is {result['exact_perplexity']:.3f}"),
         (
             "types",
             "as generation reads them: complete blocks as codes, the first and the current one in full precision",

@@ -15,6 +15,7 @@ from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.quality.attention_error import Recording, Replay
 from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.figures import Figures, error_of, figures
 from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
 from polarlm.engine import Score
@@ -39,21 +40,20 @@ class Stretch:
     end: int  # in the last stretch, that of the longest window
     positions: int  # number of positions in all windows
     kl_mean: float  # nats
+    kl_error: float | None  # its standard error over windows; None for a single one
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Figures):
     """The figures of one cache type with one scoring, over all windows. type: the label of a CacheType."""
 
     type: str
     bits_per_value: float  # bits of complete blocks as stored
     scored_as: str
     perplexity: float
+    perplexity_error: float | None
+    """The standard error of its ratio to full precision's, times the latter; None if there is a single window."""
     nll_per_token: float
-    kl_mean: float  # nats
-    kl_99th_percentile: float
-    kl_999th_percentile: float | None  # None below 1,000 positions
-    same_top1: float  # share of positions
     kl_by_position: list[Stretch]
     attention_error: list[float]  # relative, for each layer, over the first window; empty if it was not measured
 
@@ -103,9 +103,9 @@ def measure(
     with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window", disable=None) as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
-            rows += _measure_type(reference, exact, cache_type, cut, recording, bar.update)
             if not logprobs:
                 logprobs = [exact_logprobs(reference.transformer, exact(i), ids) for i, ids in enumerate(cut)]
+            rows += _measure_type(reference, exact, logprobs, cache_type, cut, recording, bar.update)
             quality = Quality(sum(map(len, logprobs)), perplexity(np.concatenate(logprobs)), list(rows))
             on_progress(quality)
     return quality
@@ -135,12 +135,13 @@ def one_line(row: Row, exact_perplexity: float) -> str:
 def _measure_type(
     reference: Reference,
     exact: Callable[[int], np.ndarray],
+    logprobs: Sequence[np.ndarray],
     cache_type: CacheType,
     cut: Sequence[Sequence[int]],
     recording: Recording,
     progress: Callable[[], Any],
 ) -> list[Row]:
-    """The rows of the type. exact: window → the reference's hidden states."""
+    """The rows of the type. exact: window → the reference's hidden states; logprobs: its log-probabilities."""
     found: dict[str, list[Scored]] = {name: [] for name in SCORINGS}
     attention: dict[str, list[float]] = {}
     replay = Replay()
@@ -158,47 +159,70 @@ def _measure_type(
             attention[name] = replay.errors(engine, cut[0], recording, every_token_coded=coded)
             progress()
         bits = engine.cache_stats().bits_per_value
-    return [row_of(cache_type, bits, name, found[name], attention[name]) for name in SCORINGS]
+    return [row_of(cache_type, bits, name, found[name], logprobs, attention[name]) for name in SCORINGS]
 
 
 def row_of(
-    cache_type: CacheType, bits_per_value: float, scoring: str, windows: Sequence[Scored], attention: list[float]
+    cache_type: CacheType,
+    bits_per_value: float,
+    scoring: str,
+    windows: Sequence[Scored],
+    exact: Sequence[np.ndarray],
+    attention: list[float],
 ) -> Row:
-    """The figures of a type and scoring over all windows."""
+    """The figures of a type and scoring over all windows. exact: full precision's log-probabilities of each window."""
+    exact = exact[: len(windows)]
     logprobs = np.concatenate([window.logprobs for window in windows])
-    kl = np.concatenate([window.divergence.kl for window in windows])
+
+    def ratio(chosen: np.ndarray) -> float:
+        ours, full = (np.concatenate([each[i] for i in chosen]) for each in ([w.logprobs for w in windows], exact))
+        return perplexity(ours) / perplexity(full)
+
+    error = error_of(ratio, len(windows))
     return Row(
+        **vars(figures([window.divergence for window in windows])),
         type=cache_type.label,
         bits_per_value=bits_per_value,
         scored_as=scoring,
         perplexity=perplexity(logprobs),
+        perplexity_error=None if error is None else error * perplexity(np.concatenate(exact)),
         nll_per_token=float(-np.mean(logprobs, dtype=np.float64)),
-        kl_mean=float(kl.mean()),
-        kl_99th_percentile=float(np.quantile(kl, 0.99)),
-        kl_999th_percentile=float(np.quantile(kl, 0.999)) if len(kl) >= 1000 else None,
-        same_top1=float(np.mean(np.concatenate([window.divergence.same_top1 for window in windows]))),
-        kl_by_position=by_position([window.divergence.kl for window in windows]),
+        kl_by_position=by_position([window.divergence.kl for window in windows], windows[0].first),
         attention_error=[float(f"{error:.4g}") for error in attention],
     )
 
 
-def by_position(windows: Sequence[np.ndarray]) -> list[Stretch]:
-    """The mean KL of windows (T,) of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …"""
-    longest, edges = max(map(len, windows)), [0, FIRST_STRETCH]
-    while edges[-1] < longest:
+def by_position(windows: Sequence[np.ndarray], first: int = 0) -> list[Stretch]:
+    """The mean KL of windows (T,) of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …
+
+    first: the position of the windows' first figures.
+    """
+    end_of_all, edges = first + max(map(len, windows)), [0, FIRST_STRETCH]
+    while edges[-1] < end_of_all:
         edges.append(2 * edges[-1])
     found = []
     for start, end in itertools.pairwise(edges):
-        kl = np.concatenate([window[start:end] for window in windows])
-        found.append(Stretch(start, min(end, longest), len(kl), float(kl.mean())))
+        start, end = max(start, first), min(end, end_of_all)
+        if start < end:
+            parts = [part for window in windows if len(part := window[start - first : end - first])]
+            kl = np.concatenate(parts)
+            error = error_of(functools.partial(_mean, parts), len(parts))
+            found.append(Stretch(start, end, len(kl), float(kl.mean()), error))
     return found
+
+
+def _mean(windows: Sequence[np.ndarray], chosen: np.ndarray) -> float:
+    return float(np.concatenate([windows[i] for i in chosen]).mean())
 
 
 def position_cells(rows: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a table of KL by position. rows: label, and the stretches as dictionaries, which must be those
     of the same windows."""
     header = ["KL at positions", *(f"{one['start']:,} to {one['end'] - 1:,}" for one in rows[0][1])]
-    return header, [[label, *(small(one["kl_mean"]) for one in stretches)] for label, stretches in rows]
+    return header, [
+        [label, *(with_error(one["kl_mean"], one.get("kl_error"), small) for one in stretches)]
+        for label, stretches in rows
+    ]
 
 
 def format_table(quality: Quality) -> str:
@@ -222,6 +246,28 @@ def format_table(quality: Quality) -> str:
         for row in quality.rows
     ]
     return report.table(header, [first, *rows])
+
+
+def with_error(figure: float, error: float | None, text: Callable[[float], str]) -> str:
+    """A figure and its standard error as text for a table."""
+    return text(figure) if error is None else f"{text(figure)} ± {text(error)}"
+
+
+KL_FIGURES = ("kl_mean", "kl_median", "kl_90th_percentile", "kl_99th_percentile", "kl_999th_percentile", "kl_max")
+
+
+def kl_cells(figures: Mapping[str, Any]) -> list[str]:
+    """KL_FIGURES of `Figures` as a dictionary, each with its error, as text for a table."""
+    found, errors = [], figures["errors"] or {}
+    for name in KL_FIGURES:
+        figure = figures[name]
+        found.append("—" if figure is None else with_error(figure, errors.get(name), small) if figure else "0")
+    return found
+
+
+def two_digits(share: float) -> str:
+    """A share as text for a table: percent with two digits after the point."""
+    return f"{100 * share:.2f} %"
 
 
 def small(figure: float) -> str:

@@ -13,7 +13,7 @@ from polarlm.bench import report
 from polarlm.bench.quality import page, snapshots
 from polarlm.bench.quality.divergence import Divergence
 from polarlm.bench.quality.inputs import model_files, page_file, read_text
-from polarlm.bench.quality.scores import small, windows
+from polarlm.bench.quality.scores import kl_cells, two_digits, windows, with_error
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.commands import note
@@ -37,7 +37,10 @@ COLUMNS = {
     "bits": "for each number of a matrix, scales or norms included",
     "tokens after it": "the figures beside it are of so many tokens after each snapshot",
     "KL mean": "how far the next token's distribution is from that after an exact snapshot, in nats; 0 is the same",
+    "KL median": "half of the tokens are further off than this, in nats",
+    "KL 90 %": "one token in ten is further off than this, in nats",
     "KL 99 %": "one token in a hundred is further off than this, in nats",
+    "KL 99.9 %": "one token in a thousand is further off than this, in nats",
     "KL max": "that of the token that is furthest off, in nats",
     "same top-1": "tokens for which the most likely one is that after an exact snapshot",
 }
@@ -134,8 +137,8 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             format_bytes(row["bytes"]),
             f"{row['bits']:.2f}",
             f"{one['tokens']}",
-            *(small(one[figure]) if one[figure] else "0" for figure in ("kl_mean", "kl_99th_percentile", "kl_max")),
-            f"{100 * one['same_top1']:.2f} %",
+            *kl_cells(one),
+            with_error(one["same_top1"], (one["errors"] or {}).get("same_top1"), two_digits),
         ]
         for row in rows
         for one in (row["distances"][-1:] if row["type"] == EXACT.name else row["distances"])

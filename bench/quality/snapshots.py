@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence
+from polarlm.bench.quality.figures import Figures, figures
 from polarlm.bench.quality.states import divergence, hidden_of
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.snapshot_codes import EXACT, SnapshotCodes, narrowed
@@ -27,14 +28,10 @@ SETTINGS = {"cache_type": "f16", "state_type": EXACT.name, "kept_sequences": 2, 
 
 
 @dataclass(frozen=True)
-class Distance:
-    """The divergence of the first `tokens` tokens after the snapshots, nats."""
+class Distance(Figures):
+    """The divergence of the first `tokens` tokens after the snapshots; its errors are over snapshots."""
 
     tokens: int
-    kl_mean: float
-    kl_99th_percentile: float
-    kl_max: float
-    same_top1: float  # share of positions
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def rows_of(
     model: Transformer, codings: Sequence[SnapshotCodes], found: Sequence[Mapping[str, Divergence]]
 ) -> list[SnapshotRow]:
     """Return a row for exact snapshots, then one for each coding. found: what `continuations` yielded."""
-    same = Divergence(np.zeros(LENGTH), np.ones(LENGTH, bool))
+    same = Divergence(np.zeros(LENGTH), np.ones(LENGTH, bool), np.ones(LENGTH))
     return [_row(model, one, [same if one == EXACT else each[one.name] for each in found]) for one in (EXACT, *codings)]
 
 
@@ -125,11 +122,5 @@ def _row(model: Transformer, codes: SnapshotCodes, found: Sequence[Divergence]) 
 
 
 def _distance(tokens: int, found: Sequence[Divergence]) -> Distance:
-    kl = np.concatenate([one.kl[:tokens] for one in found])
-    return Distance(
-        tokens,
-        kl_mean=float(kl.mean()),
-        kl_99th_percentile=float(np.quantile(kl, 0.99)),
-        kl_max=float(kl.max()),
-        same_top1=float(np.mean(np.concatenate([one.same_top1[:tokens] for one in found]))),
-    )
+    parts = [Divergence(one.kl[:tokens], one.same_top1[:tokens], one.accepted[:tokens]) for one in found]
+    return Distance(**vars(figures(parts)), tokens=tokens)

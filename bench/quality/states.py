@@ -5,12 +5,13 @@ Logits are computed from hidden states a few rows at a time, so that all logits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.bench.quality.divergence import Divergence, compare
+from polarlm.bench.quality.divergence import Divergence, compare, compare_stored, joined
+from polarlm.bench.quality.kld_file import KldFile
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import logprobs_of, states
 from polarlm.engine.state.store import SequenceKV
@@ -20,10 +21,12 @@ _ROWS = 64  # rows of logits to compute at a time
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of a text each of whose ids after the first was predicted from the earlier ones."""
+    """The score of ids that were predicted from the earlier ones: of a window all but the first, or with a file of
+    log-probabilities those of its second half."""
 
-    logprobs: np.ndarray  # (T − 1,) float32: log-probabilities of the ids
-    divergence: Divergence  # divergence of T − 1 distributions from full precision
+    logprobs: np.ndarray  # (T,) float32: log-probabilities of the ids
+    divergence: Divergence  # divergence of T distributions from full precision
+    first: int = 0  # the position in the window of the first distribution
 
 
 def exact_states(model: Transformer, ids: Sequence[int]) -> np.ndarray:
@@ -59,12 +62,30 @@ def hidden_of(
     return np.concatenate([np.array(model.ops.to_host(hidden)) for _, hidden in chunks])
 
 
+def logits_of(model: Transformer, hidden: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the logits of hidden states (T, E), (rows, V) float32, a few rows at a time."""
+    for first in range(0, len(hidden), _ROWS):
+        yield _logits(model, hidden[first : first + _ROWS])
+
+
 def exact_logprobs(model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     """Log-probabilities (T − 1,) of the ids after the first, from hidden states (T, E)."""
     found = np.empty(len(ids) - 1, np.float32)
     for first in range(0, len(found), _ROWS):
         rows = slice(first, min(first + _ROWS, len(found)))
         found[rows] = logprobs_of(_logits(model, hidden[rows]), ids[rows.start + 1 : rows.stop + 1])
+    return found
+
+
+def stored_logprobs(base: KldFile, window: int, ids: Sequence[int]) -> np.ndarray:
+    """A file's log-probabilities (rows,) of the ids that its rows of a window predict. ids: all of the window."""
+    count, following = base.codes.shape[1], np.asarray(ids[base.first + 1 :])
+    found = np.empty(count, np.float32)
+    for first in range(0, count, _ROWS):
+        rows = slice(first, min(first + _ROWS, count))
+        found[rows] = np.take_along_axis(base.logprobs(window, rows.start, rows.stop), following[rows, None], axis=1)[
+            :, 0
+        ]
     return found
 
 
@@ -75,24 +96,40 @@ def scored(
 
     The states of the last id predict nothing of the text and are ignored.
     """
-    count = len(ids) - 1
-    logprobs, kl, same = np.empty(count, np.float32), np.empty(count), np.empty(count, bool)
-    for first in range(0, count, _ROWS):
-        rows = slice(first, min(first + _ROWS, count))
+    return _scored(lambda rows, logits: compare(_logits(reference, exact[rows]), logits), model, hidden, ids)
+
+
+def scored_against(base: KldFile, window: int, model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> Scored:
+    """The score of a window of a file, ids (T,), from their hidden states (T, E) in `model`."""
+
+    def compared(rows: slice, logits: np.ndarray) -> Divergence:
+        return compare_stored(base.logprobs(window, rows.start - base.first, rows.stop - base.first), logits)
+
+    return _scored(compared, model, hidden, ids, base.first)
+
+
+def _scored(
+    compared: Callable[[slice, np.ndarray], Divergence],
+    model: Transformer,
+    hidden: np.ndarray,
+    ids: Sequence[int],
+    first: int = 0,
+) -> Scored:
+    """The score of the ids after position `first`. compared: positions, and the model's logits there → divergence."""
+    count = len(ids) - 1 - first
+    logprobs, parts = np.empty(count, np.float32), []
+    for start in range(0, count, _ROWS):
+        found = slice(start, min(start + _ROWS, count))
+        rows = slice(first + found.start, first + found.stop)
         logits = _logits(model, hidden[rows])
-        divergence = compare(_logits(reference, exact[rows]), logits)
-        kl[rows], same[rows] = divergence.kl, divergence.same_top1
-        logprobs[rows] = logprobs_of(logits, ids[rows.start + 1 : rows.stop + 1])
-    return Scored(logprobs, Divergence(kl, same))
+        parts.append(compared(rows, logits))
+        logprobs[found] = logprobs_of(logits, ids[rows.start + 1 : rows.stop + 1])
+    return Scored(logprobs, joined(parts), first)
 
 
 def divergence(model: Transformer, exact: np.ndarray, hidden: np.ndarray) -> Divergence:
     """The divergence of the distributions of hidden states (T, E) from those of `exact` (T, E), of the same model."""
-    found = [
-        compare(_logits(model, exact[first : first + _ROWS]), _logits(model, hidden[first : first + _ROWS]))
-        for first in range(0, len(exact), _ROWS)
-    ]
-    return Divergence(np.concatenate([one.kl for one in found]), np.concatenate([one.same_top1 for one in found]))
+    return joined([compare(*both) for both in zip(logits_of(model, exact), logits_of(model, hidden), strict=True)])
 
 
 def _logits(model: Transformer, hidden: np.ndarray) -> np.ndarray:

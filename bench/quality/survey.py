@@ -7,14 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from polarlm.bench.command import CacheType
+from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.kld_file import KldFile
 from polarlm.bench.quality.scores import Quality, row_of
-from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
+from polarlm.bench.quality.states import (
+    Scored,
+    exact_logprobs,
+    exact_states,
+    scored,
+    scored_against,
+    served_states,
+    stored_logprobs,
+)
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.loading.assembly import assemble, with_cache
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.files.weights import WeightSource
 
@@ -59,6 +70,11 @@ class Survey:
         """The tokens of the longest window that all KV stores have room for."""
         return min(parts.plan.tokens for parts in (self._parts, *self._others))
 
+    @property
+    def reference(self) -> Transformer:
+        """The model in full precision, as `states.exact_states` reads it."""
+        return self._parts.model
+
     def tokenize(self, text: str) -> list[int]:
         return self._parts.source.tokenizer.tokenize(text)
 
@@ -80,6 +96,18 @@ class Survey:
                 found.append(one)
             yield
 
+    def answers(self, prompt: Sequence[int]) -> Answers:
+        """Texts of all types that continue a prompt. The stores have room for `context` tokens."""
+        return Answers(self.reference, [other.model for other in self._others], prompt)
+
+    def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
+        """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
+        self._logprobs.append(stored_logprobs(base, window, ids))
+        yield
+        for found, other in zip(self._found, self._others, strict=True):
+            found.append(scored_against(base, window, other.model, served_states(other.model, ids), ids))
+            yield
+
     @property
     def windows(self) -> int:
         """The number of windows that `quality` counts."""
@@ -89,7 +117,7 @@ class Survey:
         """All figures so far. At least one type must have been scored on a window."""
         windows = self.windows
         rows = [
-            row_of(one, other.plan.shape.bits_per_value, _SCORING, found[:windows], [])
+            row_of(one, other.plan.shape.bits_per_value, _SCORING, found[:windows], self._logprobs, [])
             for one, other, found in zip(self.types, self._others, self._found, strict=True)
             if found
         ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from polarlm.bench.command import CacheType, cache_types
+from polarlm.bench.quality import peers
 from polarlm.engine import codecs
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading.encoding import Encoding
@@ -28,9 +29,11 @@ def all_types(head_dim: int, *, key_conditioning: bool) -> list[CacheType]:
 
 
 def _labels() -> Iterator[str]:
-    """Yields the labels of all types. With a codec for keys only, values have half precision; mixed presets are
-    last."""
-    for name in codecs.available():
+    """Yields the labels of all types but those of other projects.
+
+    With a codec for keys only, values have half precision; mixed presets are last.
+    """
+    for name in (name for name in codecs.available() if name not in peers.NAMES):
         label = name if "v" in codecs.get(name).serves else f"{name}/{FULL_PRECISION}"
         yield label
         if name != FULL_PRECISION and not name.startswith(_OWN):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Protocol, runtime_checkable
@@ -155,6 +156,18 @@ def _modules() -> dict[str, ModuleType]:
     stems = sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg)
     modules = [importlib.import_module(f"{__name__}.{stem}") for stem in stems]
     return {name: module for module in modules for name in module.NAMES}
+
+
+@contextmanager
+def also(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Know the types of more modules for a while: those of a measurement, which no engine has."""
+    more = {name: module for module in modules for name in module.NAMES}
+    _modules().update(more)
+    try:
+        yield
+    finally:
+        for name in more:
+            del _modules()[name]
 
 
 def available() -> tuple[str, ...]:

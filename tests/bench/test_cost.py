@@ -145,19 +145,24 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
     assert row["same_top1"] == pytest.approx((p.argmax(1) == q.argmax(1)).mean(), abs=2 / len(p))
     assert rows["f16"]["kl_mean"] < 1e-5 < row["kl_mean"]
     # The page and the terminal have the same rows.
-    by_position = ["KL at positions", *TYPES]
-    assert [cells[0] for cells in shown.cells] == ["cache type", "full precision", *TYPES, *by_position]
+    tables = [
+        ["cache type", "full precision", *TYPES],
+        ["cache type", *TYPES],
+        ["KL at positions", *TYPES],
+        ["cache type", *TYPES],
+    ]
+    assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
     assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
-    assert shown.cells[4][1] == f"0 to {min(128, found['window'] - 1) - 1:,}"
+    assert shown.cells[7][1] == f"0 to {min(128, found['window'] - 1) - 1:,}"
     printed = capsys.readouterr().out.strip().split("\n\n")
     rows = [[line.split("|")[1].strip() for line in table.splitlines()] for table in printed]
-    assert [[label for label in labels if not label.startswith(":")] for labels in rows] == [
-        ["cache type", "full precision", *TYPES],
-        by_position,
-    ]
+    assert [[label for label in labels if not label.startswith(":")] for labels in rows] == tables
     # KL by position is of the same positions as the mean of all.
     stretches = row["kl_by_position"]
     assert sum(one["positions"] for one in stretches) == found["scored_tokens"]
+    assert row["draft_acceptance"] == pytest.approx(np.minimum(p, q).sum(axis=1).mean(), abs=1e-3)
+    for name, share in (("median", 0.5), ("90th_percentile", 0.9), ("99th_percentile", 0.99), ("max", 1)):
+        assert row[f"kl_{name}"] == pytest.approx(np.quantile(kl, share), rel=0.02), name
     whole = sum(one["positions"] * one["kl_mean"] for one in stretches) / found["scored_tokens"]
     assert whole == pytest.approx(row["kl_mean"])
 
@@ -378,5 +383,5 @@ def test_windows_are_as_long_as_time_allows() -> None:
 def test_every_column_is_explained() -> None:
     """On the page, and in docs/quality.md."""
     document = (Path(__file__).parents[2] / "docs" / "quality.md").read_text(encoding="utf-8")
-    for name in page.COLUMNS:
+    for name in {**page.COLUMNS, **page.KL_COLUMNS, **page.ANSWER_COLUMNS}:
         assert f"| {name} |" in document, name

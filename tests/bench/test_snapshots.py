@@ -74,11 +74,13 @@ def test_figures_are_those_of_engines_with_these_settings(ids: list[int]) -> Non
 def test_a_row_for_each_distance() -> None:
     parts = assemble(settle(TRAINED_HYBRID, None, {**snapshots.SETTINGS, "ctx_size": 512}), None, ops=NumpyOps(1))
     kl = np.arange(256) / 256
-    rows = snapshots.rows_of(parts.model, [FIVE_BITS], [{"5bit": snapshots.Divergence(kl, kl < 0.5)}])
+    rows = snapshots.rows_of(parts.model, [FIVE_BITS], [{"5bit": snapshots.Divergence(kl, kl < 0.5, 1 - kl)}])
     parts.close()
     exact, coded = rows
     assert (exact.type, coded.type) == ("f32", "5bit")
-    assert exact.distances[-1] == snapshots.Distance(256, 0.0, 0.0, 0.0, 1.0)
+    assert vars(exact.distances[-1]) == vars(
+        snapshots.Distance(0.0, 0.0, 0.0, 0.0, None, 0.0, 1.0, 1.0, errors=None, tokens=256)
+    )
     assert [one.tokens for one in coded.distances] == [1, 16, 64, 256]
     assert [one.kl_max for one in coded.distances] == [0, 15 / 256, 63 / 256, 255 / 256]
     assert coded.distances[-1].kl_mean == pytest.approx(255 / 512)

@@ -277,6 +277,7 @@ def test_codecs_import_numpy_and_each_other_only():
         "__future__",
         "abc",
         "collections",
+        "contextlib",
         "dataclasses",
         "functools",
         "importlib",

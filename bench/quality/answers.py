@@ -1,0 +1,105 @@
+"""Texts that a model writes with each cache type, judged by full precision.
+
+All types continue the same text, drawing each token from their own distribution at temperature 1 with the same random
+numbers, so their texts part where their distributions do. Each reads its own codes of its own tokens: errors may add up
+there that a given text would hide. Full precision then reads each text once, and says how likely it is, and how far its
+distributions are from those that the tokens were drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polarlm.bench.quality.divergence import Divergence, perplexity
+from polarlm.bench.quality.figures import Figures, error_of, figures
+from polarlm.bench.quality.states import exact_logprobs, exact_states, scored
+from polarlm.engine.config import SamplingParams
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
+from polarlm.model_loaders.config import GenerationDefaults
+
+PROMPT, MOST = 128, 2000  # tokens that are continued, and of the longest text
+_PIECE = 100  # tokens that errors are bootstrapped over, in the place of windows
+_AS_IS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+@dataclass(frozen=True)
+class Answer(Figures):
+    """What full precision says of a type's text; its errors are over pieces of 100 tokens."""
+
+    tokens: int
+    perplexity: float  # of the text, in full precision
+    perplexity_error: float | None
+
+
+class _Writer:
+    """A model that continues a prompt, token by token."""
+
+    def __init__(self, model: Transformer, prompt: Sequence[int]) -> None:
+        self._model, self._prompt = model, len(prompt)
+        self._sequence = model.store.new_sequence()
+        self._sampling = resolve(_AS_IS, GenerationDefaults())
+        self.ids, self._last = list(prompt), list(prompt)
+        self._states: list[np.ndarray] = []  # that each token was drawn from, (E,)
+
+    def add(self, uniform: float) -> None:
+        """Draw the next token. uniform: a random number from [0, 1)."""
+        model, store = self._model, self._model.store
+        one = len(self._last) == 1
+        span = store.open_step(self._sequence) if one else store.open(self._sequence, len(self._last))
+        try:
+            hidden = np.array(model.ops.to_host(model.forward([span], self._last)[-1:]))
+        except BaseException:
+            store.abort(span)
+            raise
+        store.commit(span)
+        self._states.append(hidden[0])
+        logits = model.logits(model.ops.to_device(hidden))[0]
+        self._last = [sample(logits, SamplerInput(self._sampling, (), uniform, len(logits)))]
+        self.ids += self._last
+
+    def judged(self, reference: Transformer) -> Answer:
+        """Compare the text with full precision of `reference`. It has a token at least."""
+        first = self._prompt - 1
+        ids, exact = self.ids[first:], exact_states(reference, self.ids)[first:]
+        divergence = scored(reference, exact, self._model, np.array(self._states), ids).divergence
+        logprobs = exact_logprobs(reference, exact, ids)
+        cut = [slice(start, start + _PIECE) for start in range(0, len(logprobs), _PIECE)]
+        pieces = [Divergence(divergence.kl[at], divergence.same_top1[at], divergence.accepted[at]) for at in cut]
+
+        def of_pieces(chosen: np.ndarray) -> float:
+            return perplexity(np.concatenate([logprobs[cut[i]] for i in chosen]))
+
+        error = error_of(of_pieces, len(cut))
+        return Answer(
+            **vars(figures(pieces)), tokens=len(logprobs), perplexity=perplexity(logprobs), perplexity_error=error
+        )
+
+    def close(self) -> None:
+        self._model.store.release(self._sequence)
+
+
+class Answers:
+    """The texts of several types, whose models share their weights with `reference`."""
+
+    def __init__(self, reference: Transformer, models: Sequence[Transformer], prompt: Sequence[int]) -> None:
+        self._reference = reference
+        self._writers = [_Writer(model, prompt) for model in models]
+
+    def write(self, tokens: int) -> Iterator[None]:
+        """Let every type write so many tokens, in turn; yields after a token of each."""
+        rng = np.random.default_rng(0)
+        for _ in range(tokens):
+            uniform = rng.random()
+            for writer in self._writers:
+                writer.add(uniform)
+            yield
+
+    def judged(self) -> list[Answer]:
+        """What full precision says of each type's text so far."""
+        for writer in self._writers:
+            writer.close()
+        return [writer.judged(self._reference) for writer in self._writers]

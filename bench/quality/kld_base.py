@@ -1,0 +1,130 @@
+"""`polarlm quality --kld-base FILE`: full precision in a file that llama.cpp reads, and its files in that place."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm import tqdm
+
+from polarlm.bench import report
+from polarlm.bench.quality import kld_file
+from polarlm.bench.quality.budget import MOST, choose
+from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, model_files, read_text
+from polarlm.bench.quality.states import exact_logprobs, exact_states, logits_of
+from polarlm.bench.quality.survey import Survey, arithmetic
+from polarlm.engine.cli.commands import note
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.errors import counted
+from polarlm.engine.model.score import logprobs_of
+from polarlm.model_loaders import load_weights
+from polarlm.model_loaders.config import ModelConfig
+
+if TYPE_CHECKING:
+    from polarlm.bench.quality.cost import QualityConfig
+
+_PROBE = 128  # tokens from which the time is estimated
+
+
+def read(path: str, config: ModelConfig, model: str) -> kld_file.KldFile:
+    """Open --kld-base for a model. Raises EngineError, and FlagError if it is of another one."""
+    base = kld_file.read(path)
+    if base.vocabulary != config.vocab_size:
+        raise FlagError(
+            f"--kld-base {path} is of a model with {base.vocabulary:,} tokens in its vocabulary, and {model} has "
+            f"{config.vocab_size:,}"
+        )
+    if base.ids.shape[1] > config.max_context:
+        raise FlagError(
+            f"--kld-base {path} has windows of {base.ids.shape[1]:,} tokens, and {model} a context of "
+            f"{config.max_context:,}"
+        )
+    return base
+
+
+def windows(ids: np.ndarray, bos_id: int | None) -> list[list[int]]:
+    """The windows of a file's ids (windows, tokens) as the model reads them: BOS is in the place of the first id."""
+    cut = [window.tolist() for window in ids]
+    return cut if bos_id is None else [[bos_id, *window[1:]] for window in cut]
+
+
+def write(options: QualityConfig, clock: Callable[[], float]) -> None:
+    """Write the text's log-probabilities in full precision to --kld-base, as many windows as there is time for.
+
+    Raises FlagError, LoadError or EngineError.
+    """
+    started = clock()
+    file = Path(str(options.kld_base))
+    if file.exists():
+        raise FlagError(f"--kld-base {file} exists: without TEXT it is read, and with one it would be overwritten")
+    text = read_text(str(options.text))
+    path, name = model_files(options.weights)
+    config, source, _ = load_weights(path)
+    try:
+        ops = arithmetic(source, options.threads)
+    finally:
+        source.close()
+    note(f"Loading {name}")
+    survey = Survey(path, [], min(MOST, config.max_context), ops, note)
+    try:
+        ids = survey.tokenize(text)
+        if survey.bos_id is not None:
+            ids = [survey.bos_id, *ids]
+        if len(ids) < LEAST_TOKENS:
+            raise FlagError(TOO_SHORT.format(len(ids)))
+        seconds = _seconds_of_a_token(survey, ids, clock)
+        plan = choose(max(0.0, 60 * options.minutes - (clock() - started)), seconds, len(ids), survey.context)
+        cut = np.array(ids[: plan.count * plan.length]).reshape(plan.count, plan.length)
+        size = kld_file.nbytes(plan.count, plan.length, config.vocab_size)
+        note(
+            f"{counted(plan.count, 'window')} of {plan.length:,} tokens: {size / 1e6:,.0f} MB in {file}, in about "
+            f"{report.duration(plan.seconds)}"
+        )
+        _check_room(file, size)
+        logprobs = _write(file, survey, config.vocab_size, cut)
+    finally:
+        survey.close()
+    print(f"{file}: perplexity {perplexity(logprobs):.4f} of {len(logprobs):,} tokens, the second half of each window")
+    note(
+        f"polarlm quality --kld-base {file} scores cache types against it, and llama-perplexity --kl-divergence "
+        f"--kl-divergence-base {file} -c {plan.length} its own"
+    )
+
+
+def _seconds_of_a_token(survey: Survey, ids: Sequence[int], clock: Callable[[], float]) -> float:
+    probe = ids[:_PROBE]
+    exact_states(survey.reference, probe)  # the first run takes longer
+    started = clock()
+    exact_logprobs(survey.reference, exact_states(survey.reference, probe), probe)
+    return (clock() - started) / len(probe)
+
+
+def _check_room(file: Path, size: int) -> None:
+    """Raises FlagError if the file would not fit on its disk."""
+    try:
+        free = shutil.disk_usage(file.parent).free
+    except OSError as error:
+        raise FlagError(f"--kld-base {file} cannot be written: {error.strerror}") from None
+    if size > free:
+        raise FlagError(
+            f"--kld-base {file} would take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: give fewer "
+            "--minutes or a shorter text"
+        )
+
+
+def _write(file: Path, survey: Survey, vocabulary: int, ids: np.ndarray) -> np.ndarray:
+    """Write the windows ids (windows, tokens), and return the log-probabilities of the ids that rows predict."""
+    model, first = survey.reference, ids.shape[1] // 2
+    found = []
+    with kld_file.KldWriter(file, vocabulary, ids.tolist()) as writer:
+        for window in tqdm(windows(ids, survey.bos_id), desc="Writing", unit="window", leave=False, disable=None):
+            hidden, at = exact_states(model, window), first + 1
+            for logits in logits_of(model, hidden[first:-1]):
+                writer.add(logits)
+                found.append(logprobs_of(logits, window[at : at + len(logits)]))
+                at += len(logits)
+    return np.concatenate(found)

@@ -1,0 +1,307 @@
+"""Files of log-probabilities: those of llama.cpp's `llama-perplexity` are read, and ours are read by it.
+
+tests/fixtures/llama_perplexity has a file that it wrote and figures that it printed, for two models that `models`
+makes: one with random weights, and the same with its matrices rounded to Q4_0. Where POLARLM_LLAMA_PERPLEXITY names
+the program, it is run as well. Any build of it will do, such as that of llama-cpp-python's sdist:
+
+    cmake -B build vendor/llama.cpp -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF
+    cmake --build build --target llama-perplexity
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from polarlm.bench.quality import budget, cost, kld_base, kld_file
+from polarlm.bench.quality.divergence import compare, compare_stored, perplexity
+from polarlm.bench.quality.states import exact_states, logits_of, stored_logprobs
+from polarlm.engine import EngineError
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading.assembly import assemble
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.sampling.sample import log_softmax
+from tests.bench.test_cost import FakeSpeeds
+from tests.conftest import FIXTURES
+from tests.random_model import in_float32, random_model
+
+RECORDED = FIXTURES.with_name("llama_perplexity")
+PRINTED: dict[str, Any] = json.loads((RECORDED / "printed.json").read_text(encoding="utf-8"))
+WINDOWS, TOKENS = 2, 192  # of the recorded text; of a window
+VOCABULARY = 262
+# Float32 sums in another order move a logit of this model by less.
+ROUNDING = 2e-5
+
+
+@dataclass(frozen=True)
+class Models:
+    base: Path
+    rounded: Path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    made = random_model(folder)
+    rounded = in_float32(folder / "rounded.gguf", made, gguf.GGMLQuantizationType.Q4_0)
+    return Models(in_float32(folder / "base.gguf", made), rounded)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_bytes((RECORDED / "text.txt").read_bytes())
+    monkeypatch.setattr(cost, "Speeds", FakeSpeeds)
+    return tmp_path
+
+
+def full_precision(model: Path, base: kld_file.KldFile) -> list[np.ndarray]:
+    """Logits (rows, V) of a model at the rows of each window, of a prefill in float32."""
+    settings = {"cache_type": "f16", "ctx_size": TOKENS, "kept_sequences": 0}
+    parts = assemble(settle(model, None, settings), None, ops=NumpyOps(1))
+    found = []
+    for ids in kld_base.windows(base.ids, parts.source.tokenizer.bos_id):
+        hidden = exact_states(parts.model, ids)[base.first : -1]
+        found.append(np.concatenate([rows.copy() for rows in logits_of(parts.model, hidden)]))
+    parts.close()
+    return found
+
+
+# -- the format ------------------------------------------------------------------------------------------------------
+
+
+@given(st_numpy.arrays(np.float32, (3, 7), elements=st.floats(-40, 40, width=32)))
+def test_a_code_is_a_log_probability_to_half_a_step(logits: np.ndarray) -> None:
+    """Of at most 16 nats below the largest; float32 rounds the sum of 56 by 2⁻¹⁹."""
+    found = kld_file.decode(kld_file.encode(logits), 7)
+    exact = log_softmax(logits)
+    most = exact.max(axis=1, keepdims=True)
+    expected = np.maximum(exact, most - 16)
+    step = (most - expected.min(axis=1, keepdims=True)) / 65535
+    assert (np.abs(found - expected) <= 0.51 * step + 2.0**-18).all()
+
+
+def test_a_file_byte_by_byte(tmp_path: Path) -> None:
+    """A window of four tokens has one row: that of the token at position 2."""
+    logits = np.array([[0.0, 1.0, 0.5]], np.float32)
+    with kld_file.KldWriter(tmp_path / "out", 3, [[2, 0, 1, 1]]) as writer:
+        writer.add(logits)
+    total = np.log(np.exp(logits).sum())
+    head = b"_logits_" + struct.pack("<3i4i", 4, 3, 1, 2, 0, 1, 1)
+    row = struct.pack("<2f4H", 1 / 65535, -total, 0, 65535, round(65535 / 2), 0)
+    data = (tmp_path / "out").read_bytes()
+    assert len(data) == len(head) + len(row) == kld_file.nbytes(1, 4, 3)
+    assert data[: len(head)] == head
+    assert struct.unpack("<2f4H", data[len(head) :]) == pytest.approx(struct.unpack("<2f4H", row))
+
+
+def test_an_interrupted_file_is_removed(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with kld_file.KldWriter(tmp_path / "out", 3, [[2, 0, 1, 1]] * 2) as writer:
+            writer.add(np.zeros((1, 3), np.float32))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda data: data[:10], "is no file of log-probabilities"),
+        (lambda data: b"_logits!" + data[8:], "is no file of log-probabilities"),
+        (lambda data: data[:-1], "is damaged: it has 102,635 bytes, and 2 windows of 192 tokens take 102,636"),
+        (lambda data: data[:8] + struct.pack("<i", -1) + data[12:], "is damaged: it names 2 windows of -1 tokens"),
+        (lambda data: data[:20] + struct.pack("<i", 262) + data[24:], "token ids outside of its vocabulary of 262"),
+    ],
+)
+def test_a_damaged_file_is_refused(change: Any, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "base"
+    file.write_bytes(change((RECORDED / "base.kld").read_bytes()))
+    with pytest.raises(EngineError, match=sentence):
+        kld_file.read(file)
+
+
+# -- files and figures of llama.cpp ----------------------------------------------------------------------------------
+
+
+def test_its_log_probabilities_are_ours(models: Models) -> None:
+    """Of every token at every row, to half a step of a code: the same tokens, windows and rows, and BOS."""
+    base = kld_file.read(RECORDED / "base.kld")
+    assert (base.ids.shape, base.vocabulary, base.codes.shape[1]) == ((WINDOWS, TOKENS), VOCABULARY, TOKENS // 2 - 1)
+    for window, logits in enumerate(full_precision(models.base, base)):
+        found, expected = base.logprobs(window, 0, len(logits)), log_softmax(logits)
+        step = np.ptp(expected, axis=1, keepdims=True) / 65535
+        assert (np.abs(found - expected) <= step / 2 + ROUNDING).all()
+
+
+def test_its_figures_are_ours(models: Models) -> None:
+    """Those of the rounded model, in as many digits as it prints."""
+    base = kld_file.read(RECORDED / "base.kld")
+    windows = kld_base.windows(base.ids, 1)
+    logprobs = np.concatenate([stored_logprobs(base, i, ids) for i, ids in enumerate(windows)])
+    assert perplexity(logprobs) == pytest.approx(PRINTED["Mean PPL(base)"], rel=1e-5)
+    assert perplexity(logprobs) == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-5)
+    found = [
+        compare_stored(base.logprobs(window, 0, len(logits)), logits)
+        for window, logits in enumerate(full_precision(models.rounded, base))
+    ]
+    kl, same = (np.concatenate([getattr(one, name) for one in found]) for name in ("kl", "same_top1"))
+    for name, figure in (
+        ("Mean    KLD", kl.mean()),
+        ("Maximum KLD", kl.max()),
+        ("99.0%   KLD", np.quantile(kl, 0.99)),
+        ("90.0%   KLD", np.quantile(kl, 0.9)),
+        ("Median  KLD", np.median(kl)),
+    ):
+        assert figure == pytest.approx(PRINTED[name], abs=2e-5), name
+    assert 100 * same.mean() == pytest.approx(PRINTED["Same top p"], abs=1e-3)
+
+
+def test_what_a_file_leaves_out_hardly_counts(rng: np.random.Generator) -> None:
+    """Divergences from a file, beside those from the logits that it was made from."""
+    exact, other = rng.normal(0, 4, (2, 40, 1000)).astype(np.float32)
+    found = compare_stored(kld_file.decode(kld_file.encode(exact), 1000), other)
+    expected = compare(exact, other)
+    np.testing.assert_allclose(found.kl, expected.kl, rtol=1e-4)
+    assert found.same_top1.tolist() == expected.same_top1.tolist()
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(model: Path, *words: str) -> int:
+    return cost.main([*words, "--model", str(model), "--device", "cpu", "-t", "1"])
+
+
+def test_cache_types_are_scored_against_its_file(models: Models, here: Path) -> None:
+    """f16 has its perplexity to one part in a thousand, and hardly diverges; codes do."""
+    words = ("--kld-base", str(RECORDED / "base.kld"), "--types", "f16,compact", "--minutes", "0.2", "-o", "out.html")
+    assert run(models.base, *words) == 0
+    result = json.loads((here / "out.json").read_text(encoding="utf-8"))
+    f16, compact = result["rows"]
+    assert (result["windows"], result["window"], result["scored_tokens"]) == (
+        WINDOWS,
+        TOKENS,
+        WINDOWS * (TOKENS // 2 - 1),
+    )
+    assert result["exact_perplexity"] == pytest.approx(PRINTED["Mean PPL(base)"], rel=1e-5)
+    assert f16["perplexity"] == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-3)
+    assert abs(f16["kl_mean"]) < 1e-5 < compact["kl_mean"]
+    stretches = compact["kl_by_position"]
+    assert [(one["start"], one["end"]) for one in stretches] == [(TOKENS // 2, 128), (128, TOKENS - 1)]
+    page = (here / "out.html").read_text(encoding="utf-8")
+    assert "the log-probabilities of the file, of the second half of each window" in page
+
+
+def test_the_file_that_is_written_is_the_one_that_it_writes(
+    models: Models, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For the same windows: all bytes but the last bits of floats and of codes."""
+    monkeypatch.setattr(kld_base, "choose", lambda *given: budget.of_length(TOKENS, 60, 1e-3, WINDOWS))
+    assert run(models.base, "text.txt", "--kld-base", "out.kld") == 0
+    said = capsys.readouterr().out.split()
+    assert said[:2] == ["out.kld:", "perplexity"]
+    assert float(said[2]) == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-5)
+    ours, theirs = kld_file.read("out.kld"), kld_file.read(RECORDED / "base.kld")
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    for window in range(WINDOWS):
+        found, expected = (one.logprobs(window, 0, one.codes.shape[1]) for one in (ours, theirs))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING + np.ptp(expected) / 65535)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--kld-base", "none.kld"), "none.kld cannot be read: No such file or directory"),
+        (("--kld-base", "text.txt"), "text.txt is no file of log-probabilities"),
+        (("--kld-base", "other.kld"), "--kld-base other.kld is of a model with 5 tokens in its vocabulary, and base"),
+        (("--kld-base", "long.kld"), "--kld-base long.kld has windows of 514 tokens, and base"),
+        (("text.txt", "--kld-base", "other.kld"), "--kld-base other.kld exists"),
+        (("text.txt", "--kld-base", "none/out.kld"), "--kld-base none/out.kld cannot be written: No such file"),
+        (("text.txt", "--kld-base", "out.kld", "--types", "f16"), "leave --types and --output out"),
+        (("--kld-base", "other.kld", "--state"), "TEXT is missing"),
+        (("text.txt", "--kld-base", "other.kld", "--state"), "leave one of them out"),
+        (("short.txt", "--kld-base", "out.kld"), "TEXT has 8 tokens, and at least 64 are needed"),
+    ],
+)
+def test_wrong_input_is_answered_with_a_sentence(
+    words: tuple[str, ...], sentence: str, models: Models, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("short.txt").write_text("a house", encoding="utf-8")
+    for name, tokens, vocabulary in (("other.kld", 4, 5), ("long.kld", 514, VOCABULARY)):
+        with kld_file.KldWriter(Path(name), vocabulary, [[0] * tokens]) as writer:
+            writer.add(np.zeros((tokens - 1 - tokens // 2, vocabulary), np.float32))
+    assert run(models.base, *words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err.splitlines()[-1]
+    assert "Traceback" not in printed.err
+    assert not Path("out.kld").exists()
+
+
+# -- the program itself ----------------------------------------------------------------------------------------------
+
+
+def llama_perplexity(last: str, *words: object) -> str:
+    """What it prints, up to a line that begins with `last`; skips the test where the environment names no program.
+
+    Some runs end before the thread that prints has printed all; then it is run again.
+    """
+    program = os.environ.get("POLARLM_LLAMA_PERPLEXITY")
+    if program is None:
+        pytest.skip("needs llama.cpp's llama-perplexity, whose path POLARLM_LLAMA_PERPLEXITY has")
+    flags = ["-c", TOKENS, "-b", TOKENS, "-t", 1, "-ctk", "f32", "-ctv", "f32", "-fa", "off", *words]
+    for _ in range(20):
+        done = subprocess.run([program, *map(str, flags)], capture_output=True, text=True, timeout=120, check=True)
+        if last in (printed := done.stdout + done.stderr):
+            return printed
+    raise AssertionError(f"no {last} in {printed}")
+
+
+def figure(name: str, printed: str) -> float:
+    found = re.search(rf"{re.escape(name)}\s*[=:]\s*(\S+)", printed)
+    assert found, f"{name} in {printed}"
+    return float(found[1].rstrip("%"))
+
+
+@pytest.mark.slow
+def test_the_program_writes_what_was_recorded(models: Models, here: Path) -> None:
+    printed = llama_perplexity("Final estimate", "-m", models.base, "-f", "text.txt", "--kl-divergence-base", "out.kld")
+    name = "Final estimate: PPL"
+    assert figure(name, printed) == pytest.approx(PRINTED[name], rel=1e-5)
+    ours, theirs = kld_file.read("out.kld"), kld_file.read(RECORDED / "base.kld")
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    printed = llama_perplexity(
+        "Same top p:", "-m", models.rounded, "--kl-divergence", "--kl-divergence-base", "out.kld"
+    )
+    for name in ("Mean PPL(Q)", "Mean PPL(base)", "Mean    KLD", "Median  KLD", "Maximum KLD", "Same top p"):
+        assert figure(name, printed) == pytest.approx(PRINTED[name], rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_the_program_reads_what_is_written(
+    models: Models, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kld_base, "choose", lambda *given: budget.of_length(TOKENS, 60, 1e-3, WINDOWS))
+    assert run(models.base, "text.txt", "--kld-base", "out.kld") == 0
+    printed = llama_perplexity("Same top p:", "-m", models.base, "--kl-divergence", "--kl-divergence-base", "out.kld")
+    for name in ("Mean PPL(Q)", "Mean PPL(base)"):
+        assert figure(name, printed) == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-5)
+    assert abs(figure("Mean    KLD", printed)) <= 1e-6
+    assert figure("Same top p", printed) == 100

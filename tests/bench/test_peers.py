@@ -1,0 +1,145 @@
+"""Cache types of other projects: their formats by hand, their errors, their bits, and that engines do not have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.bench.quality import __main__ as quality
+from polarlm.bench.quality import peers, plots
+from polarlm.bench.quality.peers.fp8 import E4M3, nearest
+from polarlm.bench.quality.peers.ggml_rotated import hadamard
+from polarlm.bench.quality.peers.kvarn import variance_scales
+from polarlm.bench.quality.peers.nvfp4 import E2M1
+from polarlm.engine import codecs
+
+N, D = 64, 64
+
+
+@pytest.fixture(autouse=True)
+def _known() -> Iterator[None]:
+    with peers.while_measured():
+        yield
+
+
+@pytest.fixture
+def blocks(rng: np.random.Generator) -> np.ndarray:
+    """Vectors of very different lengths, and one of zeros."""
+    x = rng.normal(0, 1, (5, N, D)) * np.exp(rng.normal(0, 1, (5, N, 1)))
+    x[0, 3] = 0
+    return x.astype(np.float32)
+
+
+def decoded(name: str, x: np.ndarray) -> np.ndarray:
+    codec = codecs.get(name)
+    return codec.decode(codec.encode(x))
+
+
+def test_e4m3_by_hand() -> None:
+    """1 is 0 0111 000, the least number 2⁻⁹, the largest 448; beyond it saturates, halves go to even mantissas."""
+    assert (E4M3[0b0111_000], E4M3[1], E4M3[-1]) == (1, 2**-9, 448)
+    assert (np.diff(E4M3) > 0).all()
+    given = np.array([[1.0, -1.0, 1.0625, 1.1875, 500, 2**-10, 3 * 2**-10, 0, 1.07]], np.float32)
+    found = decoded("fp8", given[None])[0, 0]
+    assert found.tolist() == [1, -1, 1, 1.25, 448, 0, 2 * 2**-9, 0, 1.125]
+
+
+def test_e2m1_by_hand() -> None:
+    assert E2M1[nearest(np.array([0.25, 0.75, 1.75, 2.5, 5, 7, 0.3]), E2M1)].tolist() == [0, 1, 2, 2, 4, 6, 0.5]
+
+
+def test_fp8_errs_by_a_sixteenth_at_most(blocks: np.ndarray) -> None:
+    assert (np.abs(decoded("fp8", blocks) - blocks) <= np.maximum(np.abs(blocks) / 16, 2.0**-10)).all()
+
+
+def test_nvfp4_errs_by_a_sixth_of_the_largest_at_most(blocks: np.ndarray) -> None:
+    """Half the distance from 4 to 6, of steps that E4M3 has rounded by a sixteenth: the largest may saturate by it."""
+    groups = blocks.reshape(5, N, -1, 16)
+    error = np.abs(decoded("nvfp4", blocks).reshape(groups.shape) - groups)
+    assert (error <= np.abs(groups).max(-1, keepdims=True) * (1 / 6 * 17 / 16 + 1e-6)).all()
+
+
+def test_int4_errs_by_a_step_at_most(blocks: np.ndarray) -> None:
+    """Half for the code, and half for the zero point, which moves all values of a vector."""
+    step = np.ptp(blocks, axis=-1, keepdims=True) / 15
+    assert (np.abs(decoded("int4-token-head", blocks) - blocks) <= step * (1 + 1e-5) + 1e-6).all()
+
+
+@pytest.mark.parametrize(("name", "inner"), [("q4_0-rotated", "q4_0"), ("q8_0-rotated", "q8_0")])
+def test_rotated_types_are_ggmls_after_a_hadamard_matrix(name: str, inner: str, blocks: np.ndarray) -> None:
+    codec, matrix = codecs.get(name), hadamard(D)
+    assert codec.rotation(D) == pytest.approx(matrix)
+    np.testing.assert_allclose(matrix @ matrix, np.eye(D), atol=1e-6)  # symmetric, so its own inverse
+    np.testing.assert_allclose(np.abs(matrix), 1 / 8)
+    assert (matrix[0] > 0).all()
+    np.testing.assert_array_equal(decoded(name, blocks), decoded(inner, blocks))
+
+
+@pytest.mark.parametrize(("name", "axis"), [("kvarn-k4", 1), ("kvarn-v4", 2), ("kvarn-v2", 2)])
+def test_kvarn_errs_by_half_a_step_of_what_is_even(name: str, axis: int, blocks: np.ndarray) -> None:
+    """And by the rounding of three scales to halves, 2⁻¹¹ each, of what may be as large as the range."""
+    order = (0, 1) if axis == 1 else (1, 0)
+    tokens, channels = variance_scales(blocks.astype(np.float64), order)
+    even = blocks / tokens / channels
+    reach = np.ptp(even, axis=axis, keepdims=True)
+    most = (1 << int(name[-1])) - 1
+    bound = (reach / most / 2 + 4 * 2.0**-11 * (reach + np.abs(even).max(axis, keepdims=True))) * tokens * channels
+    assert (np.abs(decoded(name, blocks) - blocks) <= bound + 1e-6).all()
+
+
+def test_variances_are_equal_after_normalization(rng: np.random.Generator) -> None:
+    """Of a block whose tokens differ by a factor of a hundred, and channels by what the least scale allows."""
+    x = rng.normal(0, 1, (3, 4 * N, D)) * np.geomspace(2, 200, 4 * N)[:, None] * np.geomspace(1.1, 1, D)
+    tokens, channels = variance_scales(x, (0, 1))
+    even = x / tokens / channels
+    for axis in (1, 2):
+        deviations = even.std(axis=axis, ddof=1)
+        np.testing.assert_allclose(deviations, 1, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("fp8", 8),
+        ("nvfp4", 4.5 + 32 / (N * D)),
+        ("int4-token-head", 4.5),
+        ("q4_0-rotated", 4.5),
+        ("q8_0-rotated", 8.5),
+        ("kvarn-k4", 4.75),
+        ("kvarn-v4", 4.75),
+        ("kvarn-v2", 2.75),
+    ],
+)
+def test_bits(name: str, bits: float) -> None:
+    assert codecs.bits_per_value(codecs.get(name), N, D) == bits
+
+
+def test_every_type_is_measured_here() -> None:
+    tested = {mark.args[1][i][0] for mark in test_bits.pytestmark for i in range(len(mark.args[1]))}
+    assert tested == set(peers.NAMES)
+
+
+def test_no_engine_has_them(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a measurement does, as others publish them; afterwards they are gone."""
+    monkeypatch.setattr(plots, "draw_all", lambda *given: "No pictures")
+    text, output = tmp_path / "text.txt", tmp_path / "out.json"
+    text.write_text("the rain in the north and the other inn on the hill\n" * 12, encoding="utf-8")
+    types = "f16,fp8:plain,int4-token-head:plain,kvarn-k4/kvarn-v2:plain"
+    words = ["--weights", str(tiny_path), "--text", str(text), "--output", str(output), "--types", types]
+    before = codecs._modules().copy()
+    for name in peers.NAMES:
+        del codecs._modules()[name]
+    known = codecs.available()
+    try:
+        assert quality.main([*words, "--window", "256", "--windows", "1"]) == 0
+        assert codecs.available() == known
+        with pytest.raises(ValueError, match="no cache type 'nvfp4'"):
+            codecs.get("nvfp4")
+    finally:
+        codecs._modules().update(before)
+    kl = {row["type"]: row["kl_mean"] for row in json.loads(output.read_text(encoding="utf-8"))["rows"]}
+    assert kl["f16"] < min(kl[name] for name in types.split(",")[1:])
