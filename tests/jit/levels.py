@@ -29,7 +29,10 @@ every_level = pytest.mark.parametrize("level", levels(), ids=name_of)
 
 
 def special_levels(test: object) -> object:
-    """Parametrizes a test with the levels that have instructions of their own. Any x86 CPU can compile for them."""
+    """Parametrizes a test with the levels of x86-64 that have instructions of their own. Any machine compiles for them.
+
+    Those of AArch64 have tests in `tests/backends/native/test_arm_loops.py`.
+    """
     special = [level for level in LEVELS if level.machine == "x86_64"]
     return pytest.mark.parametrize("level", special, ids=lambda level: level.name)(test)
 

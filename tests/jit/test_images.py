@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("llvmlite")
 
@@ -16,7 +21,7 @@ from polarlm.engine.jit.compile import images
 from polarlm.engine.jit.compile.compiler import Kernel, Loaded, LoadedObject, compile_object
 from polarlm.engine.jit.compile.images import LoadedImage, link
 from polarlm.engine.jit.compile.target import levels, machine
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, I32, Value, vector
 from tests.jit.levels import Function, declared, every_level
@@ -145,6 +150,89 @@ def test_odd_input_is_a_value_error(rng: np.random.Generator) -> None:
         except ValueError:
             refused += 1
     assert 100 < refused < 3000
+
+
+@pytest.mark.parametrize(
+    "level", [level for level in LEVELS if level.machine == "aarch64"], ids=lambda level: level.name
+)
+def test_code_of_aarch64_finds_its_constants_wherever_a_page_begins(level: Level) -> None:
+    """Each `adrp` and the first instruction that adds to its register lead to bytes of the constants."""
+    memory = link(compile_object(CONSTANTS, level))[8:]
+    words = np.frombuffer(memory[: len(memory) // 4 * 4], np.uint32).tolist()
+    places: dict[int, int] = {}  # register → where its page is
+    found = set()
+    for number, word in enumerate(words):
+        if word & 0x9F000000 == 0x90000000:  # adrp
+            pages = (word >> 5 & 0x7FFFF) << 2 | word >> 29 & 3
+            pages -= (pages & 1 << 20) << 1
+            places[word & 31] = (4 * number & -4096) + 4096 * pages
+        base, immediate = word >> 5 & 31, word >> 10 & 0xFFF
+        scale = {0x91000000: 1, 0x3DC00000: 16}.get(word & 0xFFC00000)  # add, ldr
+        if scale and base in places:
+            place = places.pop(base) + scale * immediate
+            found.add(memory[place : place + 16])
+    numbers = np.array(NUMBERS, np.int32).tobytes()
+    assert {bytes(range(16)), *(numbers[first : first + 16] for first in range(0, 64, 16))} <= found
+
+
+@given(st.integers(0, (1 << 24) - 1), st.integers(0, (1 << 24) - 1), st.integers(0, 2**32 - 1))
+def test_relocations_of_aarch64_change_their_field_alone(at: int, to: int, word: int) -> None:
+    """As the ELF specification of the architecture (AAELF64) has them."""
+    at, to = at & -4, to & -16
+    pages = images._relocated(183, 275, word, at, to)
+    assert (pages ^ word) & ~0x60FFFFE0 == 0
+    assert ((pages >> 5 & 0x7FFFF) << 2 | pages >> 29 & 3) == ((to >> 12) - (at >> 12)) % 2**21
+    for kind, shift in {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}.items():
+        within = images._relocated(183, kind, word, at, to)
+        assert (within ^ word) & ~0x3FFC00 == 0
+        assert (within >> 10 & 0xFFF) << shift == to % 4096
+    for kind in (282, 283):
+        jump = images._relocated(183, kind, word, at, to)
+        assert (jump ^ word) >> 26 == 0
+        assert jump % 2**26 == (to - at) // 4 % 2**26
+    for kind in (285, 282):  # places that are not whole words
+        with pytest.raises(ValueError, match="relocation of type"):
+            images._relocated(183, kind, word, at, to + 2)
+    assert images._relocated(183, 261, word, at, to) == (to - at) % 2**32
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "library", "there"),
+    [
+        ("linux", "x86_64", None, True),
+        ("linux", "aarch64", {"__clear_cache": SimpleNamespace()}, True),
+        ("linux", "aarch64", None, False),  # without libgcc, written code might not be what runs
+        ("linux", "riscv64", {"__clear_cache": SimpleNamespace()}, False),
+        ("darwin", "arm64", {"__clear_cache": SimpleNamespace()}, False),  # LLVM knows how memory is made executable
+        ("win32", "AMD64", None, False),
+    ],
+)
+def test_systems_that_link_images(
+    system: str, name: str, library: dict[str, object] | None, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: str) -> dict[str, object]:
+        if library is None:
+            raise OSError(f"{path}: cannot open shared object file")
+        return library
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("platform.machine", lambda: name)
+    monkeypatch.setattr(images.ctypes, "CDLL", opened)
+    monkeypatch.setattr(images, "_flush", images._flush.__wrapped__)
+    assert images._is_available() == there
+
+
+def test_written_code_is_flushed_where_instructions_have_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AArch64, all of it, before anybody knows its address."""
+    flushed: list[tuple[int, int]] = []
+    monkeypatch.setattr(images, "machine", lambda: "aarch64")
+    monkeypatch.setattr(images, "_flush", lambda: lambda first, last: flushed.append((first, last)))
+    code = bytes(range(200))
+    loaded = LoadedImage(struct.pack("<IHxx", 64, 183) + code)
+    (first, last), *others = flushed
+    assert not others
+    assert (loaded.address, last) == (first + 64, first + 200)
+    assert ctypes.string_at(first, 200) == code
 
 
 def test_an_image_of_another_machine_is_refused() -> None:

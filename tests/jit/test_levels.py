@@ -13,6 +13,7 @@ import pytest
 from tests.jit.levels import Narrow, declared, run
 
 from polarlm.engine.jit import isa  # isort: skip
+from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import LEVELS, found
 from polarlm.engine.jit.lang.byte_ops import dot4
@@ -60,3 +61,12 @@ def test_a_kernel_takes_its_operations_from_the_level() -> None:
     run(Kernel("test_narrow", emit, declared("a b out")), level, 10, (a, b, out))
     np.testing.assert_array_equal(out, (a.astype(int) * b).reshape(10, 16, 4).sum(-1))
     assert level.dots == 1
+
+
+def test_code_belongs_to_a_machine_and_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a folder that several machines share has a set of compiled kernels for each."""
+    found = []
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(compiler, "machine", lambda machine=machine: machine)
+        found += [compiler.target_description(level) for level in LEVELS]
+    assert len(set(found)) == 2 * len(LEVELS)

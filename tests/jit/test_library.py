@@ -26,6 +26,7 @@ from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
 from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I64, Value
 from polarlm.model_loaders.errors import LoadError
@@ -114,6 +115,24 @@ def test_a_library_counts_the_kernels_that_it_compiles_and_their_cpu_time(folder
     one, other = loaded(), loaded()
     assert (one.compiled, other.compiled) == (1, 0), "the second reads what the first has compiled"
     assert one.compile_seconds > other.compile_seconds == 0
+
+
+def test_the_process_waits_for_a_kernel_that_a_daemon_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take over whether they are daemons, and LLVM must not run while the process exits."""
+    found: list[bool] = []
+
+    def compile_object_(kernel: Kernel, level: Level) -> bytes:
+        found.append(threading.current_thread().daemon)
+        return compile_object(kernel, level)
+
+    monkeypatch.setattr(module, "compile_object", compile_object_)
+    library = Library(levels()[0], None)
+    asks = threading.Thread(target=library.expect, args=([number_kernel(3)],), daemon=True)
+    asks.start()
+    asks.join()
+    library.wait([number_kernel(3)])
+    end_of_thread()
+    assert found == [False]
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ class Library:
                 self._queue.remove(kernel)
                 self._queue.appendleft(kernel)
             if self._queue and not self._has_thread:
-                # Not a daemon: LLVM must not run while the process exits.
-                threading.Thread(target=self._work, name="compiler").start()
+                # Not a daemon, even if one asks: LLVM must not run while the process exits.
+                threading.Thread(target=self._work, name="compiler", daemon=False).start()
                 self._has_thread = True
         return future
 

@@ -3,15 +3,19 @@ their vectors stay in registers."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.backends.native.kernels.attention.prompts import Prompt
+from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, largest_tiling
+from polarlm.engine.jit.compile.compiler import Kernel, assembly
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
@@ -19,46 +23,85 @@ from tests.backends.native.hot_loops import ARM, Loop
 
 every_arm_level = pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
 
-WORDS = r"smlal2?|smull2?|mla|mul"  # of int16, or of int32 that LLVM made of them
+
+# Of bytes with int16: of 4 high and of 4 low bytes in two instructions, or of 8 of both in one; of int16, or of int32
+# that LLVM makes of them.
+OF_WEIGHTS = {"neon": "smlal2?|smull2?|mla|mul", "neon-dot": "sdot", "neon-i8mm": "smmla"}
+PRODUCTS = {"neon": 128, "neon-dot": 64, "neon-i8mm": 32}  # of them for 16 outputs and 32 inputs
 
 
-def weights(name: str, sizes: Tiling) -> Kernel:
-    return product(Product(get(name), sizes))
-
-
-def scores(name: str) -> Kernel:
+def keys(name: str) -> Kernel:
     own = tiles.keys(codecs.get(name), 64, 64)
     assert own is not None
     return attend.scores_kernel(own, 64, 3)
 
 
-def mix(name: str) -> Kernel:
+def values(name: str) -> Kernel:
     own = tiles.values(codecs.get(name), 64, 64)
     assert own is not None
     return attend.mix_kernel(own, 64, 64, 3)
 
 
 @every_arm_level
-def test_products_of_codes(level: Level) -> None:
-    """512 products of a row: with `sdot` 16 in two instructions, those of the high and those of the low bytes, with
-    `smmla` in one."""
-    loop = Loop(weights("q4_1", SINGLE), level)
-    assert (
-        loop.count({"neon": WORDS, "neon-dot": "sdot", "neon-i8mm": "smmla"}[level.name])
-        >= {
-            "neon": 128,
-            "neon-dot": 64,
-            "neon-i8mm": 32,
-        }[level.name]
-    )
-    assert loop.on_stack <= len(loop) / 10
-    assert len(loop) <= {"neon": 540, "neon-dot": 190, "neon-i8mm": 210}[level.name]
+def test_products(level: Level) -> None:
+    """Codes of 4 bits are masked and multiplied as bytes. Of the vectors on the stack most are sums of other rows."""
+    instruction, count = OF_WEIGHTS[level.name], PRODUCTS[level.name]
+    one, many = (Loop(product(Product(get("q4_1"), own)), level) for own in (SINGLE, largest_tiling(level)))
+    rows = largest_tiling(level).rows
+    assert count <= one.count(instruction) <= count + 4
+    assert rows * count <= many.count(instruction) <= rows * (count + 4)
+    assert one.count("and") == (32 if level.splits_words else 64)
+    assert len(many) < rows * len(one)
+    assert one.on_stack <= len(one) / 12
+    assert many.on_stack <= len(many) / 4
+    assert len(one) <= (200 if level.splits_words else 520)
 
 
 @every_arm_level
-def test_products_of_several_rows_unpack_codes_once(level: Level) -> None:
-    sizes = largest_tiling(level)
-    one, all_ = (Loop(weights("q8_0", own), level) for own in (SINGLE, sizes))
-    name = {"neon": WORDS, "neon-dot": "sdot", "neon-i8mm": "smmla"}[level.name]
-    assert all_.count(name) == sizes.rows * one.count(name)
-    assert len(all_) < sizes.rows * len(one) * (0.75 if level.name == "neon" else 1.1)
+def test_tables_and_bytes(level: Level) -> None:
+    """The two tables of 256 bytes of `ring4` are looked up in four instructions each, 64 entries at a time, and what is
+    found is multiplied by each query as signed bytes. The tables take all registers, so some are read again."""
+    loop = Loop(keys("ring4"), level)
+    lookups, products = 2 * 16, 3 * 2 * 16  # of a run of 16 registers of codes
+    assert loop.count("tbl") == lookups
+    assert loop.count("tbx") == 3 * lookups
+    assert loop.count("smull2?|sdot") == products * (2 if level.name == "neon" else 1)
+    assert loop.on_stack <= 3 * products
+
+
+@every_arm_level
+def test_unsigned_bytes_times_signed_ones(level: Level) -> None:
+    """Attention weights and directions of `polarquant`: `usdot`, or `sdot` and what it lacks, or two products of words
+    that are added in pairs. Rounded products of words are one instruction."""
+    loop = Loop(values("polarquant"), level)
+    wanted = {"neon": ("sadalp", 24), "neon-dot": ("sdot", 40), "neon-i8mm": ("usdot", 24)}
+    instruction, count = wanted[level.name]
+    assert loop.count(instruction) == count
+    assert loop.count("sqrdmulh") == 24
+    assert loop.count("tbl") == 12
+    assert loop.on_stack <= len(loop) / 6
+
+
+@every_arm_level
+def test_floats(level: Level) -> None:
+    """Halves are widened four at a time, each register for three multiply-adds, and nothing goes to the stack."""
+    loop = Loop(keys("f16"), level)
+    assert loop.count("fcvtl2?") == 16
+    assert loop.count("fmla") == 3 * 16
+    assert loop.on_stack == 0
+    prompt = Loop(attend_kernel(Prompt(64)), level, product=True)
+    assert prompt.count("fmla") >= len(prompt) * 0.7
+    assert prompt.on_stack == 0
+
+
+@every_arm_level
+def test_a_level_has_no_instruction_of_a_later_one(level: Level) -> None:
+    """LLVM would end the process for an instruction that it does not know; this finds one that it chose itself."""
+    later = {
+        "neon": "[su]dot|usdot|smmla|usmmla",
+        "neon-dot": "usdot|[su]mmla|usmmla",
+        "neon-i8mm": "f?mlal.*bf16|bf.*",
+    }
+    for kernel in (product(Product(get("q4_1"), SINGLE)), values("polarquant")):
+        names = {line.split()[0] for line in assembly(kernel, level).splitlines() if line.startswith("\t")}
+        assert not [name for name in names if re.fullmatch(later[level.name], name)]

@@ -40,8 +40,8 @@ class Modules(Generic[Module]):
             self._asked[text] = Future()
             self._queue.append(text)
             if self._running < self._most_threads:
-                # Not a daemon: the compiler must not run while the process exits.
-                threading.Thread(target=self._work, name="compiler").start()
+                # Not a daemon, even if one asks: the compiler must not run while the process exits.
+                threading.Thread(target=self._work, name="compiler", daemon=False).start()
                 self._running += 1
 
     def get(self, text: str) -> Module:

@@ -81,7 +81,7 @@ class PolarValues(PolarTiles):
     def emit_values(
         self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
     ) -> None:
-        groups, size = self.tokens // 16, max(32, e.level.byte_register or 64)
+        groups, size = self.tokens // 16, max(32, e.level.byte_register or 64)  # lookups take 32 bytes or 64
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
         with e.loop(0, self.units) as unit:  # for all units first, so that their dependency chains overlap
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at

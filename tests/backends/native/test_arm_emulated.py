@@ -1,0 +1,94 @@
+"""Kernels of AArch64 under an emulator: equal to NumPy's at the highest level of three CPUs; and the demonstration
+model.
+
+The environment variable POLARLM_ARM64_PYTHON names a folder with a program `python`, which runs an AArch64 Python with
+the engine's dependencies and pytest, on the CPU that POLARLM_ARM_CPU names as QEMU does. It is 20 to 50 times slower
+than the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.model_loaders.user_dirs import cache_folder
+from tests.test_bare_python import ROOT
+
+VARIABLE = "POLARLM_ARM64_PYTHON"
+LEVEL_OF = {"cortex-a72": "neon", "neoverse-n1": "neon-dot", "max": "neon-i8mm"}
+DEMO = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# Each operation of a level, products of weights, attention over codes and over full precision, encoding, prompts,
+# experts, recurrent layers; and that images are linked and found.
+TESTS = [
+    "tests/jit/test_byte_ops.py",
+    "tests/jit/test_images.py::test_code_finds_its_constants_at_any_address",
+    "tests/jit/test_images.py::test_memory_is_never_writable_and_executable",
+    "tests/backends/native/test_levels.py::test_every_level_passes",
+    "tests/backends/native/test_product.py::test_rows_are_quantized_to_the_nearest_word",
+    "tests/backends/native/test_product.py::test_product",
+    "tests/backends/native/test_attention.py::test_attention_at_every_level",
+    "tests/backends/native/test_attention.py::test_attention_over_codes",
+    "tests/backends/native/codecs/test_tables.py::test_scores",
+    "tests/backends/native/codecs/test_tables.py::test_mix",
+    "tests/backends/native/codecs/test_polarquant.py::test_scores",
+    "tests/backends/native/codecs/test_polarquant.py::test_mix",
+    "tests/backends/native/codecs/test_polarpair.py::test_scores",
+    "tests/backends/native/codecs/test_ggml.py::test_scores",
+    "tests/backends/native/codecs/test_ggml.py::test_mix",
+    "tests/backends/native/test_encoding.py::test_without_feedback_codes_are_equal",
+    "tests/backends/native/test_prompts.py::test_prompts_attend",
+    "tests/backends/native/test_experts.py::test_results_are_those_of_numpy",
+    "tests/backends/native/test_conv.py::test_results_and_slots_are_those_of_numpy",
+    "tests/backends/test_recurrent.py::test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence",
+]
+
+
+@pytest.fixture
+def emulated() -> Path:
+    if not (folder := os.environ.get(VARIABLE)):
+        pytest.skip(f"{VARIABLE} names no folder with an AArch64 Python")
+    return Path(folder) / "python"
+
+
+def run(python: Path, cpu: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "POLARLM_ARM_CPU": cpu, "OPENBLAS_NUM_THREADS": "1", **variables}
+    return subprocess.run([str(python), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", LEVEL_OF)
+def test_kernels_are_equal_to_numpy(cpu: str, emulated: Path) -> None:
+    level = LEVEL_OF[cpu]
+    later = [other.name for other in LEVELS if other.name.startswith(f"{level}-")]
+    chosen = " and ".join([level, "not instructions", *(f"not {name}" for name in later)])
+    done = run(emulated, cpu, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, *TESTS)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", LEVEL_OF)
+def test_the_demonstration_model_answers(cpu: str, emulated: Path, tmp_path: Path) -> None:
+    """With kernels of the CPU's highest level, which are images. A chat's template would need a process of its own."""
+    model = cache_folder() / DEMO
+    if not model.is_file():
+        pytest.skip("the demonstration model is not in the cache folder")
+    program = f"""
+from polarlm.engine import Engine, SamplingParams
+settings = {{"device": "cpu", "threads": 1, "ctx_size": 256, "cache_type_k": "f16", "cache_type_v": "f16"}}
+with Engine.load({str(model)!r}, **settings) as engine:
+    print(engine.generate("The capital of France is", SamplingParams(max_tokens=3, temperature=0)).text)
+from polarlm.engine.jit.compile import images, library
+print(images.AVAILABLE, *(one.level.name for one in library._of_this_process.values()))
+"""
+    done = run(emulated, cpu, "-c", program, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer, kernels = done.stdout.strip().splitlines()
+    assert "Paris" in answer
+    assert kernels == f"True {LEVEL_OF[cpu]}"
