@@ -97,6 +97,7 @@ TYPES = {
     "iq4_xs": (Type.IQ4_XS, Type.Q6_K),
     "bf16": (Type.BF16, Type.BF16),
     "mxfp4": (Type.MXFP4, Type.Q8_0),  # of experts, and of the others
+    "tq1_0": (Type.TQ1_0, Type.Q6_K),
     **{name.lower(): (Type[name],) * 2 for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
 }
 
@@ -372,6 +373,11 @@ def _scale_mxfp4(rng: np.random.Generator, blocks: np.ndarray, size: float) -> N
     blocks[..., 0] = 127 + round(float(np.log2(size / 2.9)))
 
 
+def _scale_tq1_0(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """52 bytes of digits, d. Values are d · (digit − 1), each a third of them."""
+    _set_half(blocks, 52, size / float(np.sqrt(2 / 3)))
+
+
 def _normal_f32(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
     blocks[:] = (size * rng.standard_normal(blocks.shape[:-1], np.float32))[..., None].view(np.uint8)
 
@@ -396,6 +402,7 @@ _SCALES: dict[Type, Callable[[np.random.Generator, np.ndarray, float], None]] = 
     Type.BF16: _normal_bf16,
     Type.F32: _normal_f32,
     Type.MXFP4: _scale_mxfp4,
+    Type.TQ1_0: _scale_tq1_0,
 }
 
 

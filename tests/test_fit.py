@@ -108,11 +108,11 @@ def test_weights_take_what_loading_takes(demo_path: Path, weight_type: str) -> N
 def test_a_row_says_what_is_not_kept_as_it_is_stored(tmp_path: Path, memory, capsys) -> None:
     pytest.importorskip("llvmlite")
     memory(1024 * MIB)
-    quantized_model(tmp_path / "small.gguf", "TQ1_0")
+    quantized_model(tmp_path / "small.gguf", "NVFP4")
     assert command(["--device", "cpu", str(tmp_path / "small.gguf")]) == 0
     page = capsys.readouterr().out
-    assert "TQ1_0 weights kept as q8_0 take " in page
-    assert re.search("^as-stored: TQ1_0 kept as q8_0  ", page, re.MULTILINE)
+    assert "NVFP4 weights kept as q8_0 take " in page
+    assert re.search("^as-stored: NVFP4 kept as q8_0  ", page, re.MULTILINE)
     assert re.search("^q4_0  ", page, re.MULTILINE)
 
 

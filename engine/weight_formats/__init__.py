@@ -4,8 +4,8 @@ A module of this folder whose name does not begin with an underscore is a format
 `NBYTES` of a block, and `dequantize(raw, out)`. There is no list to edit. Rows consist of whole blocks.
 
 A format of codes and scales also defines `BITS` of a code, `GROUP`, the number of inputs that share a scale, `ZERO` or
-`TABLE`, and `unpack(raw)`; see `Grouped`. One of indices of points has a `GRID` in their place; see `Lattice`. A format
-that can be written defines `quantize(x)`.
+`TABLE`, and `unpack(raw)`; see `Grouped`. One of indices of points has a `GRID` in their place; see `Lattice`. One of
+digits has `RUNS` in the place of bits and zero point; see `Trits`. A format that can be written defines `quantize(x)`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
+from polarlm.engine.weight_formats._trits import Trits
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class WeightFormat:
     lack what follows, too.
     bits: of a code. group: inputs that share a scale. zero: what is subtracted from codes. table: int8 (16,), what
     codes stand for; None where that is the code minus `zero`. grid: what indices of `bits` bits stand for, in formats
-    that have no codes.
+    that have no codes. runs: of bytes of digits, in formats that have those.
     """
 
     name: str
@@ -43,12 +44,13 @@ class WeightFormat:
     nbytes: int
     dequantize: Callable[[np.ndarray, np.ndarray], None]
     quantize: Callable[[np.ndarray], np.ndarray] | None = None
-    unpack: Callable[[np.ndarray], Grouped | Lattice] | None = None
+    unpack: Callable[[np.ndarray], Grouped | Lattice | Trits] | None = None
     bits: int = 0
     group: int = 0
     zero: int = 0
     table: np.ndarray | None = field(default=None, compare=False)
     grid: Grid | None = None
+    runs: tuple[tuple[int, int], ...] | None = None
 
     def size(self, count: int) -> int:
         """Bytes of `count` values; count must be a multiple of `values`."""
@@ -91,7 +93,7 @@ def _formats() -> dict[str, WeightFormat]:
 def _format(name: str, module: Any) -> WeightFormat:
     optional = {
         key: getattr(module, key.upper())
-        for key in ("bits", "group", "zero", "table", "grid")
+        for key in ("bits", "group", "zero", "table", "grid", "runs")
         if hasattr(module, key.upper())
     }
     functions = module.dequantize, getattr(module, "quantize", None), getattr(module, "unpack", None)

@@ -28,7 +28,7 @@ def ops() -> CudaOps:
 
 def test_every_format_of_codes_and_scales_is_packed() -> None:
     """Those without a struct become q8_0 before they come to the device."""
-    without = {name for name in weight_formats.available() if get(name).grid} | {"tq2_0"}
+    without = {name for name in weight_formats.available() if get(name).grid or get(name).runs} | {"tq2_0"}
     assert set(FORMATS) == {name for name in weight_formats.available() if get(name).unpack} - without
 
 

@@ -89,7 +89,8 @@ def test_rows_that_are_not_whole_blocks_are_named_once() -> None:
         ("F32", 64, None, "f32"),
         ("Q4_K", 256, None, "q4_k"),
         ("IQ2_XS", 256, None, "iq2_xs"),
-        ("TQ1_0", 256, None, "f32"),
+        ("TQ1_0", 256, None, "tq1_0"),
+        ("NVFP4", 256, None, "f32"),
         ("BF16", 48, "q8_0", "bf16"),
         ("F32", 48, "q8_0", "f16"),
         ("Q4_K", 256, "q8_0", "q8_0"),
@@ -100,7 +101,7 @@ def test_the_format_that_a_matrix_gets(stored: str, columns: int, wanted: str | 
     assert format_for(NumpyOps(), stored, columns, wanted and get(wanted)) is get(format)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in ("TQ1_0", "NVFP4") if find(dtype) is None])
+@pytest.mark.parametrize("dtype", [dtype for dtype in ("NVFP4",) if find(dtype) is None])
 def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: str, tmp_path: Path) -> None:
     quantized_model(tmp_path / "model.gguf", dtype)
     config, source, _ = open_weights(tmp_path / "model.gguf")
@@ -112,7 +113,8 @@ def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: s
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weight_type"), [("TQ1_0", None), ("IQ2_XS", None), ("Q4_K", None), ("IQ2_XS", "q4_0"), ("Q4_K", "bf16")]
+    ("dtype", "weight_type"),
+    [("NVFP4", None), ("TQ1_0", None), ("IQ2_XS", None), ("Q4_K", None), ("IQ2_XS", "q4_0"), ("Q4_K", "bf16")],
 )
 def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str | None, tmp_path: Path) -> None:
     """In the format that a matrix is to have, with the rows of q and k in order."""
@@ -123,7 +125,7 @@ def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str 
     config, source, _ = open_weights(tmp_path / "model.gguf")
     native = NativeOps(1)
     weights = load_weights(native, config, source, None, weight_type and get(weight_type))
-    wanted = weight_type or {"TQ1_0": "q8_0"}.get(dtype, dtype.lower())
+    wanted = weight_type or {"NVFP4": "q8_0"}.get(dtype, dtype.lower())
     qkv = weights.layers[0].mixer.qkv
     assert {part.format.name for part in (*qkv.parts, weights.embedding, *weights.head.parts)} == {wanted}
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
@@ -148,9 +150,9 @@ def test_messages_say_how_the_matrices_of_a_file_are_kept(tmp_path: Path) -> Non
     assert in_words(kept(NumpyOps(), source, get("q4_0"))) == "IQ2_XS weights converted to q4_0 and kept as f32"
     assert in_words(kept(CudaOps(open_device(checked=False)), source)) == "IQ2_XS weights kept as q8_0"
     source.close()
-    quantized_model(tmp_path / "model.gguf", "TQ1_0")
+    quantized_model(tmp_path / "model.gguf", "NVFP4")
     config, source, _ = open_weights(tmp_path / "model.gguf")
-    assert in_words(kept(native, source)) == "TQ1_0 weights kept as q8_0"
+    assert in_words(kept(native, source)) == "NVFP4 weights kept as q8_0"
     (q8_0,) = kept(native, source)
     vectors = sum(4 * source.shape(name)[0] for name in source.names() if len(source.shape(name)) == 1)
     assert q8_0.bytes == load_weights(native, config, source).bytes - vectors

@@ -9,17 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import weight_formats
-from polarlm.engine.weight_formats import Grouped, Lattice, get
+from polarlm.engine.weight_formats import Grouped, Lattice, Trits, get
 from tests.weights import BLOCKS, random_blocks
 
 FINITE = st.floats(width=16, allow_nan=False, allow_infinity=False)
 
 
-GROUPED = [name for name in BLOCKS if get(name).grid is None]
 LATTICES = [name for name in BLOCKS if get(name).grid is not None]
+DIGITS = [name for name in BLOCKS if get(name).runs is not None]
+GROUPED = [name for name in BLOCKS if name not in {*LATTICES, *DIGITS}]
 
 
-def unpack(name: str, raw: np.ndarray) -> Grouped | Lattice:
+def unpack(name: str, raw: np.ndarray) -> Grouped | Lattice | Trits:
     function = get(name).unpack
     assert function is not None
     return function(raw)
@@ -59,7 +60,7 @@ def test_integers_give_gguf_s_values_to_the_bit(
     np.testing.assert_array_equal(stored.view(np.uint32), wanted.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", LATTICES)
+@pytest.mark.parametrize("name", [*LATTICES, *DIGITS])
 def test_damaged_scales_give_gguf_s_infinities_and_nan(name: str, rng: np.random.Generator) -> None:
     raw = random_blocks(rng, name, 8, 1024, [np.inf, -np.inf, np.nan, 2.0**-24, 65504.0])
     with np.errstate(all="ignore"):
@@ -112,10 +113,29 @@ def test_indices_scales_and_signs_have_the_promised_shapes_and_types(name: str, 
         assert given.dequantize().shape == (rows, width), rows
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", DIGITS)
+def test_bytes_of_digits_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
+    stored, width = get(name), 3 * get(name).values
+    assert stored.runs is not None
+    assert sum(count * digits for count, digits in stored.runs) == stored.values
+    assert all(count % 4 == 0 for count, _ in stored.runs), "kernels expand four bytes of a row at a time"
+    for rows in (0, 1, 5):
+        raw = random_blocks(rng, name, rows, width) if rows else np.empty((0, 3 * stored.nbytes), np.uint8)
+        raw.setflags(write=False)  # as a mapped file
+        given = unpack(name, raw)
+        assert isinstance(given, Trits)
+        packed = rows, 3, sum(count for count, _ in stored.runs)
+        assert (given.packed.shape, given.packed.dtype) == (packed, np.uint8), rows
+        assert (given.scale.shape, given.scale.dtype) == ((rows, 3), np.float16), rows
+        assert set(np.unique(given.integers())) == ({-1, 0, 1} if rows else set()), rows
+        assert given.dequantize().shape == (rows, width), rows
+
+
+@pytest.mark.parametrize("name", [*GROUPED, *LATTICES])
 def test_every_code_occurs(name: str, rng: np.random.Generator) -> None:
     """All bits of a code or of an index are read."""
     given = unpack(name, random_blocks(rng, name, 8 if get(name).grid is None else 512, 1024))
+    assert not isinstance(given, Trits)
     codes = given.codes if isinstance(given, Grouped) else given.indices
     np.testing.assert_array_equal(np.unique(codes), np.arange(1 << get(name).bits))
 

@@ -22,6 +22,11 @@ A block of a lattice has integers of 4 to 32 bits for each 32 inputs of a row. T
     high         the bits of indices above the lowest 8
     low          values / 32 times: a byte of each index, (cells / 4, 16) uint32
 
+A block of digits has its bytes as they are stored, each four in the order of a quad:
+
+    scale        (16,) float16
+    packed       (bytes / 4, 16) uint32
+
 A tile of a format without codes is its numbers, (inputs, 16). Rows are padded with zeros to a multiple of 16.
 """
 
@@ -32,7 +37,7 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.weight_formats import Lattice, WeightFormat
+from polarlm.engine.weight_formats import Lattice, Trits, WeightFormat
 
 ROWS = 16  # rows of a tile
 QUAD = 0, 2, 1, 3  # the inputs of a lane
@@ -69,7 +74,7 @@ def layout(format: WeightFormat) -> TileLayout:
     """The layout of a format that has codes and scales."""
     assert format.unpack is not None
     one = format.unpack(np.zeros((1, format.nbytes), np.uint8))
-    assert not isinstance(one, Lattice)
+    assert not isinstance(one, (Lattice, Trits))
     planes, groups = _PLANES[format.bits], format.values // format.group
     end, places = 0, []
     sizes = (one.scale, 2), (one.offset, 2), (one.sub_scale, groups), (one.sub_offset, groups)
@@ -137,6 +142,8 @@ def _joined(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 def block_bytes(format: WeightFormat) -> int:
     """Bytes of a block of 16 rows, of a format that is not numbers."""
+    if format.runs is not None:
+        return ROWS * format.nbytes
     if format.grid is None:
         return layout(format).nbytes
     return ROWS * sum(field.size * field.count for field in lattice_layout(format).values())

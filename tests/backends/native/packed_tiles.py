@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.weight_formats import Lattice, WeightFormat
+from polarlm.engine.weight_formats import Lattice, Trits, WeightFormat
 
 _FLOATS = {"f32": "<u4", "f16": "<u2", "bf16": "<u2"}
 
@@ -21,6 +21,8 @@ def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
     grouped = format.unpack(raw)
     if isinstance(grouped, Lattice):
         return _pack_lattice(grouped)
+    if isinstance(grouped, Trits):
+        return _pack_trits(grouped)
     place = tiles.layout(format)
     count, blocks = len(raw) // tiles.ROWS, grouped.codes.shape[1] // format.values
     out = np.empty((count, blocks, place.nbytes), np.uint8)
@@ -53,6 +55,16 @@ def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.n
         parts.append(np.ascontiguousarray(words).view(np.uint8).reshape(*pairs.shape[:2], -1))
         low += bits
     return np.concatenate(parts, axis=-1).reshape(count, blocks, -1)
+
+
+def _pack_trits(given: Trits) -> np.ndarray:
+    """→ (tiles, bytes of a tile) uint8."""
+    rows, blocks = given.scale.shape
+    words = np.ascontiguousarray(given.packed.reshape(rows, blocks, -1, 4)[..., [0, 2, 1, 3]]).view(np.uint32)
+    fields = given.scale.reshape(rows, blocks, 1), words[..., 0]
+    by_tile = [field.reshape(rows // tiles.ROWS, tiles.ROWS, blocks, -1).transpose(0, 2, 3, 1) for field in fields]
+    as_bytes = [np.ascontiguousarray(field).view(np.uint8).reshape(*field.shape[:2], -1) for field in by_tile]
+    return np.concatenate(as_bytes, axis=-1).reshape(rows // tiles.ROWS, -1)
 
 
 def _pack_lattice(given: Lattice) -> np.ndarray:

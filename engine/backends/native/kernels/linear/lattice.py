@@ -1,31 +1,22 @@
-"""Blocks of lattices (`engine.backends.native.tiles`) become codes of 8 bits, and sums of products with those.
-
-A block of 16 rows is expanded in memory of the thread that stays in the cache, and is multiplied there as if it were
-stored so. The points of an index are loaded one by one, since tables of 256 to 4096 points fit no register; the lanes
-that they are loaded to are the rows.
+"""Blocks of lattices (`engine.backends.native.tiles`) become codes of 8 bits. The points of an index are loaded one by
+one, since tables of 256 to 4096 points fit no register; the lanes that they are loaded to are the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
-
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
-from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, add_block
+from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD
 from polarlm.engine.backends.native.tiles import QUAD, ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, F64, I8, I16, I32, I64, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
-_PANELS = 32  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
-SUMS = 128  # the offset of the sums in the scratch memory
 _WORDS, _BYTES, _ROW = vector(I32, ROWS), vector(I8, 4 * ROWS), 4 * ROWS
 
 
-class Expander:
-    """Expands blocks of a lattice. layout: of what they become. factor: what their scales are to be multiplied by."""
+class LatticeExpander:
+    """An `Expander` of blocks of a lattice."""
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         assert format.grid is not None
@@ -126,60 +117,3 @@ class Expander:
         if field.bits == 4:
             return loaded >> e.splat(((part & 1) << 2).trunc(I32), ROWS) & 15
         return loaded
-
-
-def expanded_sums(
-    e: Emitter,
-    format: WeightFormat,
-    row_tile: int,
-    tiles: Sequence[Value],
-    at_once: int,
-    panels: tuple[Value, Value, Value, Value],
-    kept: Value,
-) -> Iterator[tuple[Value, list[list[Value]]]]:
-    """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
-
-    tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
-    `quantize_rows`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums of 32
-    panels and all tiles. A block is expanded once for 32 panels.
-    """
-    x, stride, blocks, rows = panels
-    expanders, most, size = [Expander(e, format) for _ in range(at_once)], _PANELS * row_tile, _ROW * row_tile
-    codes, zero = Codes(e, expanders[0].layout), e.zero(vector(F32, ROWS))
-    with e.loop(0, rows, most) as begin:
-        count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
-        with e.loop(0, count) as panel:
-            for place in range(len(tiles) * row_tile):
-                e.store(zero, kept + panel * size, _place(place // row_tile, place % row_tile, row_tile))
-        with e.loop(0, blocks) as block:
-            for first in range(0, len(tiles), at_once):
-                together = [
-                    Block(e, expand.layout, expand(tile + block * block_bytes(format)), expand.factor)
-                    for expand, tile in zip(expanders, tiles[first:], strict=False)
-                ]
-                with e.loop(0, count) as panel:
-                    places = [
-                        [_place(first + number, row, row_tile) for row in range(row_tile)]
-                        for number in range(len(together))
-                    ]
-                    totals = [
-                        [e.variable(e.load(kept + panel * size, zero.type, place)) for place in own] for own in places
-                    ]
-                    inputs = x + (begin // row_tile + panel) * stride
-                    start = block * (format.values // GROUP * ROW_BYTES * row_tile)
-                    add_block(e, codes, together, inputs + start, totals)
-                    for total, place in zip(chain(*totals), chain(*places), strict=True):
-                        e.store(total.get(), kept + panel * size, place)
-        with e.loop(0, count) as panel:
-            yield (
-                begin + panel * row_tile,
-                [
-                    [e.load(kept + panel * size, zero.type, _place(number, row, row_tile)) for row in range(row_tile)]
-                    for number in range(len(tiles))
-                ],
-            )
-
-
-def _place(tile: int, row: int, row_tile: int) -> int:
-    """The offset of the sums of a tile and row in those of a panel."""
-    return _ROW * (tile * _PANELS * row_tile + row)

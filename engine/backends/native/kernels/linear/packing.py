@@ -108,7 +108,12 @@ def pack(format: WeightFormat) -> Kernel[PackArguments]:
 
     For a format without codes `blocks` is the number of inputs.
     """
-    emit_tile = _emit_numbers if format.unpack is None else _emit_blocks if format.grid is None else _emit_lattice
+    if format.unpack is None:
+        emit_tile = _emit_numbers
+    elif format.runs is not None:
+        emit_tile = _emit_trits
+    else:
+        emit_tile = _emit_blocks if format.grid is None else _emit_lattice
 
     def emit(e: Emitter, args: PackArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as number:
@@ -164,6 +169,18 @@ def _emit_lattice(e: Emitter, format: WeightFormat, source: Value, target: Value
             numbers = _emit_bytes(e, at, fields[name]).bits(vector({1: I8, 2: I16, 4: I32}[place.size], place.count))
             for number in range(place.count):
                 e.store(e.extract(numbers, number), out + row * place.size, place.start + ROWS * place.size * number)
+
+
+def _emit_trits(e: Emitter, format: WeightFormat, source: Value, target: Value, args: PackArguments) -> None:
+    assert format.runs is not None
+    count = sum(nbytes for nbytes, _ in format.runs)
+    quads = [4 * (place // 4) + QUAD[place % 4] for place in range(count)]
+    with e.loop(0, args.blocks) as block, e.loop(0, ROWS) as row:
+        at, out = source + row * args.row_bytes + block * format.nbytes, target + block * block_bytes(format)
+        e.store(e.load(at, I16, count), out + row * 2)
+        words = _spread(e, e.load(at, vector(I8, count)), quads).bits(vector(I32, count // 4))
+        for number in range(words.lanes):
+            e.store(e.extract(words, number), out + row * 4, 2 * ROWS + 4 * ROWS * number)
 
 
 def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, add_block
-from polarlm.engine.backends.native.kernels.linear.lattice import SUMS, expanded_sums
+from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
@@ -124,7 +124,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             for number, own in enumerate(by_tile):
                 write(of, own, of.unit * wide + number, first)
 
-        if spec.format.grid is not None:
+        if is_expanded(spec.format):
             with e.loop(begin, end) as unit:
                 of = _operands(e, spec, args, unit, wide)
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
@@ -208,7 +208,7 @@ def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows
 
 def _prefetches(spec: Product) -> bool:
     """Whether the product is bound by arithmetic: with several rows and few bytes per weight."""
-    return spec.row_tile > 1 and spec.format.unpack is not None and spec.format.grid is None and not spec.by_expert
+    return spec.row_tile > 1 and spec.format.unpack is not None and not is_expanded(spec.format) and not spec.by_expert
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
