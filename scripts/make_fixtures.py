@@ -3,16 +3,20 @@
     python -m venv reference && reference/bin/pip install torch transformers
     reference/bin/python scripts/make_fixtures.py [NAME ...]
 
-With names, it makes these models alone; without, all of them and `rope.json`.
+With names, it makes these models alone; without, all of them and `rope.json`. Both bring `greedy.json` up to date.
 Every model has random weights, scaled so that logits spread over a few units and the order of the tokens matters.
 `reference.npz` next to each holds ids int64 (T,), logits float32 (T, V), inv_freq float32 (D/2,) and the scalar
 attention_factor, and where there are two kinds of RoPE local_inv_freq or short_inv_freq, all computed by transformers
 in float32 from the files as they were stored. `rope.json` holds frequencies of realistic RoPE settings.
+`greedy.json` holds a prompt and its most likely continuation for some models, and of the step where it is closest the
+margin of the token over the next one, and the most that a logit changes when keys and values are rounded, as a store
+rounds them.
 """
 
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +28,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
 TOKENS = 48
+# A greedy run: tokens of its prompt, its steps, how many prompts there are to choose from at a time, and how often.
+PROMPT, STEPS, PROMPTS, BATCHES = 24, 200, 64, 8
+GREEDY = (  # beginnings of the names of models that have one
+    *("gemma2", "gemma4", "muse_glimmer"),
+    *("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+)
+FEW, APART = 4, 32  # different tokens of an answer that says little; see `greedy_run`
 SEED = 20_240_607
 COMMON = {
     "vocab_size": 96,
@@ -784,6 +795,89 @@ def ropes(rotary: torch.nn.Module) -> dict[str, np.ndarray | np.float64]:
     return found
 
 
+class Rounded(transformers.DynamicCache):
+    """Keys and values that are changed by up to 2⁻¹¹ of themselves, as rounding to halves may do, but at random."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *more: object) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (x * (1 + 2**-11 * (2 * torch.rand_like(x) - 1)) for x in (keys, values))
+        return super().update(keys, values, *more)
+
+
+def greedy_run(stored: torch.nn.Module) -> dict | None:
+    """The most likely continuation of a random prompt; None if it is another one without a cache.
+
+    Where the answers repeat one token for ever, a token may come again after APART others.
+    """
+    torch.manual_seed(SEED)  # of what `Rounded` changes
+    generator = torch.Generator().manual_seed(SEED)
+    runs: list[dict] = []
+    for _ in range(BATCHES):
+        prompts = torch.randint(5, COMMON["vocab_size"], (PROMPTS, PROMPT), generator=generator)
+        run = best_run(stored, prompts, 0)
+        if run is not None and len(set(run["answer"])) < FEW:
+            run = best_run(stored, prompts, APART)
+        if run is None:
+            return None
+        runs.append(run)
+        if run["margin"] > 2 * run["error"]:
+            break
+    return max(runs, key=lambda run: run["margin"] / run["error"])
+
+
+def best_run(stored: torch.nn.Module, prompts: torch.Tensor, apart: int) -> dict | None:
+    """The continuation, of one of `prompts`, that varies and whose margins are largest beside what rounding changes.
+
+    Its different tokens are at least half as many as those of any other one. apart: last tokens that do not come again.
+    """
+
+    def allowed(logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return logits.scatter(1, before[:, max(0, before.shape[1] - apart) :], -torch.inf)
+
+    ids = prompts
+    with torch.no_grad():
+        found = stored(ids, use_cache=True)
+        for step in range(STEPS):
+            ids = torch.cat([ids, allowed(found.logits[:, -1], ids).argmax(-1, keepdim=True)], 1)
+            if step + 1 < STEPS:
+                found = stored(ids[:, -1:], past_key_values=found.past_key_values, use_cache=True)
+        logits, *rounded = (
+            stored(ids, past_key_values=cache(config=stored.config), use_cache=True).logits[:, PROMPT - 1 : -1]
+            for cache in (transformers.DynamicCache, *[Rounded] * 3)
+        )
+    answers = ids[:, PROMPT:]
+    errors = torch.stack([(one - logits).abs().amax(-1) for one in rounded]).amax(0)
+    logits = torch.stack([allowed(logits[:, step], ids[:, : PROMPT + step]) for step in range(STEPS)], 1)
+    first, second = logits.topk(2, -1).values.unbind(-1)
+    ratios, steps = ((first - second) / errors).min(1)
+    varied = torch.tensor([len(set(answer.tolist())) for answer in answers])
+    same = (logits.argmax(-1) == answers).all(1)
+    if not same.any():
+        return None
+    best = int(ratios.where(same & (varied >= varied.max() / 2), -1.0).argmax())
+    step = steps[best]
+    return {
+        "prompt": prompts[best].tolist(),
+        "apart": apart,
+        "answer": answers[best].tolist(),
+        "margin": round((first - second)[best, step].item(), 5),
+        "error": round(errors[best, step].item(), 5),
+    }
+
+
+def make_greedy_runs(names: Iterable[str]) -> None:
+    path = FIXTURES / "greedy.json"
+    runs = json.loads(path.read_text()) if path.exists() else {}
+    for name in filter(lambda name: name.startswith(GREEDY), names):
+        found = greedy_run(stored_model(FIXTURES / "models" / name))
+        if found is None:
+            print(f"{name}: without a cache, its answers are others")
+            continue
+        runs[name] = found
+        print(f"{name}: least margin {found['margin']:.4f}, where rounding changes {found['error']:.4f}")
+    lines = (f"{json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}" for name, run in sorted(runs.items()))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def make_ropes() -> None:
     cases = {}
     for name, (head_dim, rope) in ROPES.items():
@@ -809,5 +903,6 @@ if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     for name in sys.argv[1:] or MODELS:
         make_model(name, *MODELS[name])
+    make_greedy_runs(sys.argv[1:] or MODELS)
     if not sys.argv[1:]:
         make_ropes()

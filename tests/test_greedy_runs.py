@@ -1,0 +1,48 @@
+"""Greedy answers of 200 tokens, each by a step of its own, are those of transformers.
+
+`scripts/make_fixtures.py` wrote `greedy.json`, and chose prompts whose answers vary. Where the most likely token is the
+same for ever, as in Gemma's tied models, the answer is of tokens that are not among the last ones (`apart`). A store in
+full precision holds halves, so an answer may only differ from the reference's where a token's margin over the next one
+is as small as what rounding changes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.engine import SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from tests.conftest import FIXTURES
+from tests.tiny import load_tiny, make_model
+
+RUNS: dict[str, dict[str, Any]] = json.loads((FIXTURES.parent / "greedy.json").read_text(encoding="utf-8"))
+# Beginnings of names: models with caps, shared K/V or another attention, and mixtures of experts.
+MODELS = (
+    *("gemma2", "gemma4", "muse_glimmer"),
+    *("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+)
+STEPS = 200
+GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, repeat_penalty=1, dry_multiplier=0)
+
+
+def test_rounding_changes_no_answer() -> None:
+    """A logit may go up by the error while another one goes down."""
+    assert set(RUNS) == {path.name for path in FIXTURES.iterdir() if path.name.startswith(MODELS)}
+    assert {name for name, run in RUNS.items() if len(run["answer"]) != STEPS or len(set(run["answer"])) < 4} == set()
+    assert {name for name, run in RUNS.items() if run["margin"] <= 2 * run["error"]} == set()
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("name", RUNS)
+def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Also with compiled kernels, where there are any."""
+    path, run = make_model(tmp_path, name), RUNS[name]
+    params = replace(GREEDY, presence_penalty=1000, repeat_last_n=run["apart"])
+    for ops in (NumpyOps(), None):
+        with load_tiny(path, ops=ops, device="cpu", ctx_size=256, cache_type="f16") as engine:
+            assert [*engine.generate(run["prompt"], params).token_ids] == run["answer"]
