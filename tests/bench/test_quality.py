@@ -307,10 +307,10 @@ def test_results_are_kept_when_the_command_is_stopped(
     text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", scores._measure_type
     text.write_text(STORY, encoding="utf-8")
 
-    def stopped_at_the_second(reference, score, cache_type, *rest):
+    def stopped_at_the_second(reference, exact, logprobs, cache_type, *rest):
         if cache_type.label != "f16":
             raise KeyboardInterrupt
-        return of_type(reference, score, cache_type, *rest)
+        return of_type(reference, exact, logprobs, cache_type, *rest)
 
     monkeypatch.setattr(scores, "_measure_type", stopped_at_the_second)
     assert run(text, output, "--windows", "1", "--types", "f16,ring4,polarquant") == 130

@@ -27,7 +27,11 @@ from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all
 
 @pytest.fixture
 def ours(tiny_path: Path) -> Ours:
-    return Ours(str(tiny_path), 256, 1, {"device": "cpu", "cache_type": "f16"})
+    """Without the rehearsal of later turns, which computes prompts too, two seconds after loading."""
+    loaded = Ours(str(tiny_path), 256, 1, {"device": "cpu", "cache_type": "f16"})
+    if (rehearsal := loaded._parts.rehearsal) is not None:
+        rehearsal.cancel()
+    return loaded
 
 
 @pytest.fixture
