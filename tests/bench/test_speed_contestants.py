@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,30 +29,32 @@ from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all
 
 @pytest.fixture
 def ours(tiny_path: Path) -> Ours:
-    """Without the rehearsal of later turns, which computes prompts too, two seconds after loading."""
-    loaded = Ours(str(tiny_path), 256, 1, {"device": "cpu", "cache_type": "f16"})
-    if (rehearsal := loaded._parts.rehearsal) is not None:
-        rehearsal.cancel()
-    return loaded
+    return Ours(str(tiny_path), 256, 1, {"device": "cpu", "cache_type": "f16"})
 
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The first positions of all steps."""
-    found: list[int] = []
-    take = Transformer.step
-    monkeypatch.setattr(Transformer, "step", lambda *given: (found.append(given[1][0].start), take(*given))[1])
-    return found
+    return noted(monkeypatch, "step", lambda given: given[1][0].start)
 
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of all prefills."""
+    return noted(monkeypatch, "forward_units", lambda given: len(given[2]))
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, name: str, number: Callable[[tuple[Any, ...]], int]) -> list[int]:
+    """A number of each call of a Transformer's method in this thread: in others, engines of earlier tests rehearse."""
     found: list[int] = []
-    units = Transformer.forward_units
-    monkeypatch.setattr(
-        Transformer, "forward_units", lambda *given, **named: (found.append(len(given[2])), units(*given, **named))[1]
-    )
+    method, own = getattr(Transformer, name), threading.get_ident()
+
+    def call(*given: Any, **named: Any) -> Any:
+        if threading.get_ident() == own:
+            found.append(number(given))
+        return method(*given, **named)
+
+    monkeypatch.setattr(Transformer, name, call)
     return found
 
 
