@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,16 +21,16 @@ from polarlm.engine.backends.native.kernels.experts import (
 )
 from polarlm.engine.backends.native.kernels.linear.activations import RowArguments, panel_bytes
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, expert_tiling, largest_tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate, gate_arguments, gate_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import has_codes, panel_kernel
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import ExpertLinear, Matrix
 from polarlm.model_loaders.config import Experts, is_gated
 
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
-_FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
 
 
 class Routing(NamedTuple):
@@ -104,10 +104,20 @@ class ExpertOps:
         residual: np.ndarray | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
-        order = self._arranged(routing, gate_up, down)
-        self._expect(order.chosen, gate_up, down)
         has_halves = len(gate_up.parts) == 1 and gate_up.shape[0] % (2 * tiles.ROWS) == 0
         gates = activation if is_gated(activation) and has_halves else None
+
+        def kernels(sizes: Tiling) -> list[Kernel]:
+            found: list[Kernel] = [arrange(sizes.rows)]
+            for w, own, is_normed in (gate_up, gates, norm is not None), (down, None, False):
+                packed = dict.fromkeys(map(has_codes, w.parts))
+                found += [panel_kernel(is_normed, sizes.rows, kind, picks=True) for kind in packed]
+                found += [product(_spec(part, w, sizes, own)) for part in w.parts]
+            return found
+
+        are_packed = all(map(has_codes, (*gate_up.parts, *down.parts)))
+        order = self._arranged(routing, gate_up.count, are_packed, kernels, recorded)
+        self._expect(order.chosen, gate_up, down)
         y = self._multiply(x, gate_up, order, order.sources, norm, gates)
         if not is_gated(activation):
             self._launch(gate(activation), len(y), gate_arguments(y, y, y))
@@ -129,18 +139,32 @@ class ExpertOps:
         self._launch(combine(adds=residual is not None), len(x), arguments)
         return out
 
-    def _arranged(self, routing: Routing, *linears: ExpertLinear) -> _Order:
-        """The rows by expert."""
-        (rows, top_k), count = routing.ids.shape, linears[0].count
+    def _arranged(
+        self,
+        routing: Routing,
+        count: int,
+        are_packed: bool,
+        kernels: Callable[[Tiling], list[Kernel]],
+        recorded: bool,
+    ) -> _Order:
+        """The rows by expert. are_packed: whether all weights have codes. kernels: those of a tiling."""
+        rows, top_k = routing.ids.shape
         pairs, slots = rows * top_k, min(rows * top_k, count)
-        sizes = SINGLE if pairs < _FEW * count else largest_tiling(self._launch.level)
+        level = self._launch.level
+        sizes = expert_tiling(pairs // count, level, has_codes=are_packed)
+        most = largest_tiling(level, has_codes=are_packed)
+        # Until the kernels for few rows are compiled, those for many are used, as in `LinearOps.linear`.
+        can_choose = not recorded and sizes not in (SINGLE, most) and self._launch.has_loaded(kernels(most))
+        if can_choose and not self._launch.has_loaded(kernels(sizes)):
+            self._launch.library.expect(kernels(sizes))
+            sizes = most
         row_tile = sizes.rows
-        most = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
+        places = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
         order = _Order(
             sizes,
             chosen=self._launch.empty((slots, len(ExpertRows._fields)), np.int64),
-            sources=self._launch.empty((most,), np.int32),
-            own=self._launch.empty((most,), np.int32),
+            sources=self._launch.empty((places,), np.int32),
+            own=self._launch.empty((places,), np.int32),
             places=self._launch.empty((rows, top_k), np.int32),
         )
         arguments = ArrangeArguments(
@@ -153,7 +177,7 @@ class ExpertOps:
             top_k=top_k,
             count=count,
             slots=slots,
-            most=most,
+            most=places,
         )
         self._launch(arrange(row_tile), 1, arguments)
         return order
@@ -186,7 +210,7 @@ class ExpertOps:
         """Write the products of panels x with one part of the matrices of all experts, the first of y's columns."""
         done = w.shape[0] - y.shape[1] if activation is None else 0
         bias = None if w.bias is None else w.bias[:, done:]
-        spec = Product(part.format, order.tiling, False, bias is not None, activation, by_expert=True)
+        spec = _spec(part, w, order.tiling, activation)
         shape, data = (part.shape[0] // w.count, part.shape[1]), part.data
         if not isinstance(data, CachedTiles):
             self._product(spec, y, x, order.chosen, _Stack(data.memory, w.count, shape, bias))
@@ -267,6 +291,10 @@ class ExpertOps:
         )
         self._launch(panel_kernel(norm is not None, row_tile, is_packed, picks=True), len(sources), arguments)
         return out
+
+
+def _spec(part: Matrix, w: ExpertLinear, sizes: Tiling, activation: str | None) -> Product:
+    return Product(part.format, sizes, False, w.bias is not None, activation, by_expert=True)
 
 
 def _with_rows(chosen: np.ndarray) -> np.ndarray:

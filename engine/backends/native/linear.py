@@ -128,7 +128,8 @@ class LinearOps(LoadOps):
             return [*(panel_kernel(norm is not None, sizes.rows, packed) for packed in kinds), *products(sizes)]
 
         level, rows = self._launch.level, len(x)
-        sizes, most = tiling(rows, level), largest_tiling(level)
+        are_packed = all(kinds)
+        sizes, most = tiling(rows, level, has_codes=are_packed), largest_tiling(level, has_codes=are_packed)
         # Kernels are specialized by row count. Until the exact one is compiled, that for many is used; if it cannot be
         # compiled, that of one row. Results are equal.
         can_choose = not recorded and rows > 1 and sizes != most and self._launch.has_loaded(kernels(most))

@@ -27,8 +27,9 @@ class Avx2(ConvertsHalves):
     cpu = "x86-64-v3"
     needs: tuple[str, ...] = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
     lanes = 8
-    code_tiles: tuple[tuple[int, int], ...] = ((3, 1),)
+    code_tiles: tuple[tuple[int, int], ...] = ((3, 1), (4, 1))
     float_tile = 6, 1
+    word_rows = 4
     byte_register = 32
     fuses = True
 
@@ -169,6 +170,7 @@ class Avx512(Avx2):
     registers = 32
     code_tiles: tuple[tuple[int, int], ...] = ((8, 1),)
     float_tile = 6, 4
+    word_rows = 0  # registers have room
     byte_register = 64
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:

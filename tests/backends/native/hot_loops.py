@@ -40,11 +40,12 @@ _SYNTAX = {
 
 
 class Loop:
-    """The innermost loop of a kernel with the most instructions on vectors, or, with `product`, that with the largest
-    share of multiply-adds."""
+    """The innermost loop of a kernel with the most instructions on vectors, or that with the largest share of an
+    instruction: `share_of`, or with `product` multiply-adds."""
 
-    def __init__(self, kernel: Kernel, level: Level, *, product: bool = False) -> None:
+    def __init__(self, kernel: Kernel, level: Level, *, product: bool = False, share_of: str = "") -> None:
         self._syntax = syntax = _SYNTAX[level.machine]
+        wanted = syntax.multiply_add if product else share_of
         self._register = {16: "%zmm", 8: "%ymm", 4: r"\.(16b|8h|4s|2d)\b"}[level.lanes]
         text = assembly(kernel, level).replace("{vex}", "")
         lines = [line.split(syntax.comment)[0].strip() for line in text.splitlines()]
@@ -55,7 +56,7 @@ class Loop:
         # Short ones are what is left of longer ones.
         self._lines = max(
             (loop for loop in loops if len(loop) > 7),
-            key=lambda loop: _share(loop, syntax.multiply_add) if product else len(loop),
+            key=lambda loop: _share(loop, wanted) if wanted else len(loop),
         )
 
     def __len__(self) -> int:

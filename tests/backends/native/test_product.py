@@ -8,7 +8,7 @@ import pytest
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
-from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
+from tests.backends.native.hot_loops import OF_WORDS, X86, Loop, special_levels
 from tests.backends.native.packed_tiles import pack
 from tests.jit.levels import every_level, name_of, run
 from tests.pairs import each, pairs
@@ -28,6 +28,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
+WITH_WORDS = [level for level in X86 if level.word_rows]
 LATTICES = [name for name in available() if get(name).grid]
 
 
@@ -134,7 +135,7 @@ def test_product(name: str, level: Level, count: int) -> None:
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
-    sizes = tiling(count, level)
+    sizes = tiling(count, level, has_codes=format.unpack is not None)
     if format.unpack is None:
         given, exact = interleaved(x, sizes.rows, level), x
     else:
@@ -162,7 +163,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
-    sizes = tiling(count, level)
+    sizes = tiling(count, level, has_codes=format.unpack is not None)
     if format.unpack is None:
         given, exact = interleaved(x, sizes.rows, level), x
     else:
@@ -194,20 +195,22 @@ def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None
     np.testing.assert_array_equal(out, values[ids])
 
 
-@pytest.mark.parametrize(("level", "name"), each(levels(), LATTICES), ids=name_of)
+@pytest.mark.parametrize(("level", "name"), each(levels(), [*LATTICES, "q4_1", "q6_k", "mxfp4"]), ids=name_of)
 def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level) -> None:
-    """To the bit, beyond the panels for which a block is expanded once."""
+    """To the bit, beyond the panels for which a block is expanded once, and where the last block of codes that become
+    words is alone."""
     rng = np.random.default_rng(6)
-    format, packed, values = stored(rng, name, 16, 512)
+    columns = 512 if get(name).values == 256 else 544
+    format, packed, values = stored(rng, name, 16, columns)
     count = 35 * largest_tiling(level).rows
-    x = rng.standard_normal((count, 512)).astype(np.float32)
+    x = rng.standard_normal((count, columns)).astype(np.float32)
     outputs = []
     for rows in (count, 1):
         sizes = tiling(rows, level)
         given, *parts = quantized(x, sizes.rows, level)
         y = np.empty((count, 16), np.float32)
         for first in range(0, count, rows):
-            arguments = _products(format, packed, given[first // sizes.rows :], y[first:], y, 512, rows)
+            arguments = _products(format, packed, given[first // sizes.rows :], y[first:], y, columns, rows)
             run(product(Product(format, sizes)), level, 1, arguments)
         outputs.append(y)
     np.testing.assert_array_equal(*outputs)
@@ -231,6 +234,8 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, in whole registers. With the 32 registers of
     AVX-512 few vectors go to the stack and back; AVX2 has 16 for twice as many vectors."""
     sizes = tiling(rows, level)
+    if 0 < level.word_rows <= sizes.rows:  # the next test's
+        sizes = Tiling(level.word_rows - 1, 1)
     loop = Loop(product(Product(get(name), sizes)), level)
     products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
     assert loop.count(OF_WORDS[level.name]) == products
@@ -238,6 +243,19 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
         assert loop.count("vpshufb") >= 16
     if level.lanes == 16:
         assert loop.on_stack <= products / 4
+
+
+@pytest.mark.parametrize(("level", "name"), each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0"]), ids=name_of)
+def test_instructions_of_words(name: str, level: Level) -> None:
+    """Two pairs of words are multiplied at a time: of each a load and a dot product for 16 outputs and each row, whose
+    inputs are loaded once. Nothing else is in the loop, and nothing goes to the stack."""
+    rows, vectors = largest_tiling(level).rows, 16 // level.lanes
+    loop = Loop(product(Product(get(name), largest_tiling(level))), level, share_of=OF_WORDS[level.name])
+    assert loop.count(OF_WORDS[level.name]) == 2 * vectors * rows
+    assert loop.count("vpbroadcastd") == 2 * rows
+    sums = 0 if "vnni" in level.name else 2 * vectors * rows
+    assert len(loop) == 2 * (vectors * rows + rows + vectors) + sums
+    assert loop.on_stack == 0
 
 
 @special_levels
@@ -254,7 +272,7 @@ def test_instructions_of_lattices(name: str, level: Level) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    sizes = tiling(64, level)
+    sizes = tiling(64, level, has_codes=False)
     loop = Loop(product(Product(get(name), sizes)), level)
     vectors = 2 * (16 // level.lanes) * sizes.tiles
     assert loop.count("vfmadd231ps") >= sizes.rows * vectors

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.expanding import expander, is_expanded
+from polarlm.engine.backends.native.kernels.linear.expanding import expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_plain, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import block_bytes, layout
 from polarlm.engine.jit.compile.compiler import Kernel
@@ -52,7 +52,7 @@ def _dequantize_lane(
     e: Emitter, format: WeightFormat, tile: Value, lane: Value, blocks: Value, target: Value, factor: Value
 ) -> None:
     """Row `lane` of a tile times `factor` → float32 at `target`."""
-    expand = expander(e, format) if is_expanded(format) else None
+    expand = expander(e, format)
     place = layout(format) if expand is None else expand.layout
     table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
     with e.loop(0, blocks) as block:

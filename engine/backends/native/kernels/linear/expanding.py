@@ -1,27 +1,34 @@
-"""Sums of products with blocks that become codes of 8 bits first: those of lattices and of digits.
+"""Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits, and for products of
+many rows codes to words (`code_words`) where the level is faster with these.
 
-A block of 16 rows is expanded in memory of the thread that stays in the cache, and is multiplied there as if it were
-stored so.
+A block of 16 rows is expanded in memory of the thread that stays in the cache, once for 32 panels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
 from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, add_block
+from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords
 from polarlm.engine.backends.native.kernels.linear.lattice import LatticeExpander
 from polarlm.engine.backends.native.kernels.linear.trits import TritExpander
-from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes
+from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, layout
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.lang.values import F32, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 _PANELS = 32  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
 SUMS = 128  # the offset of the sums in the scratch memory
 _ROW = 4 * ROWS
+_INPUTS = 256  # whose codes become words at a time: those of the largest block
+
+Before = Callable[[Value, int, Value], None]
+"""Emits what precedes the products of 32 inputs, given the panel's number, which of the tiles are multiplied, and the
+number of the inputs."""
 
 
 class Expander(Protocol):
@@ -34,13 +41,23 @@ class Expander(Protocol):
         """The expanded block of the block at an address: valid until the next."""
 
 
-def is_expanded(format: WeightFormat) -> bool:
-    """Whether blocks of a format are expanded before they are multiplied."""
+def is_expanded(format: WeightFormat, row_tile: int, level: Level) -> bool:
+    """Whether blocks of a format are expanded before they are multiplied by panels of `row_tile` rows."""
+    return _has_expander(format) or (format.unpack is not None and _become_words(row_tile, level))
+
+
+def _has_expander(format: WeightFormat) -> bool:
     return format.grid is not None or format.runs is not None
 
 
-def expander(e: Emitter, format: WeightFormat) -> Expander:
-    """The expander of a format whose blocks are expanded."""
+def _become_words(row_tile: int, level: Level) -> bool:
+    return 0 < level.word_rows <= row_tile
+
+
+def expander(e: Emitter, format: WeightFormat) -> Expander | None:
+    """The expander of a format whose blocks become codes of 8 bits; None for others."""
+    if not _has_expander(format):
+        return None
     return TritExpander(e, format) if format.runs is not None else LatticeExpander(e, format)
 
 
@@ -52,38 +69,40 @@ def expanded_sums(
     at_once: int,
     panels: tuple[Value, Value, Value, Value],
     kept: Value,
+    before: Before,
 ) -> Iterator[tuple[Value, list[list[Value]]]]:
     """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
 
     tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
     `quantize_rows`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums of 32
-    panels and all tiles. A block is expanded once for 32 panels.
+    panels and all tiles, and then for words.
     """
     x, stride, blocks, rows = panels
-    expanders, most, size = [expander(e, format) for _ in range(at_once)], _PANELS * row_tile, _ROW * row_tile
-    codes, zero = Codes(e, expanders[0].layout), e.zero(vector(F32, ROWS))
+    most, size = _PANELS * row_tile, _ROW * row_tile
+    zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
+    expanded = _Words(e, format, at_once, free) if _become_words(row_tile, e.level) else _Bytes(e, format, at_once)
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
             for place in range(len(tiles) * row_tile):
                 e.store(zero, kept + panel * size, _place(place // row_tile, place % row_tile, row_tile))
-        with e.loop(0, blocks) as block:
+        with e.loop(0, blocks, expanded.blocks) as block:
             for first in range(0, len(tiles), at_once):
-                together = [
-                    Block(e, expand.layout, expand(tile + block * block_bytes(format)), expand.factor)
-                    for expand, tile in zip(expanders, tiles[first:], strict=False)
-                ]
+                together = range(first, min(first + at_once, len(tiles)))
+                expanded.expand([tiles[number] for number in together], block, blocks)
                 with e.loop(0, count) as panel:
-                    places = [
-                        [_place(first + number, row, row_tile) for row in range(row_tile)]
-                        for number in range(len(together))
-                    ]
+                    places = [[_place(number, row, row_tile) for row in range(row_tile)] for number in together]
                     totals = [
                         [e.variable(e.load(kept + panel * size, zero.type, place)) for place in own] for own in places
                     ]
-                    inputs = x + (begin // row_tile + panel) * stride
-                    start = block * (format.values // GROUP * ROW_BYTES * row_tile)
-                    add_block(e, codes, together, inputs + start, totals)
+                    number, step = begin // row_tile + panel, block * (format.values // GROUP)
+
+                    def before_part(
+                        part: Value, number: Value = number, which: int = first // at_once, step: Value = step
+                    ) -> None:
+                        before(number, which, step + part)
+
+                    expanded.add(x + number * stride + step * (ROW_BYTES * row_tile), totals, before_part)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), kept + panel * size, place)
         with e.loop(0, count) as panel:
@@ -99,3 +118,56 @@ def expanded_sums(
 def _place(tile: int, row: int, row_tile: int) -> int:
     """The offset of the sums of a tile and row in those of a panel."""
     return _ROW * (tile * _PANELS * row_tile + row)
+
+
+class _Bytes:
+    """A block of each tile, expanded to codes of 8 bits."""
+
+    blocks = 1
+
+    def __init__(self, e: Emitter, format: WeightFormat, tiles: int) -> None:
+        self._e, self._format = e, format
+        self._expanders = [own for _ in range(tiles) if (own := expander(e, format)) is not None]
+        self._codes = Codes(e, self._expanders[0].layout)
+        self._expanded: list[Block] = []
+
+    def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
+        """Expand block number `block` of each tile."""
+        offset = block * block_bytes(self._format)
+        self._expanded = [
+            Block(self._e, expand.layout, expand(tile + offset), expand.factor)
+            for expand, tile in zip(self._expanders, tiles, strict=False)
+        ]
+
+    def add(self, inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]) -> None:
+        """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
+        add_block(self._e, self._codes, self._expanded, inputs, sums, before)
+
+
+class _Words:
+    """The blocks of 256 inputs of each tile, whose codes have become words."""
+
+    def __init__(self, e: Emitter, format: WeightFormat, tiles: int, memory: Value) -> None:
+        self._e, self._format, self._expander = e, format, expander(e, format)
+        self._layout = layout(format) if self._expander is None else self._expander.layout
+        self._words = CodeWords(e, Codes(e, self._layout))
+        self.blocks = _INPUTS // format.values
+        self._places = [memory + number * (_INPUTS // GROUP * self._words.nbytes) for number in range(tiles)]
+        self._parts = e.i64(0)
+
+    def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
+        """Write the words of the blocks from number `block` on, of `blocks`, of each tile."""
+        e, words, expand = self._e, self._words, self._expander
+        count = e.imin(blocks - block, self.blocks)
+        for tile, out in zip(tiles, self._places, strict=False):
+            with e.loop(0, count) as number:
+                at = tile + (block + number) * block_bytes(self._format)
+                own = (
+                    Block(e, self._layout, at) if expand is None else Block(e, self._layout, expand(at), expand.factor)
+                )
+                words.write(own, out + number * (words.parts * words.nbytes))
+        self._parts = count * words.parts
+
+    def add(self, inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]) -> None:
+        """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
+        self._words.add_products(self._places[: len(sums)], self._parts, inputs, sums, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -124,13 +124,22 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             for number, own in enumerate(by_tile):
                 write(of, own, of.unit * wide + number, first)
 
-        if is_expanded(spec.format):
-            with e.loop(begin, end) as unit:
-                of = _operands(e, spec, args, unit, wide)
+        def before(passed: Value, part: int, step: Value) -> None:
+            """passed: panels that were multiplied before. step: of a part of the tiles."""
+            if prefetch is not None:
+                prefetch.step((passed * parts + part) * steps + step)
+
+        if is_expanded(spec.format, spec.row_tile, e.level):
+            with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
                 inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
+                passed = unit * ((of.rows + spec.row_tile - 1) // spec.row_tile)
+
+                def before_panel(panel: Value, part: int, step: Value, passed: Value = passed) -> None:
+                    before(passed + panel, part, step)
+
                 for first, sums in expanded_sums(
-                    e, spec.format, spec.row_tile, starts, at_once, inputs, scratch + SUMS
+                    e, spec.format, spec.row_tile, starts, at_once, inputs, scratch + SUMS, before_panel
                 ):
                     finish(of, sums, first)
             return
@@ -147,7 +156,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
                 if spec.format.unpack is None:
                     return _plain(e, spec, own, *inputs)
-                return _packed(e, spec, own, *inputs, prefetch, (passed * parts + part) * steps)
+                return _packed(e, spec, own, *inputs, lambda step: before(passed, part, step))
 
             if parts == 1:
                 sums = multiply(0)
@@ -208,7 +217,7 @@ def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows
 
 def _prefetches(spec: Product) -> bool:
     """Whether the product is bound by arithmetic: with several rows and few bytes per weight."""
-    return spec.row_tile > 1 and spec.format.unpack is not None and not is_expanded(spec.format) and not spec.by_expert
+    return spec.row_tile > 1 and spec.format.unpack is not None and not spec.by_expert
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
@@ -293,10 +302,12 @@ def _packed(
     first: Value,
     blocks: Value,
     stride: Value,
-    prefetch: Prefetch | None,
-    first_step: Value,
+    before: Callable[[Value], None],
 ) -> list[list[Value]]:
-    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
+    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`.
+
+    before: emits what precedes each 32 inputs, their number given.
+    """
     format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
     codes = Codes(e, place)
     panel = x + first // spec.row_tile * stride
@@ -305,11 +316,10 @@ def _packed(
         starts = [tile + block * place.nbytes for tile in tiles]
         inputs = panel + block * (format.values // GROUP * ROW_BYTES * spec.row_tile)
 
-        def before(part: Value) -> None:
-            if prefetch is not None:
-                prefetch.step(first_step + _steps(spec, block) + part)
+        def before_part(part: Value) -> None:
+            before(_steps(spec, block) + part)
             for at in starts:
                 e.prefetch(at + part * place.part_bytes + (place.codes + AHEAD), place.part_bytes)
 
-        add_block(e, codes, [Block(e, place, at) for at in starts], inputs, sums, before)
+        add_block(e, codes, [Block(e, place, at) for at in starts], inputs, sums, before_part)
     return [[total.get() for total in totals] for totals in sums]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from polarlm.engine.jit.isa.levels import Level
 
+_FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
 _FEW_PANELS = 2  # for which unpacking weights again would cost more than loading inputs seldom saves
 
 
@@ -19,18 +20,31 @@ class Tiling(NamedTuple):
 SINGLE = Tiling(1, 1)
 
 
-def tiling(rows: int, level: Level) -> Tiling:
+def tiling(rows: int, level: Level, *, has_codes: bool = True) -> Tiling:
     """The tiling for `rows` rows, in panels of about equal sizes. For few rows weights should be unpacked once, for
-    many inputs should be loaded seldom."""
-    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level)
+    many inputs should be loaded seldom.
+
+    has_codes: whether all weights have codes.
+    """
+    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, has_codes=has_codes)
     if rows <= _FEW_PANELS * few.rows:
         most = few
     return Tiling(-(-rows // -(-rows // most.rows)), most.tiles)
 
 
-def largest_tiling(level: Level) -> Tiling:
-    """The tiling for many rows."""
-    return Tiling(*level.code_tiles[-1])
+def expert_tiling(rows: int, level: Level, *, has_codes: bool = True) -> Tiling:
+    """The tiling for experts that have about `rows` rows each: for few the smaller panel, of which fewer rows are
+    empty."""
+    if rows < _FEW:
+        return SINGLE
+    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, has_codes=has_codes)
+    return few if few.rows < most.rows and rows <= _FEW_PANELS * few.rows else most
+
+
+def largest_tiling(level: Level, *, has_codes: bool = True) -> Tiling:
+    """The tiling for many rows. Without codes, nothing is unpacked to words: then it is one whose sums are few."""
+    sizes = [Tiling(*size) for size in level.code_tiles]
+    return sizes[-1] if has_codes or not level.word_rows else max(own for own in sizes if own.rows < level.word_rows)
 
 
 def short_prompts(level: Level) -> tuple[int, ...]:

@@ -1,0 +1,103 @@
+"""Codes of weights as words, for products of many rows.
+
+Where a level has few registers, such a product would unpack its codes again for every few rows, and spend half of its
+time so. Codes that are words in memory are loaded, multiplied and added. For 32 inputs of 16 outputs there are
+
+    words    (16, 16, 2) int16          of each pair of inputs and each output: codes less their zero point
+    scale    (32 / group, 16) float32
+    offset   (32 / group, 16) float32   if the format has it; negative
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, NUMBERS, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes
+from polarlm.engine.backends.native.kernels.linear.tile_reads import times_sub
+from polarlm.engine.backends.native.tiles import ROWS
+from polarlm.engine.jit.lang.byte_ops import dot2
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I16, I32, Value, Variable, vector
+
+_F16, _I16, _WORDS = vector(F32, ROWS), vector(I32, ROWS), vector(I16, 2 * ROWS)
+_VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
+_PAIRS = GROUP // 2
+_UNROLLED = 2  # pairs: of more, LLVM multiplies row by row and keeps the words on the stack
+
+
+class CodeWords:
+    """Writes blocks of a layout as words, and multiplies them."""
+
+    def __init__(self, e: Emitter, codes: Codes) -> None:
+        self._e, self._codes = e, codes
+        format, has_offset = codes.place.format, codes.place.offset is not None
+        self._groups, self._scales = GROUP // format.group, _VECTOR * _PAIRS
+        self._offsets = self._scales + _VECTOR * self._groups if has_offset else None
+        self.parts = format.values // GROUP
+        """32 inputs each, of a block."""
+        self.nbytes = self._scales + _VECTOR * self._groups * (1 + has_offset)
+        """Of 32 inputs."""
+
+    def write(self, block: Block, out: Value) -> None:
+        """Write the words and scales of a block to `out`."""
+        e, codes, place = self._e, self._codes, self._codes.place
+        with e.loop(0, self.parts) as part:
+            at, own, sub = (
+                block.at + part * place.part_bytes,
+                out + part * self.nbytes,
+                block.at + part * ROWS * self._groups,
+            )
+            e.prefetch(at + (place.codes + AHEAD), place.part_bytes)
+            for pair in sorted(range(_PAIRS), key=codes.vector):
+                words = codes.pair(at + place.codes, pair).bits(_WORDS)
+                e.store(words - codes.zero if codes.zero else words, own, _VECTOR * pair)
+            for group in range(self._groups):
+                scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
+                e.store(scale, own, self._scales + _VECTOR * group)
+                if block.offset is not None and self._offsets is not None:
+                    offset = -times_sub(e, block.offset, sub, place.sub_offset, group)
+                    e.store(offset, own, self._offsets + _VECTOR * group)
+
+    def add_products(
+        self,
+        tiles: Sequence[Value],
+        parts: Value,
+        inputs: Value,
+        sums: Sequence[Sequence[Variable]],
+        before: Callable[[Value], None],
+    ) -> None:
+        """Add the products of a panel's rows with words to `sums`, of each tile and row.
+
+        tiles: addresses of the words of `parts` times 32 inputs. inputs: address of the first ones in the panel.
+        before: emits what precedes each 32 inputs, their number given.
+        """
+        e, row_tile, size = self._e, len(sums[0]), _PAIRS // self._groups
+        with e.loop(0, parts) as part:
+            own_inputs = inputs + part * (ROW_BYTES * row_tile)
+            numbers = [own_inputs + (2 * GROUP * row_tile + NUMBERS * row) for row in range(row_tile)]
+            at = [tile + part * self.nbytes for tile in tiles]
+            before(part)
+            for group in range(self._groups):
+                dots = [[e.variable(e.zero(_I16)) for _ in range(row_tile)] for _ in tiles]
+                with e.loop(group * size, (group + 1) * size, _UNROLLED) as pair:
+                    for number in range(_UNROLLED):
+                        words = [e.load(own + pair * _VECTOR, _I16, _VECTOR * number) for own in at]
+                        for row in range(row_tile):
+                            given = e.broadcast(own_inputs + pair * 4, I32, ROWS, 2 * GROUP * row + 4 * number)
+                            for own, of_tile in zip(words, dots, strict=True):
+                                of_tile[row].set(dot2(e, of_tile[row].get(), own, given))
+                for own, of_tile, totals in zip(at, dots, sums, strict=True):
+                    self._add_group(own, group, [dot.get() for dot in of_tile], numbers, totals)
+
+    def _add_group(
+        self, at: Value, group: int, dots: Sequence[Value], numbers: Sequence[Value], totals: Sequence[Variable]
+    ) -> None:
+        """Add the dot products of a group, scaled. numbers: of each row, the address of its scale and sums."""
+        e, place_of_sum = self._e, 4 if self._groups == 1 else 8 + 4 * group
+        for own, dot, total in zip(numbers, dots, totals, strict=True):
+            value = dot.to_float() * e.load(at, _F16, self._scales + _VECTOR * group)
+            if self._offsets is not None:
+                less = e.broadcast(own, I32, ROWS, place_of_sum).to_float()
+                value = e.fma(less, e.load(at, _F16, self._offsets + _VECTOR * group), value)
+            total.set(e.fma(value, e.broadcast(own, F32, ROWS), total.get()))
