@@ -49,7 +49,7 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
         calls.append((q.copy(), keys, scale, window, softcap, sink_scores))
         return attention(q, cache, spans, scale, window, *back, softcap=softcap, sink_scores=sink_scores)
 
-    model.ops.attention, model.ops.split_rows = attend_and_capture, lambda rows: [rows]
+    model.ops.attention, model.ops.split_rows = attend_and_capture, lambda rows, **_: [rows]
     feed(model, model.store.new_sequence(), ids)
     return calls
 
@@ -80,7 +80,7 @@ def test_chunks_and_their_split_do_not_change_statistics(fixture, monkeypatch: p
     whole = calibrate(NumpyOps(), config, weights, ids, N)
     monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
     ops = NumpyOps()
-    monkeypatch.setattr(ops, "split_rows", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
+    monkeypatch.setattr(ops, "split_rows", lambda r, **_: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
     for one, expected in zip(calibrate(ops, config, weights, ids, N).values(), whole.values(), strict=True):
         assert_close(one, expected, rtol=1e-3)
 

@@ -109,8 +109,9 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """The ops of a GPU's host, for experts that stay in the computer's memory; None if these are not needed, and
         on a CPU."""
 
-    def split_rows(self, rows: slice) -> list[slice]:
-        """`rows` cut into consecutive slices, for `map_parts`."""
+    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
+        """`rows` cut into consecutive slices, for `map_parts`. among_experts: whether each row goes to few of many
+        experts, for which more rows at a time are faster."""
 
     def map_parts(self, work: Callable[[int], Result], count: int) -> list[Result]:
         """[work(0), …, work(count − 1)], where each calls ops for one part of `split_rows`; possibly in parallel."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Tap
+from polarlm.engine.model.layers.experts import Experts
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.state.store import KVStore, Span, positions
@@ -61,7 +63,8 @@ class Prefill:
         step = count if whole else self.ops.prefill_rows
         ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self.ropes.tables(positions(spans))]
         units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
-        parts = [[self._part(spans, rows, first_output) for rows in self.ops.split_rows(unit)] for unit in units]
+        split = partial(self.ops.split_rows, among_experts=any(isinstance(layer.ffn, Experts) for layer in self.layers))
+        parts = [[self._part(spans, rows, first_output) for rows in split(unit)] for unit in units]
         done, last = 0, (len(self.layers) - 1, units[-1])
         for layer in range(len(self.layers)):
             for span in spans:

@@ -119,7 +119,7 @@ class CudaOps:
     def empty(self, shape: tuple[int, ...]) -> Array:
         return self._device.empty(shape, np.float32)
 
-    def split_rows(self, rows: slice) -> list[slice]:
+    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
         return [rows]
 
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:

@@ -132,8 +132,10 @@ class NativeOps:
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)
 
-    def split_rows(self, rows: slice) -> list[slice]:
+    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
         """Consecutive slices of nearly equal length, at most _PART_ROWS rows each."""
+        if among_experts:
+            return [rows]
         count = rows.stop - rows.start
         size = 8 * -(-count // (8 * -(-count // _PART_ROWS)))
         return [slice(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]

@@ -55,7 +55,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             self._cores.use(threads)
         self._is_set = threads > 0
 
-    def split_rows(self, rows: slice) -> list[slice]:
+    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
         threads = self._cores.number
         if threads == 1 or rows.stop - rows.start < _PARALLEL_ROWS:
             return [rows]
