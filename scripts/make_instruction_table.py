@@ -20,7 +20,7 @@ from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.weight_formats import get
 from scripts.make_quality_table import with_tables
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import Loop
+from tests.backends.native.hot_loops import OF_WORDS, Loop
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cpu-levels.md"
 SHOWN = sorted(
@@ -50,6 +50,9 @@ CPUS = {
 def of_weights(name: str, level: Level, *, many: bool) -> float:
     """Instructions for each weight and row; many: with the tiling for many rows."""
     sizes = largest_tiling(level) if many else SINGLE
+    if 0 < level.word_rows <= sizes.rows:
+        loop = Loop(product(Product(get(name), sizes)), level, share_of=OF_WORDS[level.name])
+        return len(loop) / (2 * level.lanes * loop.count(OF_WORDS[level.name]))
     return len(Loop(product(Product(get(name), sizes)), level)) / (512 * sizes.rows * sizes.tiles)
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.experts import ExpertOps
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.errors import EngineError
@@ -134,6 +135,41 @@ def test_a_row_gives_the_same_alone_as_among_others() -> None:
         np.testing.assert_array_equal(
             ops.experts(x[own], ops.route(logits[own], rule), gate_up, down, "silu")[0], together[row]
         )
+
+
+def test_few_rows_of_an_expert_fill_small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once their kernels are compiled: prompts take those for many rows meanwhile, with the same results."""
+    rng = np.random.default_rng(4)
+    launch, tilings = launcher(best()), []
+    ops, matrices = ExpertOps(launch), Layer(rng, ("q4_k",) * 3, 8, 256, 256, False).on(LinearOps(launch))
+    monkeypatch.setattr(
+        ExpertOps,
+        "_product",
+        lambda self, spec, *args, real=ExpertOps._product: (
+            tilings.append(spec.tiling),
+            real(self, spec, *args),
+        ),
+    )
+
+    def run(rows: int, *, recorded: bool = False) -> np.ndarray:
+        x, logits = (np.random.default_rng(5).standard_normal((rows, size)).astype(np.float32) for size in (256, 8))
+        routing = ops.route(logits, Experts(8, 2, 256))
+        tilings.clear()
+        return ops.experts(x, routing, *matrices, "silu", recorded=recorded).copy()
+
+    few, most = expert_tiling(3, best()), expert_tiling(100, best())
+    assert few.rows <= most.rows or few == most
+    run(400)
+    assert tilings == [most] * 2
+    early = run(12)
+    assert tilings == [most] * 2
+    late = run(12, recorded=True)
+    assert tilings == [few] * 2
+    np.testing.assert_array_equal(early, late)
+    np.testing.assert_array_equal(run(12), late)
+    assert tilings == [few] * 2
+    run(2)
+    assert tilings == [SINGLE] * 2
 
 
 @pytest.mark.parametrize("rows", [1, 6, 70])
