@@ -13,6 +13,7 @@ from starlette.routing import Route
 from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.model_loaders.families import families
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
@@ -34,6 +35,45 @@ TABLES = [
 def test_a_table_of_a_document_is_current(document, tables):
     text = document.read_text(encoding="utf-8")
     assert text == with_tables(text, tables), "run `make readme`"
+
+
+# What the table of the README calls a family, and whether it is among the mixtures of experts there.
+FAMILIES = {
+    "gemma2": "Gemma 2 and 3 (text)",
+    "gemma3": "Gemma 2 and 3 (text)",
+    "gemma4": "Gemma 4 (text)",
+    "glm4_moe": "experts: GLM 4.5 and 4.6",
+    "gpt_oss": "experts: gpt-oss",
+    "granitemoehybrid": "Granite 4 H",
+    "lfm2": "LFM2 and LFM2-MoE",
+    "lfm2_moe": "LFM2 and LFM2-MoE",
+    "llama": "Llama 2 and 3.x",
+    "mistral": "Mistral",
+    "mixtral": "experts: Mixtral",
+    "muse_glimmer": "Muse Glimmer (text)",
+    "nemotron_h": "Nemotron-H and Nemotron 3 Nano",
+    "olmo2": "OLMo 2",
+    "olmoe": "experts: OLMoE",
+    "phi3": "Phi-3 to Phi-4",
+    "qwen2": "Qwen2 and 2.5",
+    "qwen2_moe": "experts: Qwen2 (A2.7B, 57B-A14B)",
+    "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3.5 to 3.8 (text)",
+    "qwen3_5_moe": "Qwen3.5 to 3.8 (text)",
+    "qwen3_moe": "experts: Qwen3 (30B-A3B, Coder)",
+    "qwen3_next": "Qwen3-Next",
+    "smollm3": "SmolLM3",
+}
+
+
+def test_the_readme_names_every_family():
+    assert FAMILIES.keys() == set(families())
+    (row,) = re.findall(r"^\| Families \| (.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    others, _, experts = row.partition("mixtures of experts: ")
+    for name in FAMILIES.values():
+        of_experts = name.removeprefix("experts: ")
+        part = others if name == of_experts else experts
+        assert re.search(rf"(?:^|[,:;] |and ){re.escape(of_experts)}(?=$|[,;]| \(| and )", part), name
 
 
 def test_a_missing_table_is_named():
