@@ -33,7 +33,7 @@ class Pipeline:
             self._pipeline = genai.LLMPipeline(
                 path, "CPU", INFERENCE_NUM_THREADS=threads, KV_CACHE_PRECISION=cache, scheduler_config=settings
             )
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:  # the latter for architectures that it does not know
             raise NoPeer(f"cannot load the model: {str(error).strip().splitlines()[-1]}") from None
 
     def about(self) -> dict[str, str]:

@@ -61,7 +61,8 @@ class Server:
         )
         timings: Mapping[str, Any] = answer.get("timings", {})
         if timings.get("predicted_n") != tokens:
-            raise NoPeer(f"cannot generate {tokens} tokens after {len(ids)}")
+            reason = answer.get("error", {}).get("message")
+            raise NoPeer(reason or f"cannot generate {tokens} tokens after {len(ids)}")
         return timings
 
 
