@@ -48,7 +48,8 @@ def test_a_peer_imports_nothing_that_its_own_python_lacks(peer: peers.Peer) -> N
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A stand-in for the package: the parameters of the server, then its requests. It answers as the real one did."""
-    said, found = recorded("xllamacpp"), []
+    said = recorded("xllamacpp")
+    found: list[Any] = []
 
     class Server:
         def __init__(self, params: Any) -> None:
@@ -117,7 +118,8 @@ def test_what_xllamacpp_cannot_do_is_named(asked: list[Any], monkeypatch: pytest
 def pipelines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A stand-in for the packages: the settings of the pipeline, then its requests. It measures what the real one has
     measured."""
-    said, found = recorded("openvino_genai"), []
+    said = recorded("openvino_genai")
+    found: list[Any] = []
 
     class Pipeline:
         def __init__(self, path: str, device: str, **settings: Any) -> None:
