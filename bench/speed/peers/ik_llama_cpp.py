@@ -42,7 +42,7 @@ class Program:
 
     def about(self) -> dict[str, str]:
         """The commit that the program was built from, its kernels, and the flags that it is run with."""
-        (measured,), said, _ = self._run("-p", "1", "-n", "0", "-r", "1", "-w", "0", "-v", "1")
+        (measured,), said, _ = self._run("-p", "1", "-n", "0", "-r", "1", "-w", "0", "-v")
         kernels = next((name for line, name in _KERNELS.items() if line in said), "kernels of unknown instructions")
         version = f"{measured['build_commit']} (build {measured['build_number']})"
         return {"version": version, "built_with": f"{kernels}; {' '.join(_FLAGS)}"}
