@@ -14,6 +14,7 @@ from polarlm.bench.speed.tables import (
     bandwidth_table,
     batches_table,
     memory_table,
+    peers_in_words,
     place,
     rates_table,
     source,
@@ -76,7 +77,7 @@ def starts() -> str:
         dates = " to ".join(sorted({min(m["date"] for m in group), max(m["date"] for m in group)}))
         parts += [
             starts_of_models(group),
-            f"On {where}, {one['threads']['most']} threads; {one['peer']['name']} {one['peer']['version_or_absence']}; "
+            f"On {where}, {one['threads']['most']} threads; {peers_in_words(one)}; "
             f"medians of {runs} starts; measured on {dates} with commands such as\n`{one['command']}`.",
         ]
     return "\n\n".join(parts) or MISSING_STARTS

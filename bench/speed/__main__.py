@@ -1,4 +1,4 @@
-"""`polarlm speed`: tokens per second, memory and starts, compared with llama-cpp-python on the same file.
+"""`polarlm speed`: tokens per second, memory and starts, compared with other engines on the same file.
 
 Each engine runs with each of its caches in its own process. Runs to be compared alternate, so that a machine that slows
 down slows all of them. A context is computed once; every run continues from it. docs/speed.md says what is compared
@@ -17,9 +17,9 @@ from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, model_named
 from polarlm.bench.gpu.setup import about_gpu
 from polarlm.bench.report import Output
-from polarlm.bench.speed import peer
-from polarlm.bench.speed.child import Child, Failed
-from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
+from polarlm.bench.speed import peers
+from polarlm.bench.speed.child import Failed
+from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Speed
 from polarlm.bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
 from polarlm.bench.speed.plot import draw
@@ -33,6 +33,12 @@ from polarlm.engine.config import setting
 from polarlm.engine.model.weights import file_bytes
 
 _OURS = "balanced,quality,compact,f16"
+_NONE = "none"  # of --peer-types
+
+
+def _described(peer: peers.Peer) -> str:
+    """A peer and what its PATH is."""
+    return f"{peer.name} ({f'PATH is its {peer.program}' if peer.program else 'PATH is a Python that has it'})"
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,14 @@ class Options:
     types: str = setting(
         _OURS, "--types", metavar="TYPES", help=f"{TYPES_HELP}; the first decides the threads and runs the batches"
     )
-    peer_types: str = setting(
-        ",".join(peer.CACHES), "--peer-types", metavar="TYPES", help=f"caches of {peer.NAME}, or none"
+    peer: str = setting(
+        peers.DEFAULT,
+        "--peer",
+        metavar="NAME[=PATH],…",
+        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every())}",
     )
-    peer_python: str = setting(
-        sys.executable, "--peer-python", metavar="PATH", help=f"a Python that has {peer.NAME}, else this one"
+    peer_types: str | None = setting(
+        None, "--peer-types", metavar="TYPES", help="caches of the peers, or none; else all that each has"
     )
     device: str = setting(
         "auto", "--device", choices=("auto", "cpu", "cuda"), help="where the model runs; auto takes a GPU if it can"
@@ -59,7 +68,9 @@ class Options:
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
     depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
     only: str | None = setting(None, "--only", choices=("starts",), help="measure nothing but starts")
-    repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; their median counts")
+    repeat: int = setting(
+        3, "--repeat", metavar="N", help="runs of each kind; their median counts, a peer's if two of them agree"
+    )
 
 
 GROUPS: Mapping[str, type] = {"Speed": Options, "Output": Output}
@@ -75,12 +86,13 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         argv,
         GROUPS,
         prog="polarlm speed",
-        description="Tokens a second and memory, compared with llama-cpp-python on the same file.",
+        description="Tokens a second and memory, compared with other engines on the same file.",
         checks={"repeat": at_least(1)},
     )
     types, threads = cache_types(options.types), _numbers("--threads", options.threads)
     prompts, depths = _numbers("--prompt", options.prompt), _numbers("--depth", options.depth)
-    peer_types = _peer_types(options.peer_types)
+    paths = _peer_paths(options.peer)
+    caches = _peer_caches(options.peer_types, list(paths))
     device = _chosen(options.device)
     gpu = about_gpu() if device == "cuda" else None
     source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
@@ -96,13 +108,14 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     output = destination.path("starts" if options.only else "speed", f"{source.name} {source.dtype} {where}")
 
     attention = config.attention
-    subject = Subject(
-        path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, options.peer_python
-    )
+    subject = Subject(path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, paths)
     threads = threads[:1] if gpu else threads
     ours = [Contestant(OURS, cache_type.label, cache_type) for cache_type in types]
-    speed = Speed(source.name, source.dtype, size, device, ours, "", most_threads=max(threads))
-    _ask_peer(speed, subject, peer_types)
+    speed = Speed(source.name, source.dtype, size, device, ours, most_threads=max(threads), peer_threads=threads)
+    for name in paths:
+        _ask_peer(name, speed, subject, caches[name])
+    if len(speed.contestants) > len(ours) and options.repeat < 2:
+        raise FlagError("--repeat 1: a peer's figure counts if two runs agree; --peer-types none leaves peers out")
     lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
     for sentence in speed.left_out:
         note(sentence)
@@ -137,35 +150,59 @@ def _numbers(flag: str, text: str) -> list[int]:
     return sorted(set(numbers))
 
 
-def _peer_types(text: str) -> list[str]:
-    """The distinct caches of the peer in a list separated by commas. Raises FlagError for an unknown one."""
-    names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in peer.CACHES:
-            raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(peer.CACHES)}; none leaves all out")
-    return list(dict.fromkeys(names))
+def _peer_paths(text: str) -> dict[str, str]:
+    """Name of a peer → its Python or its program, from a list of NAME[=PATH]. Raises FlagError for an unknown name."""
+    found = {}
+    for part in text.split(","):
+        name, _, path = (each.strip() for each in part.partition("="))
+        peer = peers.find(name)
+        if peer is None or peer.name != name:
+            known = ", ".join(peer.name for peer in peers.every())
+            raise FlagError(f"--peer {text}: {name!r} is not among {known}")
+        found[name] = path or peer.default_path()
+    return found
 
 
-def _ask_peer(speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
-    """Add the peer's version and contestants to `speed`, or the reason why there are none."""
+def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]:
+    """Name of each peer → those of its caches that are in a list separated by commas; all of them without a list.
+
+    Raises FlagError for one that no peer has.
+    """
+    of_peers = {peer.name: list(peer.caches) for peer in peers.every() if peer.name in names}
+    if text is None:
+        return of_peers
+    wanted = [] if text == _NONE else [name.strip() for name in text.split(",")]
+    known = list(dict.fromkeys(cache for caches in of_peers.values() for cache in caches))
+    for name in wanted:
+        if name not in known:
+            raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(known)}; {_NONE} leaves all out")
+    return {name: [cache for cache in caches if cache in wanted] for name, caches in of_peers.items()}
+
+
+def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
+    """Add a peer's version, contestants and notes to `speed`, or the reason why there are none."""
+    version, built_with = "", ""
     if subject.device != "cpu":
-        speed.peer = "on the CPU only"
+        version = "on the CPU only"
     elif not subject.path.is_file():
-        speed.peer = "needs a .gguf file"
+        version = "needs a .gguf file"
     elif not caches:
-        speed.peer = "left out"
+        version = "left out"
     else:
+        contestants = [Contestant(name, cache) for cache in caches]
         try:
-            with closing(Child("polarlm.bench.speed.peer", subject.peer_python)) as child:
-                child.call("start", str(subject.path), SHORT_DEPTH, 1, caches[0])
+            with closing(new_child(contestants[0], subject)) as child:
+                start(child, contestants[0], subject, 1, SHORT_DEPTH)
                 about = child.call("about")
         except Failed as reason:
-            speed.peer = str(reason)
+            version = str(reason)
         else:
-            speed.peer, speed.peer_built_with = about["version"], about["built_with"]
-            speed.contestants = [*speed.contestants, *(Contestant(peer.NAME, cache) for cache in caches)]
-    if not speed.peer_built_with:
-        note(f"Without {peer.NAME}: {speed.peer}")
+            version, built_with = about["version"], about["built_with"]
+            speed.contestants = [*speed.contestants, *contestants]
+            speed.left_out += contestants[0].peer.notes
+    speed.peers.append({"name": name, "version_or_absence": version, "built_with": built_with})
+    if not built_with:
+        note(f"Without {name}: {version}")
 
 
 def _that_fit(

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.speed import peer
+from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child
 
 OURS = "polarlm"
-_OURS, _PEER = "polarlm.bench.speed.ours", "polarlm.bench.speed.peer"
+_OURS = "polarlm.bench.speed.ours"
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,18 @@ class Contestant:
     def is_ours(self) -> bool:
         return self.engine == OURS
 
+    @property
+    def peer(self) -> peers.Peer:
+        """What the peer says about itself, for a contestant that is not ours."""
+        found = peers.find(self.engine)
+        assert found is not None
+        return found
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is a command line that runs once for every figure."""
+        return not self.is_ours and bool(self.peer.program)
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -40,11 +52,11 @@ class Subject:
     kv_heads: int
     head_dim: int
     file_bytes: int  # of all tensors in their files
-    peer_python: str = sys.executable
+    peer_paths: Mapping[str, str] = field(default_factory=dict)  # name of a peer → its Python or its program
 
-    def peer_cache_bytes(self, cache: str, tokens: int) -> int:
-        """Bytes of K/V of `tokens` tokens in a cache of the peer."""
-        return round(2 * self.layers * self.kv_heads * self.head_dim * tokens * peer.CACHES[cache][1] / 8)
+    def kv_bytes(self, bits: float, tokens: int) -> int:
+        """Bytes of K/V of `tokens` tokens with `bits` bits a value."""
+        return round(2 * self.layers * self.kv_heads * self.head_dim * tokens * bits / 8)
 
     def peer_weight_bytes(self) -> int:
         """Bytes of the matrices of a .gguf file that a step of one token multiplies by."""
@@ -71,7 +83,8 @@ def new_child(contestant: Contestant, subject: Subject, variables: Mapping[str, 
     Failed."""
     if contestant.is_ours:
         return Child(_OURS, variables=variables)
-    return Child(_PEER, subject.peer_python, variables)
+    path = subject.peer_paths[contestant.engine]
+    return Child(contestant.peer.module, sys.executable if contestant.is_program else path, variables)
 
 
 def start(
@@ -88,6 +101,8 @@ def start(
     if contestant.is_ours:
         types = {} if contestant.types is None else contestant.types.settings()
         arguments = [{"device": subject.device, **types, **(settings or {})}]
+    elif contestant.is_program:
+        arguments.append(subject.peer_paths[contestant.engine])
     child.call("start", str(subject.path), context, threads, *arguments)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polarlm.bench.speed import peer
 from polarlm.bench.speed.contestants import Contestant
 
 PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
+MARGIN = 0.1  # of the fastest run: what a peer's two fastest runs differ by at most, or its figure does not count
 
 
 @dataclass
@@ -22,14 +22,23 @@ class Cell:
     runs: list[float] = field(default_factory=list)
     failure: str | None = None
     read: Mapping[str, int] | None = None  # bytes of "weights" and "cache" that a step reads
+    tried: Mapping[int, Sequence[float]] = field(default_factory=dict)  # numbers of threads of a peer → their runs
 
     @property
     def median(self) -> float:
         return statistics.median(self.runs)
 
+    @property
+    def is_stable(self) -> bool:
+        """Whether the two fastest runs agree."""
+        fastest, *slower = sorted(self.runs, reverse=True)
+        return bool(slower) and slower[0] >= (1 - MARGIN) * fastest
+
     def as_json(self, bandwidth: Mapping[int, Sequence[float]]) -> dict[str, Any]:
         """The cell as JSON. bandwidth: number of threads → bytes per second of each measurement."""
         found: dict[str, Any] = {"engine": self.contestant.engine, "cache": self.contestant.cache}
+        if self.tried:
+            found["tried"] = {str(threads): list(runs) for threads, runs in self.tried.items()}
         if self.failure is not None or not self.runs:
             return {**found, "failure": self.failure or "not measured"}
         found |= {"threads": self.threads, "median": self.median, "fastest": max(self.runs), "runs": self.runs}
@@ -38,6 +47,21 @@ class Cell:
             if self.threads in bandwidth:
                 found["bandwidth_share"] = sum(self.read.values()) * self.median / max(bandwidth[self.threads])
         return found
+
+
+def best(cells: Sequence[Cell]) -> Cell:
+    """The best of the cells of a peer in one row, which have different numbers of threads: the fastest that is stable.
+
+    If none is, the fastest one is no figure but a failure.
+    """
+    measured = [cell for cell in cells if cell.runs and cell.failure is None]
+    if not measured:
+        return cells[0]
+    chosen = max(measured, key=lambda cell: (cell.is_stable, cell.median))
+    chosen.tried = {cell.threads: cell.runs for cell in measured}
+    if not chosen.is_stable:
+        chosen.failure = "unstable"
+    return chosen
 
 
 @dataclass
@@ -59,10 +83,11 @@ class Speed:
     file_bytes: int  # of all tensors in their files
     device: str
     contestants: Sequence[Contestant]
-    peer: str  # its version, or the reason why it is missing
-    peer_built_with: str = ""
+    # For each peer its "name", its "version_or_absence", and what it was "built_with", which is empty if it is missing.
+    peers: list[dict[str, str]] = field(default_factory=list)
     ours: dict[str, Any] = field(default_factory=dict)  # `Ours.about` of our first contestant
     most_threads: int = 1
+    peer_threads: Sequence[int] = ()  # numbers of threads, of which a peer's best counts in each row
     # Engine → number of threads → steps per second of short generation, by which the number is chosen.
     tried: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     chosen: dict[str, int] = field(default_factory=dict)
@@ -79,7 +104,7 @@ class Speed:
             "file_bytes": self.file_bytes,
             "device": self.device,
             "ours": self.ours,
-            "peer": {"name": peer.NAME, "version_or_absence": self.peer, "built_with": self.peer_built_with},
+            "peers": self.peers,
             "contestants": [
                 {
                     "engine": contestant.engine,
@@ -88,7 +113,12 @@ class Speed:
                 }
                 for contestant in self.contestants
             ],
-            "threads": {"most": self.most_threads, "chosen": self.chosen, "tried": self.tried},
+            "threads": {
+                "most": self.most_threads,
+                "peers": list(self.peer_threads),
+                "chosen": self.chosen,
+                "tried": self.tried,
+            },
             "bytes_per_second": self.bandwidth,
             "unit": "tokens/s",
             "rows": [

@@ -11,8 +11,8 @@ import numpy as np
 from polarlm.bench import report
 from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Child, Failed, memory
-from polarlm.bench.speed.contestants import Children, Contestant, Subject
-from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
+from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
+from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed, best
 from polarlm.bench.speed.referee import Referee, Runs
 from polarlm.bench.speed.starts import START_TOKENS, expected_starts, measure_starts
 from polarlm.engine import EngineConfig
@@ -25,7 +25,7 @@ DEEP_STEPS = EngineConfig.block_size
 # Numbers of sequences in steps of several sequences, each with its own prompt.
 SEQUENCES = (1, 8, 16)
 _BATCH_DEPTH, _BATCH_STEPS = 128, 24
-_WHOLE = 256  # tokens; the peer rounds its cache size up to a multiple
+_WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
 # Growth of the expected times of a step and of a prompt's token, for the progress bar.
 _CACHE_WEIGHT = 2.0  # time of a byte of the cache relative to a byte of the weights
 _PROMPT_DOUBLES = 7000  # tokens of context after which a token of a prompt takes twice as long
@@ -120,22 +120,28 @@ class Measurement:
                 self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
 
     def _choose_threads(self) -> None:
-        """Find for each engine the number of threads with which it generates fastest after a short context.
+        """Find the number of threads with which our engine generates fastest after a short context.
 
-        Its first contestant decides. Prompts use the most threads, since they have work for all.
+        Its first contestant decides. Prompts use the most threads, since they have work for all. A peer's best number
+        is found in each row; here it runs for the progress bar.
         """
         plan, speed = self._plan, self._speed
         leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
-        cells = {(c.engine, threads): Cell(c, threads) for c in leaders.values() for threads in plan.threads}
+        cells = {
+            (c.engine, threads): Cell(c, threads)
+            for c in leaders.values()
+            for threads in (plan.threads if c.is_ours else plan.threads[-1:])
+        }
         note("Loading, and trying the numbers of threads" if len(plan.threads) > 1 else "Loading")
         self._referee.measure("threads", [self._generation(c, SHORT_DEPTH, SHORT_STEPS) for c in cells.values()])
         for engine, leader in leaders.items():
-            runs = {threads: cells[engine, threads].runs for threads in plan.threads}
+            runs = {threads: cell.runs for (own, threads), cell in cells.items() if own == engine}
             medians = {threads: float(np.median(rates)) for threads, rates in runs.items() if rates}
             chosen = max(medians, key=lambda threads: medians[threads], default=speed.most_threads)
-            speed.tried[engine], speed.chosen[engine] = runs, chosen
+            if leader.is_ours:
+                speed.tried[engine], speed.chosen[engine] = runs, chosen
             self._expect(leader, medians.get(chosen, 1.0))
-        self._children.close(lambda contestant, threads: threads != speed.chosen[contestant.engine])
+        self._children.close(lambda contestant, threads: contestant.is_ours and threads != speed.chosen[OURS])
 
     def _expect(self, leader: Contestant, steps: float) -> None:
         """Record the costs of an engine's runs, for the progress bar, and what our engine says about itself."""
@@ -158,18 +164,33 @@ class Measurement:
         """Measure steps after `depth` tokens, which every contestant computes once, in its first run."""
         self._measure_bandwidth()
         row = Row(GENERATION, name, depth)
-        row.cells += [Cell(c, self._speed.chosen[c.engine]) for c in self._speed.contestants]
-        expected = sum(self._generation_seconds(cell.contestant, depth, steps) for cell in row.cells)
+        cells = self._cells(self._speed.chosen[OURS])
+        expected = sum(self._generation_seconds(cell.contestant, depth, steps) for cell in cells)
         first = depth == SHORT_DEPTH  # later contexts need no warm-up
-        runs = [self._generation(c, depth, steps) for c in row.cells]
+        runs = [self._generation(c, depth, steps) for c in cells]
         self._referee.measure(name, runs, warm_up=first, expected=expected)
+        row.cells += self._best(cells)
         for cell in row.cells:
-            if cell.runs:
-                cell.read = {
-                    "weights": self._weight_bytes(cell.contestant),
-                    "cache": self._cache_bytes(cell.contestant, depth),
-                }
+            cache = self._cache_bytes(cell.contestant, depth) if cell.runs else None
+            if cache is not None:
+                cell.read = {"weights": self._weight_bytes(cell.contestant), "cache": cache}
         self._add(row)
+
+    def _cells(self, ours: int) -> list[Cell]:
+        """Cells of all contestants in a row: of ours with `ours` threads, of a peer with each number of threads."""
+        return [
+            Cell(contestant, threads)
+            for contestant in self._speed.contestants
+            for threads in ([ours] if contestant.is_ours else self._plan.threads)
+        ]
+
+    def _best(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The cell that counts of each contestant."""
+        found = []
+        for contestant in self._speed.contestants:
+            own = [cell for cell in cells if cell.contestant == contestant]
+            found.append(own[0] if contestant.is_ours else best(own))
+        return found
 
     def _generation(self, cell: Cell, depth: int, steps: int) -> Runs:
         ids, following = self._deep[:depth], self._ids(steps + 1)
@@ -182,7 +203,7 @@ class Measurement:
     def _measure_prompt(self, tokens: int) -> None:
         """Measure prompts. Each run has its own prompt; the last one is the start of the context for generation."""
         row = Row(PROMPT, f"prompt of {tokens:,}", tokens)
-        row.cells += [Cell(c, self._speed.most_threads) for c in self._speed.contestants]
+        cells = self._cells(self._speed.most_threads)
         prompts = [self._ids(tokens) for _ in range(self._plan.repeat)]
         prompts[-1] = self._deep[:tokens]
 
@@ -193,8 +214,9 @@ class Measurement:
             return Runs(cell, run)
 
         first = tokens == self._plan.prompts[0]  # longer prompts need no warm-up
-        expected = sum(self._prompt_seconds(cell.contestant, tokens) for cell in row.cells)
-        self._referee.measure(row.name, [runs(cell) for cell in row.cells], warm_up=first, expected=expected)
+        expected = sum(self._prompt_seconds(cell.contestant, tokens) for cell in cells)
+        self._referee.measure(row.name, [runs(cell) for cell in cells], warm_up=first, expected=expected)
+        row.cells += self._best(cells)
         self._add(row)
 
     def _measure_batches(self) -> None:
@@ -236,8 +258,9 @@ class Measurement:
             try:
                 child = self._children.child(contestant, self._speed.most_threads, context)
                 child.call("generation_rate", ids, following)
-                measured: dict[str, Any] = memory(child.pid)
-                measured["cache_bytes"] = self._cache_bytes(contestant, tokens, child)
+                measured: dict[str, Any] = child.call("memory") if contestant.is_program else memory(child.pid)
+                cache = self._cache_bytes(contestant, tokens, child)
+                measured |= {} if cache is None else {"cache_bytes": cache}
             except Failed as error:
                 measured = {"failure": str(error)}
             self._children.close()
@@ -275,11 +298,13 @@ class Measurement:
             return int(self._child(contestant, self._speed.chosen[contestant.engine]).call("weight_bytes"))
         return self._subject.peer_weight_bytes()
 
-    def _cache_bytes(self, contestant: Contestant, tokens: int, child: Child | None = None) -> int:
+    def _cache_bytes(self, contestant: Contestant, tokens: int, child: Child | None = None) -> int | None:
+        """Bytes of K/V of `tokens` tokens; None for a peer that does not say them."""
         if contestant.is_ours:
             child = child or self._child(contestant, self._speed.chosen[contestant.engine])
             return int(child.call("cache_bytes", tokens))
-        return self._subject.peer_cache_bytes(contestant.cache, tokens)
+        bits = contestant.peer.caches[contestant.cache]
+        return None if bits is None else self._subject.kv_bytes(bits, tokens)
 
     # -- expected seconds --------------------------------------------------------------------------------------
 
@@ -288,8 +313,11 @@ class Measurement:
         plan, contestants = self._plan, self._speed.contestants
         generation = [(SHORT_DEPTH, SHORT_STEPS), *((depth, DEEP_STEPS) for depth in plan.depths)]
         seconds = sum(
-            sum(self._generation_seconds(c, *runs) for runs in generation)
-            + sum(self._prompt_seconds(c, tokens) for tokens in plan.prompts)
+            (1 if c.is_ours else len(plan.threads))
+            * (
+                sum(self._generation_seconds(c, *runs) for runs in generation)
+                + sum(self._prompt_seconds(c, tokens) for tokens in plan.prompts)
+            )
             + self._memory_seconds(c)
             for c in contestants
         )
@@ -300,7 +328,7 @@ class Measurement:
 
     def _step_seconds(self, contestant: Contestant, depth: int) -> float:
         step, weights = self._step.get(contestant.engine, 0), self._weights.get(contestant.engine)
-        f16 = self._subject.peer_cache_bytes("f16", depth)
+        f16 = self._subject.kv_bytes(16, depth)
         return step * (1 + _CACHE_WEIGHT * f16 / weights) if weights else step
 
     def _fill_seconds(self, contestant: Contestant, first: int, last: int) -> float:

@@ -10,9 +10,9 @@ from polarlm.bench.plot_labels import spread
 from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, save
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import GENERATION
-from polarlm.bench.speed.tables import PEER
+from polarlm.bench.speed.tables import label
 
-# Our lines are solid and coloured; the peer's are dashed and grey. The colours also differ in lightness.
+# Our lines are solid and coloured; those of peers are dashed and grey. The colours also differ in lightness.
 _OURS = ("#c2410c", "#7c3aed", "#0d9488", "#1d4ed8", "#a16207", "#be123c")
 _PEER = ("#111827", "#6b7280", "#8d929c")
 
@@ -40,7 +40,7 @@ def draw(measured: Mapping[str, Any], output: Path) -> str:
             contexts, rates = zip(*points, strict=True)
             ax.plot(contexts, rates, marker="o", ms=4, lw=1.8, ls="-" if is_ours else "--", color=colour)
             ends.append(rates[-1])
-            labels.append(cache if is_ours else f"{PEER} {cache}")
+            labels.append(cache if is_ours else f"{label(engine)} {cache}")
             colours.append(colour)
         ax.set_ylim(0)
         ax.set_xlim(0)

@@ -50,6 +50,9 @@ class Starter:
         ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
+            if contestant.is_program:
+                start(child, contestant, self.subject, self.threads, self.context)
+                return {"parts": {}, **child.call("first_token", self.ids)}
             child.call("imported")
             imported = time.perf_counter()
             start(child, contestant, self.subject, self.threads, self.context, settings)

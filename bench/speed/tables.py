@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.speed import peer
+from polarlm.bench.speed import peers
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import format_bytes
 
 Measured = Mapping[str, Any]
-PEER = "llama.cpp"
 NOTHING = "—"
 _OF_THE_FIRST = ("seconds", "fit", "compiling")  # figures of our first start ever
 
@@ -36,17 +35,21 @@ def format_tables(measured: Measured) -> str:
 
 
 def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:
-    """A table with a line per prompt or context and a column per contestant; ours with the ratio to the peer's fastest
-    cache.
+    """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
+    which is the fastest cache of any. Where there are several peers, the last column names it.
 
     sections: whose rows to show, in this order. spread: whether to show half the distance between the slowest and the
     fastest run, too.
     """
-    rows = []
+    rows, several = [], len({cell["engine"] for cell in measured["contestants"] if _is_peer(cell)}) > 1
     for row in (row for section in sections for row in measured["rows"] if row["section"] == section):
-        best = max((cell["median"] for cell in row["cells"] if _is_peer(cell) and "median" in cell), default=None)
+        theirs = [cell for cell in row["cells"] if _is_peer(cell) and "median" in cell]
+        strongest = max(theirs, key=lambda cell: cell["median"], default=None)
+        best = None if strongest is None else strongest["median"]
         rows.append([row["name"], *(_rate_cell(cell, best, spread) for cell in row["cells"])])
-    return report.table(["", *_columns(measured)], rows)
+        if several:
+            rows[-1].append(NOTHING if strongest is None else f"{label(strongest['engine'])} {strongest['cache']}")
+    return report.table(["", *_columns(measured), *(["strongest peer"] if several else [])], rows)
 
 
 def bandwidth_table(measured: Measured) -> str:
@@ -87,25 +90,27 @@ def memory_table(measured: Measured) -> str:
 
 def starts_table(measured: Measured) -> str:
     """A table of the seconds from a new process to its first token, and of the memory of that process."""
-    peer_median = next((row["median"] for row in measured["starts"] if _is_peer(row) and "median" in row), None)
+    theirs = [row for row in measured["starts"] if _is_peer(row)]
+    fastest = min((row["median"] for row in theirs if "median" in row), default=None)
     lines = []
     for row in measured["starts"]:
         name = f"{_engine(row['engine'])} {row['cache']}"
         if "median" not in row:
             lines.append([name, row["failure"], *[NOTHING] * 5])
             continue
-        ratio = NOTHING if _is_peer(row) or peer_median is None else f"{row['median'] / peer_median:.2f}"
+        ratio = NOTHING if _is_peer(row) or fastest is None else f"{row['median'] / fastest:.2f}"
         sizes = [row["memory"].get(part) for part in ("peak", "weights", "store", "rest")]
         parts = [NOTHING if size is None or size < 0 else format_bytes(size) for size in sizes]  # pages nobody touched
         lines.append([name, f"{row['median']:.2f} s", ratio, *parts])
-    return report.table(["", "first token", f"times {PEER}", "peak", "weights", "store", "rest"], lines)
+    other = "the fastest peer" if len(theirs) > 1 else label(theirs[0]["engine"] if theirs else peers.DEFAULT)
+    return report.table(["", "first token", f"times {other}", "peak", "weights", "store", "rest"], lines)
 
 
 def starts_in_parts(measured: Measured) -> str:
     """Lines about the parts of starts, and about our first start ever; without those that failed."""
     lines = []
     for row in measured["starts"]:
-        if "median" in row:
+        if row.get("parts"):
             parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row["parts"].items())
             lines.append(f"{_engine(row['engine'])} {row['cache']}: {parts}")
         if "first" in row:
@@ -122,11 +127,12 @@ def starts_in_parts(measured: Measured) -> str:
 
 def starts_of_models(found: Sequence[Measured]) -> str:
     """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
-    header = ["", "file", "here", PEER, "times", "mapped", "times"]
-    header += ["peak", f"{PEER}'s peak", "weights", "first ever", "fit", "compiling"]
+    other = label(peers.DEFAULT)
+    header = ["", "file", "here", other, "times", "mapped", "times"]
+    header += ["peak", f"{other}'s peak", "weights", "first ever", "fit", "compiling"]
     lines = []
     for measured in sorted(found, key=lambda one: (one["file_bytes"], one["model"])):
-        ours, theirs = _start_of(measured, OURS), _start_of(measured, peer.NAME)
+        ours, theirs = _start_of(measured, OURS), _start_of(measured, peers.DEFAULT)
         mapped = ours.get("mapped", {})
         lines.append([_title(measured), format_bytes(measured["file_bytes"]), _median(ours), _median(theirs)])
         lines[-1] += [_times(ours, theirs), _median(mapped), _times(mapped, theirs)]
@@ -139,15 +145,15 @@ def starts_of_models(found: Sequence[Measured]) -> str:
 def starts_in_words(found: Sequence[Measured]) -> str:
     """Sentences on starts with the smallest and the largest of the files with which both engines have started; empty if
     there is none."""
-    starts = [(one, _start_of(one, OURS), _start_of(one, peer.NAME)) for one in found]
+    starts = [(one, _start_of(one, OURS), _start_of(one, peers.DEFAULT)) for one in found]
     compared = [start for start in starts if "first" in start[1] and "median" in start[2]]
     compared.sort(key=lambda start: start[0]["file_bytes"])
     if not compared:
         return ""
     ends = [*compared[:1], *compared[1:][-1:]]
     taken = [
-        f"{ours['median']:.1f} s with {_title(measured)} ({format_bytes(measured['file_bytes'])}; {PEER} takes "
-        f"{theirs['median']:.1f} s)"
+        f"{ours['median']:.1f} s with {_title(measured)} ({format_bytes(measured['file_bytes'])}; "
+        f"{label(peers.DEFAULT)} takes {theirs['median']:.1f} s)"
         for measured, ours, theirs in ends
     ]
     first = [f"{ours['first']['seconds']:.0f} s" for _, ours, _ in ends]
@@ -165,28 +171,52 @@ def place(measured: Measured) -> str:
 
 def source(measured: Measured) -> str:
     """A description of the measurement in Markdown: what was measured, where, how and when."""
-    threads = measured["threads"]
     runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
-    chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
     return (
         f"{measured['model']} ({measured['weights']}) on {place(measured)}; "
-        f"{measured['peer']['name']} {measured['peer']['version_or_absence']}; medians of {runs} runs; "
-        f"threads: {threads['most']} for prompts, for steps {chosen}; measured on {measured['date']} with\n"
+        f"{peers_in_words(measured)}; medians of {runs} runs; "
+        f"threads: {_threads(measured)}; measured on {measured['date']} with\n"
         f"`{measured['command']}`."
     )
 
 
+def peers_in_words(measured: Measured) -> str:
+    """The peers of a measurement, each with its version or the reason why it is missing."""
+    return ", ".join(f"{peer['name']} {peer['version_or_absence']}" for peer in _peers(measured))
+
+
+def label(engine: str) -> str:
+    """The name of a peer in tables."""
+    found = peers.find(engine)
+    return engine if found is None else found.label
+
+
+def _peers(measured: Measured) -> Sequence[Mapping[str, str]]:
+    """The peers of a measurement; those of earlier versions have one."""
+    return measured["peers"] if "peers" in measured else [measured["peer"]]
+
+
+def _threads(measured: Measured) -> str:
+    """The numbers of threads of a measurement, in words."""
+    threads = measured["threads"]
+    chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
+    words = f"{threads['most']} for prompts, for steps {chosen}"
+    if "peers" in threads and any(_is_peer(contestant) for contestant in measured["contestants"]):
+        words += f"; a peer's best of {' and '.join(map(str, threads['peers']))} in each row"
+    return words
+
+
 def _about(measured: Measured) -> str:
-    machine, threads, other = measured["machine"], measured["threads"], measured["peer"]
+    machine = measured["machine"]
     place = machine["gpu"]["name"] if "gpu" in machine else f"{machine['cpu']}, {machine['cores']} cores"
     lines = [f"{measured['model']} ({measured['weights']}) on {place}. Medians ± half the spread."]
     if ours := measured["ours"]:
         lines.append(f"polarlm, backend {ours['backend']}: {ours['loaded']}")
-    built = f" ({other['built_with']})" if other["built_with"] else ""
-    lines.append(f"{other['name']}: {other['version_or_absence']}{built}")
-    if threads["chosen"] and measured["device"] == "cpu":
-        chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
-        lines.append(f"Threads: {threads['most']} for prompts; for steps {chosen}")
+    for other in _peers(measured):
+        built = f" ({other['built_with']})" if other["built_with"] else ""
+        lines.append(f"{other['name']}: {other['version_or_absence']}{built}")
+    if measured["threads"]["chosen"] and measured["device"] == "cpu":
+        lines.append(f"Threads: {_threads(measured)}")
     rates = [f"{n}: {max(rates) / 1e9:.1f} GB/s" for n, rates in measured["bytes_per_second"].items()]
     if rates:
         lines.append(f"Bandwidth of the memory by threads that read: {', '.join(rates)}")
@@ -217,23 +247,24 @@ def _columns(measured: Measured) -> list[str]:
     for contestant in measured["contestants"]:
         cache = contestant["cache"]
         if contestant["engine"] != OURS:
-            found.append(f"{PEER} {cache}")
+            found.append(f"{label(contestant['engine'])} {cache}")
         else:
             found.append(f"**{cache}**" if cache == EngineConfig.cache_type else cache)
     return found
 
 
 def _engine(name: str) -> str:
-    return PEER if name == peer.NAME else "here"
+    return "here" if name == OURS else label(name)
 
 
 def _is_peer(cell: Mapping[str, Any]) -> bool:
-    return bool(cell["engine"] == peer.NAME)
+    return bool(cell["engine"] != OURS)
 
 
 def _rate_cell(cell: Mapping[str, Any], best: float | None, spread: bool) -> str:
     if "median" not in cell:
-        return str(cell["failure"])
+        runs = max(cell.get("tried", {}).values(), key=max, default=())
+        return f"{cell['failure']}{': ' if runs else ''}{', '.join(map(_rate, runs))}"
     text = _rate(cell["median"])
     if spread:
         half = (max(cell["runs"]) - min(cell["runs"])) / 2

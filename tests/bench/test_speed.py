@@ -19,8 +19,10 @@ from polarlm.bench.speed import __main__ as speed
 from polarlm.bench.speed import contestants, measure, referee, starts
 from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Failed
+from polarlm.bench.speed.contestants import Contestant
+from polarlm.bench.speed.figures import Cell
 from polarlm.bench.speed.ours import Ours
-from polarlm.bench.speed.peer import NoPeer
+from polarlm.bench.speed.peers import NoPeer
 from polarlm.bench.speed.starts import START_TOKENS
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -131,7 +133,7 @@ class Local:
     peer: type = Stand
 
     def __init__(self, module: str, python: str = sys.executable, variables: Mapping[str, str] | None = None) -> None:
-        self._kind = {"polarlm.bench.speed.ours": Local.ours, "polarlm.bench.speed.peer": Local.peer}[module]
+        self._kind = Local.ours if module == "polarlm.bench.speed.ours" else Local.peer
 
     def call(self, name: str, *arguments: Any) -> Any:
         arguments = tuple(json.loads(json.dumps(arguments)))
@@ -158,7 +160,6 @@ def local(monkeypatch: pytest.MonkeyPatch) -> type[Local]:
             raise NoPeer("not installed")
 
     monkeypatch.setattr(contestants, "Child", Local)
-    monkeypatch.setattr(speed, "Child", Local)
     monkeypatch.setattr(Local, "ours", Ours)
     monkeypatch.setattr(Local, "peer", Missing)
     return Local
@@ -328,7 +329,7 @@ def test_the_tables_come_last_and_the_file_says_how_it_was_made(
     assert whole["ours"]["loaded"].startswith("random: Q8_0 weights as ")
     assert {"cpu", "cores", "numpy", "blas"} <= whole["machine"].keys()
     assert whole["command"].startswith("polarlm speed --weights ")
-    assert whole["peer"]["version_or_absence"] == "not installed"
+    assert whole["peers"] == [{"name": PEER, "version_or_absence": "not installed", "built_with": ""}]
     assert whole["contestants"] == [
         {"engine": "polarlm", "cache": "balanced", "types": "ring4/ring3.5"},
         {"engine": "polarlm", "cache": "polarquant:plain", "types": "polarquant"},
@@ -347,44 +348,126 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     whole, out, _ = measure_with(*FOUR, "--depth", "100")
     calls = [call for call in stands.calls if call[2] != "start"]
     ours, theirs = ["ours ring4", "ours f16"], ["peer f16", "peer q4_0"]
-    tried = [(label, threads, "steps", 8) for label in ("ours ring4", "peer f16") for threads in (1, 2)]
-    assert sorted(calls[:12]) == sorted(3 * tried), "one run before those that count, and two that do"
-    assert calls[:4] == calls[4:8] == calls[8:12], "in turn"
+    tried = [("ours ring4", 1, "steps", 8), ("ours ring4", 2, "steps", 8), ("peer f16", 2, "steps", 8)]
+    assert sorted(calls[:9]) == sorted(3 * tried), "one run before those that count, and two that do"
+    assert calls[:3] == calls[3:6] == calls[6:9], "in turn"
     first_look = [("ours ring4", 2, "prompt", 40), ("peer f16", 2, "prompt", 40)]
-    assert sorted(calls[12:14]) == first_look
-    all_four = [*ours, *theirs]
-    expected = 3 * [(label, 2, "steps", 8) for label in all_four]
-    expected += 3 * [(label, 2, "prompt", 40) for label in all_four]
-    expected += 2 * [(label, 2, "prompt", 100) for label in all_four]
-    expected += 2 * [(label, 2, "steps", 100) for label in all_four]
+    assert sorted(calls[9:11]) == first_look
+    in_a_row = [*((label, 2) for label in ours), *((label, threads) for label in theirs for threads in (1, 2))]
+    expected = 3 * [(*who, "steps", 8) for who in in_a_row]
+    expected += 3 * [(*who, "prompt", 40) for who in in_a_row]
+    expected += 2 * [(*who, "prompt", 100) for who in in_a_row]
+    expected += 2 * [(*who, "steps", 100) for who in in_a_row]
     expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
-    expected += [(label, 2, "steps", 100) for label in all_four]
+    expected += [(label, 2, "steps", 100) for label in [*ours, *theirs]]
     starts = ["ours ring4", "peer f16"] * 3 + [
         "ours ring4"
     ] * 5  # two with an empty cache folder, three with mapped weights
     expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
-    assert calls[14:] == expected
+    assert calls[11:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out
     prompts, generation, *_ = tables(out)
     assert prompts[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
     assert prompts[1] == ["prompt of 40", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
     assert generation[2] == ["generation at 100", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
-    assert whole["threads"]["chosen"] == {"polarlm": 2, PEER: 2}
-    assert whole["peer"] == {"name": PEER, "version_or_absence": "1.2.3", "built_with": "AVX2 = 1"}
+    assert whole["threads"]["chosen"] == {"polarlm": 2}
+    assert "Threads: 2 for prompts, for steps here 2; a peer's best of 1 and 2 in each row\n" in out
+    assert whole["peers"] == [{"name": PEER, "version_or_absence": "1.2.3", "built_with": "AVX2 = 1"}]
     assert whole["ours"]["backend"] == "native"
 
 
-def test_an_engine_that_is_slower_with_more_threads_generates_with_fewer(
+def test_a_peer_that_is_slower_with_more_threads_is_measured_with_fewer(
     measure_with: Measure, stands: type[Stand]
 ) -> None:
     stands.rates = staticmethod(lambda label, threads, *more: 100.0 / threads if "peer" in label else 1.0 * threads)
     whole, _, _ = measure_with(*FOUR)
-    assert whole["threads"]["chosen"] == {"polarlm": 2, PEER: 1}
-    assert whole["threads"]["tried"][PEER] == {"1": [100.0, 100.0], "2": [50.0, 50.0]}
     for row in whole["rows"]:
-        used = {cell["engine"]: cell["threads"] for cell in row["cells"]}
-        assert used.get(PEER, 1) == (2 if row["section"] == "prompt" else 1)
-        assert used["polarlm"] == 2
+        for cell in row["cells"]:
+            if cell["engine"] == PEER:
+                assert (cell["threads"], cell["median"]) == (1, 100.0)
+                assert cell["tried"] == {"1": [100.0, 100.0], "2": [50.0, 50.0]}
+            else:
+                assert cell["threads"] == 2
+                assert "tried" not in cell
+
+
+def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands: type[Stand]) -> None:
+    """With two threads it is faster once; with one and a cache of q4_0 it never agrees with itself."""
+    numbers = count()
+
+    def rates(label: str, threads: int, call: str, tokens: int) -> float:
+        if label == "peer f16":
+            return 40.0 if threads == 1 else float(90 + 20 * (next(numbers) % 2))
+        return 20.0 + 5 * (next(numbers) % 2) if label == "peer q4_0" else 60.0
+
+    stands.rates = staticmethod(rates)
+    whole, out, _ = measure_with(*FOUR, "--depth", "100")
+    *_, f16, q4_0 = next(row for row in whole["rows"] if row["name"] == "prompt of 100")["cells"]
+    assert (f16["threads"], f16["median"]) == (1, 40.0)
+    assert {*f16["tried"]["2"]} == {90.0, 110.0}, "what was left out is kept"
+    assert q4_0["failure"] == "unstable"
+    prompts, *_ = tables(out)
+    assert prompts[2][1:4] == ["60.0 ±0.0 (1.50×)", "60.0 ±0.0 (1.50×)", "40.0 ±0.0"]
+    assert prompts[2][4] in ("unstable: 20.0, 25.0", "unstable: 25.0, 20.0")
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_stable"),
+    [
+        ([100.0, 90.0], True),
+        ([100.0, 89.0], False),
+        pytest.param([100.0, 20.0, 91.0], True, id="the slow run was disturbed"),
+        pytest.param([100.0, 50.0, 50.0], False, id="those that agree are not the fastest"),
+        pytest.param([100.0], False, id="one run agrees with none"),
+    ],
+)
+def test_runs_are_stable_if_the_two_fastest_differ_by_a_tenth_at_most(runs: list[float], is_stable: bool) -> None:
+    assert Cell(Contestant(PEER, "f16"), 1, runs).is_stable is is_stable
+
+
+def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: Measure, stands: type[Stand]) -> None:
+    """Ours lose where they are slower. A peer has those of the caches that it knows."""
+
+    def rates(label: str, threads: int, call: str, tokens: int) -> float:
+        return {"ours ring4": 90.0, "peer f16": 60.0}.get(label, 120.0 if call == "prompt" else 30.0)
+
+    stands.rates = staticmethod(rates)
+    several = ["--types", "balanced", "--peer-types", "f16,u8", "--peer", f"{PEER},openvino-genai=some/python"]
+    whole, out, _ = measure_with(*several)
+    prompts, generation, read, *_ = tables(out)
+    columns = ["", "**balanced**", "llama.cpp f16", "OpenVINO u8", "OpenVINO f16"]
+    assert prompts[0] == generation[0] == [*columns, "strongest peer"]
+    assert generation[1][1] == "90.0 ±0.0 (1.50×)"
+    assert generation[1][-1] == "llama.cpp f16"
+    assert prompts[1] == ["prompt of 40", "90.0 ±0.0 (0.75×)", "60.0 ±0.0", "120 ±0", "60.0 ±0.0", "OpenVINO u8"]
+    assert read[1][3] == "—", "what OpenVINO does not say is not made up"
+    assert [peer["name"] for peer in whole["peers"]] == [PEER, "openvino-genai"]
+    assert "\n\nOpenVINO converts weights and does not say what to" in out
+
+
+def test_a_program_starts_anew_for_each_figure_and_tells_its_own_memory_and_start(
+    measure_with: Measure, stands: type[Stand], local: type[Local], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Program(Stand):
+        def __init__(self, path: str, context: int, threads: int, cache: str, program: str) -> None:
+            assert program == "built/llama-bench"
+            super().__init__(path, context, threads, cache)
+
+        def memory(self) -> dict[str, int]:
+            return {"peak": 3 << 30}
+
+        def first_token(self, ids: Sequence[int]) -> dict[str, Any]:
+            assert len(ids) == START_TOKENS
+            return {"seconds": 1.25, "memory": {"peak": 2 << 30}}
+
+    monkeypatch.setattr(local, "peer", Program)
+    flags = ["--types", "f16", "--peer-types", "f16", "--peer", "ik_llama.cpp=built/llama-bench"]
+    whole, out, _ = measure_with(*flags, "--depth", "100")
+    *_, memory, starts = tables(out)
+    assert memory[2] == ["ik_llama.cpp f16", "3.0 GiB", "—", "—", "—", memory[2][-1]]
+    assert starts[2][:4] == ["ik_llama.cpp f16", "1.25 s", "—", "2.0 GiB"]
+    assert whole["starts"][1]["parts"] == {}
+    assert "ik_llama.cpp f16: " not in out, "it has no parts to tell"
 
 
 def test_the_ratio_is_to_the_fastest_cache_of_the_peer(measure_with: Measure, stands: type[Stand]) -> None:
@@ -507,7 +590,7 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     monkeypatch.setattr(speed, "about_gpu", lambda: {"name": "Some GPU", "driver": "1.2"})
     whole, out, _ = measure_with(*FOUR, "--device", "cuda")
     assert whole["machine"]["gpu"] == {"name": "Some GPU", "driver": "1.2"}
-    assert whole["peer"]["version_or_absence"] == "on the CPU only"
+    assert [peer["version_or_absence"] for peer in whole["peers"]] == ["on the CPU only"]
     assert {cell["threads"] for row in whole["rows"] for cell in row["cells"]} == {1}
     assert not any("bandwidth_share" in cell for row in whole["rows"] for cell in row["cells"])
     assert out.startswith("random (Q8_0) on Some GPU. Medians")
@@ -521,6 +604,11 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
             ["--peer-types", "f16,q5_0"],
             "--peer-types f16,q5_0: 'q5_0' is not among f16, q8_0, q4_0; none leaves all out",
         ),
+        (
+            ["--peer", "vllm"],
+            "--peer vllm: 'vllm' is not among llama-cpp-python, ik_llama.cpp, openvino-genai, xllamacpp",
+        ),
+        (["--peer-types", "f16", "--repeat", "1"], "--repeat 1: a peer's figure counts if two runs agree"),
         (["--threads", "0"], "--threads takes numbers from 1 up, separated by commas, not '0'"),
         (["--threads", "two"], "--threads takes numbers from 1 up, separated by commas, not 'two'"),
         (["--depth", "0"], "--depth takes numbers from 1 up, separated by commas, not '0'"),

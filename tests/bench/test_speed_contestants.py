@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.speed import peer
 from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.contestants import Subject
 from polarlm.bench.speed.ours import Ours, Streams
+from polarlm.bench.speed.peers import NoPeer
+from polarlm.bench.speed.peers.llama_cpp_python import Model
 from polarlm.engine import EngineError, PromptOptions, SamplingParams
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Chunk
@@ -210,7 +211,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def test_the_peer_runs_the_file_with_the_given_threads_and_cache(library: Library) -> None:
-    other = peer.Peer("a/model.gguf", 99, 2, "q4_0")
+    other = Model("a/model.gguf", 99, 2, "q4_0")
     assert other.about() == {"version": "0.0.1", "built_with": "CPU : AVX2 = 1"}
     path, settings = library.calls
     assert path == "a/model.gguf"
@@ -226,7 +227,7 @@ def test_the_peer_runs_the_file_with_the_given_threads_and_cache(library: Librar
 
 
 def test_the_peer_s_context_is_computed_once_and_all_runs_step_from_its_end(library: Library) -> None:
-    other = peer.Peer("model.gguf", 4096, 1, "f16")
+    other = Model("model.gguf", 4096, 1, "f16")
     library.calls.clear()
     for _ in range(2):
         assert other.generation_rate([3, 4, 5], [6, 7, 8]) > 0
@@ -240,7 +241,7 @@ def test_the_peer_s_context_is_computed_once_and_all_runs_step_from_its_end(libr
 
 
 def test_the_peer_computes_a_prompt_as_a_whole_and_keeps_it(library: Library) -> None:
-    other = peer.Peer("model.gguf", 4096, 1, "f16")
+    other = Model("model.gguf", 4096, 1, "f16")
     for _ in range(2):
         library.calls.clear()
         assert other.prompt_rate(ids(3000)) > 0
@@ -250,15 +251,15 @@ def test_the_peer_computes_a_prompt_as_a_whole_and_keeps_it(library: Library) ->
 
 
 def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(peer.NoPeer, match=r"^cannot load the model$"):
-        peer.Peer("model.bin", 99, 1, "f16")
-    other = peer.Peer("model.gguf", 99, 1, "f16")
+    with pytest.raises(NoPeer, match=r"^cannot load the model$"):
+        Model("model.bin", 99, 1, "f16")
+    other = Model("model.gguf", 99, 1, "f16")
     library.room = 10
-    with pytest.raises(peer.NoPeer, match=r"^cannot compute 11 tokens after 0$"):
+    with pytest.raises(NoPeer, match=r"^cannot compute 11 tokens after 0$"):
         other.prompt_rate(ids(11))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(peer.NoPeer, match=r"^not installed$"):
-        peer.Peer("model.gguf", 99, 1, "f16")
+    with pytest.raises(NoPeer, match=r"^not installed$"):
+        Model("model.gguf", 99, 1, "f16")
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------

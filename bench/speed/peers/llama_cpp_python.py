@@ -13,18 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from polarlm.bench.speed.child import serve
+from polarlm.bench.speed.peers import NoPeer
 
-NAME = "llama-cpp-python"
-# The peer's caches → GGML's number of the type, bits per value.
-CACHES = {"f16": (1, 16.0), "q8_0": (8, 8.5), "q4_0": (2, 4.5)}
+NAME, LABEL = "llama-cpp-python", "llama.cpp"
+CACHES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
+NOTES = ()
+_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}  # GGML's numbers
 _BATCH = 2048  # tokens per call; the library splits them by 512, its default
 
 
-class NoPeer(Exception):
-    """The peer is not available; the message is the reason, in a few words for a table."""
-
-
-class Peer:
+class Model:
     """A model loaded by llama-cpp-python, with flash attention, which its quantized caches need."""
 
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
@@ -40,7 +38,7 @@ class Peer:
         settings.n_ctx, settings.n_batch = context, _BATCH
         settings.n_threads = settings.n_threads_batch = threads
         settings.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        settings.type_k = settings.type_v = CACHES[cache][0]
+        settings.type_k = settings.type_v = _TYPES[cache]
         self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
             raise NoPeer(f"cannot have a cache of {cache} for {context} tokens")
@@ -102,4 +100,4 @@ def _library() -> Any:
 
 
 if __name__ == "__main__":
-    serve(Peer, [NoPeer])
+    serve(Model, [NoPeer])

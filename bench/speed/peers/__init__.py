@@ -1,0 +1,74 @@
+"""Other engines to measure beside ours: one file each, found by name, which runs in a process of its own.
+
+A file has NAME; LABEL, its name in tables; CACHES, its cache types with the bits of a value (None where nobody says
+them); and NOTES, sentences about what it cannot measure or measures otherwise. Without PROGRAM it is a package, and the
+file runs in the Python that has it, so that it imports only that package and the standard library. PROGRAM is the name
+of a command line that runs once for every figure; the file runs in this Python.
+
+Its `start(path, context, threads, cache)`, for a program with the path of that as well, is a contestant:
+
+- `about()`: its "version", and what it was "built_with";
+- `prompt_rate(ids)`: tokens per second of a whole prompt;
+- `generation_rate(ids, following)`: len(following) − 1 steps per second, after `ids` and one more token.
+
+A package's memory and start are those of the process. For a program, the contestant also has
+
+- `memory()`: bytes by kind of the run that needed most;
+- `first_token(ids)`: the "seconds" from the start of the program to the first token of a prompt, and its "memory".
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+
+DEFAULT = "llama-cpp-python"
+
+
+class NoPeer(Exception):
+    """The peer is not available, or cannot do what is asked; the message is the reason, in a few words for a table."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a file of this folder says about itself."""
+
+    name: str
+    label: str
+    caches: Mapping[str, float | None]  # name → bits per value; None where nobody says them
+    notes: Sequence[str]  # sentences
+    program: str  # the name of its command line; empty for a package
+    module: str
+
+    def default_path(self) -> str:
+        """The Python or the program to take where the user names none."""
+        return self.program or sys.executable
+
+
+def find(name: str) -> Peer | None:
+    """The peer of this name; None if there is none."""
+    stem = _stem(name)
+    if stem not in _stems():
+        return None
+    module = import_module(f"{__name__}.{stem}")
+    program = getattr(module, "PROGRAM", "")
+    return Peer(module.NAME, module.LABEL, module.CACHES, module.NOTES, program, module.__name__)
+
+
+def every() -> list[Peer]:
+    """All peers, the default one first."""
+    found = [peer for stem in _stems() if (peer := find(stem)) is not None]
+    return sorted(found, key=lambda peer: (peer.name != DEFAULT, peer.name))
+
+
+def _stem(name: str) -> str:
+    """The name of the file of the peer `name`."""
+    return re.sub(r"[-.]", "_", name)
+
+
+def _stems() -> list[str]:
+    return sorted(found.name for found in iter_modules(__path__))
