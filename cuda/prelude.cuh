@@ -103,6 +103,9 @@ __device__ __forceinline__ void prefetch_line(const void *p) { asm volatile("pre
 // With OVERLAPS, a kernel that waits for the one before it on the stream is launched before that has ended. Until a
 // thread has waited it may only read what no kernel of a step writes, such as weights and tables, and must write to no
 // global memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
+// The rule of chains: every thread of such a kernel waits before it can return and outside of any condition. A kernel
+// waits for the one before it alone; but where each ends after the one before it, all earlier ones have ended, too. One
+// kernel that is launched so and ends without waiting would break this for all behind it.
 __device__ __forceinline__ void let_next_begin() {
 #ifdef OVERLAPS
     asm volatile("griddepcontrol.launch_dependents;");

@@ -15,6 +15,7 @@ from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_test, sanitize
 from tests.bare_machine import MISSING
+from tests.cuda.gpu_sizes import needs
 from tests.written_results import OVER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +85,13 @@ def test_processes_share_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert found == [1, 1, 4, 7, 12]
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert gpu_test.workers_for(79 << 30) == 4
+
+
+def test_what_does_not_fit_the_gpu_is_skipped_with_the_reason() -> None:
+    """Two processes share a GPU of 8 GB. A large model of bfloat16 takes 3.2 GiB."""
+    needs(int(3.2 * 2**30), 7 << 30)
+    with pytest.raises(pytest.skip.Exception, match=r"needs 5\.2 GiB of the GPU's memory, of which 4\.0 GiB are free"):
+        needs(int(4.2 * 2**30), 4 << 30)
 
 
 # Runs the program under test with memcheck, and finds a race in it with racecheck.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,9 +15,14 @@ from polarlm.engine.errors import EngineError
 
 # Architecture → most bytes of shared memory of a block, static and dynamic together ("Technical Specifications per
 # Compute Capability" in the CUDA programming guide; the system reserves 1 KB of each SM's).
-SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+_LIMITS = {
+    **dict.fromkeys((80, 87), 163 << 10),
+    **dict.fromkeys((86, 89, 120, 121), 99 << 10),
+    **dict.fromkeys((90, 100, 103, 110), 227 << 10),
+}
+SHARED_LIMIT = dict(sorted(_LIMITS.items()))
 STATIC_LIMIT = 48 << 10
-_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # options that CuPy adds to ours
+OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # options that CuPy adds to ours
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def compile_text(text: str, arch: int) -> list[Usage]:
 def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
     """As `compile_text`, with the compiled binary, which nvdisasm reads. Raises EngineError."""
     _, headers = compiler()
-    options = [*OPTIONS, *_OF_CUPY, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
+    options = [*OPTIONS, *OF_CUPY, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
     message, binary = run_compiler(text, options)
     if not binary:
         raise EngineError(f"NVRTC does not compile the kernel for sm_{arch}:\n{message}")
@@ -92,21 +97,29 @@ def _usage(entry: re.Match[str]) -> Usage:
     )
 
 
-@cache
 def compiler() -> tuple[ctypes.CDLL, Path]:
-    """NVRTC's library and the folder of CUDA's headers, from their wheels. Raises EngineError without them."""
-    library = next(_installed("lib/libnvrtc.so.*"), None)
-    header = next(_installed("include/cuda_fp16.h"), None)
-    if library is None or header is None:
+    """The newest of `compilers`. Raises EngineError without one."""
+    if not compilers():
         raise EngineError(
             "Kernels are compiled by NVIDIA's compiler, which is not installed: "
             "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime"
         )
-    return ctypes.CDLL(str(library)), header.parent
+    return compilers()[0]
 
 
-def _installed(pattern: str) -> Iterator[Path]:
-    """Yields files of NVIDIA's wheels. Those of CUDA 12, with a folder `cuda_…` for every wheel, come last."""
-    spec = importlib.util.find_spec("nvidia")
+@cache
+def compilers() -> list[tuple[ctypes.CDLL, Path]]:
+    """NVRTC's library and the folder of CUDA's headers, of each CUDA whose wheels are installed, the newest first."""
+    libraries, headers = _installed("lib/libnvrtc.so.*"), _installed("include/cuda_fp16.h")
+    return [(ctypes.CDLL(str(libraries[major])), headers[major].parent) for major in libraries if major in headers]
+
+
+def _installed(pattern: str) -> dict[str, Path]:
+    """A file of NVIDIA's wheels for each CUDA, by its folder's name. The wheels of CUDA 13 share the folder "cu13";
+    those of CUDA 12, "cu12" here, have a folder `cuda_…` each, and come last."""
+    spec, found = importlib.util.find_spec("nvidia"), dict[str, Path]()
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        yield from sorted(Path(folder).glob(f"*/{pattern}"), key=lambda file: file.parents[1].name.startswith("cuda_"))
+        for file in sorted(Path(folder).glob(f"*/{pattern}"), reverse=True):
+            name = file.parents[1].name
+            found["cu12" if name.startswith("cuda_") else name] = file
+    return dict(sorted(found.items(), reverse=True))

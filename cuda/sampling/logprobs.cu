@@ -1,19 +1,26 @@
 // The inputs of log-probabilities, of a token and of the most likely tokens: with them `token_logprob` of
 // engine/sampling/sample.py needs a few numbers from the GPU instead of the row of logits.
 //
-// out (rows, width) words: a double, the sum of e^(x - best) over the row; 2 floats, best and the token's logit; then
-// `count` pairs of int id and float logit, the largest first and equal ones by id; -1 and 0 behind the last token.
+// out (rows, width) words: 64 bits, the sum of e^(x - best) over the row in units of 2^-44; 2 floats, best and the
+// token's logit; then `count` pairs of int id and float logit, the largest first and equal ones by id; -1 and 0 behind
+// the last token.
 // asked (rows, 3) int32: row of the logits, token, count. logits (B, V), rows `stride` floats apart.
 //
-// Cost: V is read twice, with a double exponential for each logit. A thread keeps the best of its own tokens that is
-// not listed yet, so each of `count` rounds is a maximum over the block, and one thread reads V / block logits again.
+// The logarithm of the sum is off by 2^-22 at most: expf by 2^-23 of a term, its correction by 2^-24, what is cut off
+// behind 2^-44 of all terms by 2^-25. Sums of integers do not depend on the order. Doubles would not be more exact than
+// the logits are, and GPUs but those of data centres take 64 times as long for them.
+// Cost: V is read twice, with an exponential for each logit. A thread keeps the best of its own tokens that is not
+// listed yet, so each of `count` rounds is a maximum over the block, and one thread reads V / block logits again.
 // Grid (rows), block 64 … 512: 512 for large V. DEFINES: none.
-// PRECOND: V >= 1; width % 4 == 0, width >= 4 + 2 count, out aligned to 16 bytes; 0 <= token < V; logits without NaN,
-// the largest is finite.
-typedef unsigned long long Rank;
+// PRECOND: 1 <= V <= 2^19; width % 4 == 0, width >= 4 + 2 count, out aligned to 16 bytes; 0 <= token < V; logits without
+// NaN, the largest is finite.
+typedef unsigned long long Mass, Rank;
+
+constexpr float UNIT = 17592186044416.0f;  // 2^44, the mass of the best token
+constexpr float LEAST = -31.0f;            // of x - best: others have no mass
 
 struct __align__(16) Sums {
-    double sum;
+    Mass sum;
     float best, own;
 };
 
@@ -22,7 +29,7 @@ struct Pair {
     float logit;
 };
 
-__shared__ double sums[512];
+__shared__ Mass sum_of_warp[16];
 __shared__ Rank best_of_warp[16];
 
 // Larger for larger logits, and among equal ones for smaller ids; never 0. -0 and 0 are equal.
@@ -52,6 +59,15 @@ __device__ __forceinline__ Rank over_block(Rank best) {
     return best;
 }
 
+// e^(x - best), with what the difference has lost to rounding.
+__device__ __forceinline__ Mass mass(float x, float best) {
+    const float difference = x - best;
+    if (!(difference >= LEAST)) return 0;
+    const float of_best = x - difference, of_x = difference + of_best, lost = (x - of_x) + (of_best - best);
+    const float power = expf(difference);
+    return Mass(__fmaf_rn(power, lost, power) * UNIT);
+}
+
 extern "C" __global__ void __launch_bounds__(512)
 logprobs_kernel(int *out, const float *logits, const int *asked, int V, long long stride, int width) {
     asked += 3 * blockIdx.x;
@@ -61,12 +77,14 @@ logprobs_kernel(int *out, const float *logits, const int *asked, int V, long lon
 
     Rank own = best_after(logits, V, ~0ull), best = over_block(own);
     const float maximum = logits[~unsigned(best)];
-    double sum = 0.0;
-    for (int id = threadIdx.x; id < V; id += blockDim.x) sum += exp(double(logits[id]) - double(maximum));
-    sums[threadIdx.x] = sum;
+    Mass sum = 0;
+    for (int id = threadIdx.x; id < V; id += blockDim.x) sum += mass(logits[id], maximum);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (threadIdx.x % 32 == 0) sum_of_warp[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int thread = 1; thread < blockDim.x; ++thread) sum += sums[thread];
+        for (int warp = 1; warp < blockDim.x / 32; ++warp) sum += sum_of_warp[warp];
         *reinterpret_cast<Sums *>(out) = {sum, maximum, logits[asked[1]]};
     }
     for (int i = 0; i < asked[2]; ++i) {

@@ -144,6 +144,7 @@ def load_weights(
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
         inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
     host_bytes = 0 if of_host is None else of_host.bytes
+    ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
     return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes)
 
 

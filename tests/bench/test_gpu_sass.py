@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -301,6 +302,15 @@ def test_attention_of_a_prompt_copies_no_registers_of_keys_and_values() -> None:
     _, loop = compiled("prefill_attention", PREFILL)
     assert loop.total <= 1600
     assert loop.moves < loop.hmma / 8
+
+
+def test_log_probabilities_have_no_doubles() -> None:
+    """Most GPUs compute doubles at a 64th of the rate of floats, and a row has all tokens of the vocabulary."""
+    skip_without_the_recorded_compiler()
+    _, binary = nvrtc.compile_binary(Variant("logprobs", {}).text(), 89)
+    names = [instruction.name for instruction in disassemble(binary)["logprobs_kernel"].instructions]
+    assert "FADD" in names
+    assert not [name for name in names if re.match(r"D(ADD|MUL|FMA|SETP|MNMX)$|F2F$", name)]
 
 
 def test_a_failed_disassembly_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import pytest
+
 
 @dataclass(frozen=True)
 class GpuSizes:
@@ -21,3 +23,13 @@ class GpuSizes:
 
 SMALL = GpuSizes(schedules=1, prompt=29, steps=5, long=1280, large_blocks=(5, 2))
 SIZES = GpuSizes() if os.environ.get("POLARLM_TEST_GPU") else SMALL
+
+# Beside the matrices of a test: the context of its process, kernels, and what earlier tests have left in the pool.
+_BESIDE = 1 << 30
+
+
+def needs(nbytes: int, free: int) -> None:
+    """Skip the calling test, saying why, unless `nbytes` and what a test always takes fit into so many free bytes."""
+    if nbytes + _BESIDE > free:
+        wanted, there = ((size / 2**30) for size in (nbytes + _BESIDE, free))
+        pytest.skip(f"needs {wanted:.1f} GiB of the GPU's memory, of which {there:.1f} GiB are free")

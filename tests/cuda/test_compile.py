@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
-from polarlm.engine.backends.cuda.device.kernel_source import folder
+from polarlm.bench.gpu import nvrtc
+from polarlm.bench.gpu.nvrtc import (
+    OF_CUPY,
+    SHARED_LIMIT,
+    STATIC_LIMIT,
+    Usage,
+    compile_text,
+    compiler,
+    compilers,
+    run_compiler,
+)
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, folder
 from polarlm.engine.errors import EngineError
 from tests.cuda.kept import keeping
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
@@ -62,6 +72,39 @@ OVERLAPPING = [(variant.overlapping(), arch) for variant, arch in COVERING if ar
 @pytest.mark.parametrize(("variant", "arch"), OVERLAPPING, ids=lambda value: str(value).replace(" ", "-"))
 def test_kernels_that_wait_for_the_launch_before_compile_as_well(variant: Variant, arch: int) -> None:
     test_variants_compile_within_the_limits_of_each_architecture(variant, arch)
+
+
+# CUDA 12.9 knows fewer architectures than 13.
+OF_CUDA_12 = [(variant, arch) for variant, arch in COVERING if arch != 110]
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("variant", "arch"), OF_CUDA_12, ids=lambda value: str(value).replace(" ", "-"))
+def test_variants_compile_with_cuda_12_as_well(monkeypatch: pytest.MonkeyPatch, variant: Variant, arch: int) -> None:
+    """Its registers are not ours to choose: what it spills costs time on few GPUs, and is no fault."""
+    if len(compilers()) < 2:
+        pytest.skip("needs CUDA 12 beside CUDA 13: pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12")
+    older = compilers()[-1]
+    monkeypatch.setattr(nvrtc, "compiler", lambda: older)
+    for usage in compile_text(variant.text(), arch):
+        print(row(variant, usage))
+        assert not faults(variant, replace(usage, spilled=0, stack=0))
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("variant", "arch"), COVERING, ids=lambda value: str(value).replace(" ", "-"))
+def test_variants_compile_with_the_options_and_headers_of_cupy(variant: Variant, arch: int) -> None:
+    """Its own copies of CUDA's C++ headers come before those of the wheels."""
+    core = pytest.importorskip("cupy._core.core", reason="CuPy is not installed")
+    options = [*core.assemble_cupy_compiler_options(OPTIONS), *OF_CUPY, f"--gpu-architecture=sm_{arch}"]
+    message, binary = run_compiler(variant.text(), options)
+    assert binary, message
+
+
+def test_options_are_those_that_cupy_adds() -> None:
+    of_cupy = pytest.importorskip("cupy.cuda.compiler", reason="CuPy is not installed")
+    text = Path(of_cupy.__file__).read_text(encoding="utf-8")
+    assert all(f"options += ('{option}',)" in text for option in OF_CUPY)
 
 
 @pytest.mark.slow

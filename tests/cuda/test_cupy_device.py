@@ -507,7 +507,7 @@ NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
     (lambda machine: setattr(machine, "status", 999), r"CUDA does not start \(status 999\)"),
     (lambda machine: setattr(machine, "capability", (7, 5)), "Fake GPU, has compute capability 7.5, and 8.0 is"),
     (too_new, r"NVRTC 12\.4, is too old for the GPU, Fake GPU, which has compute capability 12\.0: update it"),
-    (broken, r"do not work \(CuPy failed to load libnvrtc.so.13\)$"),
+    (broken, r"\(NVRTC 12\.4\) or libraries do not work with the GPU, Fake GPU, .* 9\.0 \(CuPy failed to load lib"),
 ]
 
 

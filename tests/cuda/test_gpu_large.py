@@ -13,14 +13,14 @@ import pytest
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import RandomModel
 from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
-from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix
+from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix, weight_bytes
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.sampling.sample import SamplerInput
 from polarlm.engine.weight_formats import Linear
 from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
-from tests.cuda.gpu_sizes import SIZES
+from tests.cuda.gpu_sizes import SIZES, needs
 from tests.cuda.test_gpu import GREEDY, Unrecorded
 from tests.pairs import pairs
 
@@ -29,19 +29,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 LAYERS = 3
+_STORED = 1 << 30  # bytes of the KV store and of the work of steps, at most
 
 
 @pytest.fixture(autouse=True)
 def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Of all processes, since each test may take gigabytes, which it gives back for the tests of the others."""
     fcntl = pytest.importorskip("fcntl", reason="processes take turns by locks of Linux")
-    import cupy
-
     with (tmp_path_factory.getbasetemp().parent / "large.lock").open("w") as lock:  # that folder is for all of them
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-        gc.collect()
-        cupy.get_default_memory_pool().free_all_blocks()
+        give_back()
+
+
+def give_back() -> None:
+    """The memory of models that are gone."""
+    import cupy
+
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 def sizes() -> Sizes:
@@ -80,7 +86,10 @@ def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_steps_of_a_large_model_equal_launched_steps(kind: str) -> None:
+    ops, _ = opened(CudaOps).open()
+    needs(weight_bytes(ops, sizes().config, kind) + _STORED, ops.free_memory())
     recorded, logits = steps(CudaOps, kind)
+    give_back()
     plain, plain_logits = steps(Unrecorded, kind)
     np.testing.assert_array_equal(recorded, plain)
     np.testing.assert_array_equal(logits, plain_logits)
@@ -102,6 +111,7 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
     e, f = config.hidden_size, config.ffn.size
     shape = {"head": outer_parts(config, "bf16")[1][1:], "gate_up": (2 * f, e), "down": (e, f)}[name]
     ops, device = opened(CudaOps).open()
+    needs(4 * shape[0] * shape[1], ops.free_memory())  # at most, with all rows dequantized
     matrix = random_matrix(ops, Noise(device, CupyClock(), made.noise), format, *shape)
     x = rng.standard_normal((rows, shape[1]), np.float32)
     given = ops.to_host(ops.linear(ops.to_device(x), Linear((matrix,))))

@@ -72,6 +72,51 @@ def test_a_kernel_waits_if_its_own_body_does() -> None:
     assert not waits(text, "c")
 
 
+def breaks_the_chain(body: str) -> bool:
+    """Whether a thread of a kernel with this body, from its `{` on, may return before it waits, or without waiting.
+
+    With experts, the functions that say which they are wait.
+    """
+    before = re.sub(r"#if EXPERTS.*?#(else|endif)", "", body.split("wait_for_previous();")[0], flags=re.DOTALL)
+    before = re.sub(r"//[^\n]*|#[^\n]*", "", before)
+    while (start := before.find("[&]")) >= 0:  # a function within it returns to it
+        end = opened = before.index("{", start)
+        while before[opened : end + 1].count("{") > before[opened : end + 1].count("}"):
+            end = before.index("}", end + 1)
+        before = before[:start] + before[end + 1 :]
+    before = re.sub(r"\([^{}]*\)", "", before)
+    # A condition has braces, or the call is in its statement.
+    inside = before.count("{") - before.count("}") > 1 or re.search(r"[^\s;{}]\s*$", before)
+    return bool(inside or re.search(r"\breturn\b", before))
+
+
+@pytest.mark.parametrize("kernel", VARIANTS)
+def test_kernels_of_a_chain_wait_without_a_condition(kernel: str) -> None:
+    """The rule at `wait_for_previous` in `cuda/prelude.cuh`. A kernel that waits does so in its own text."""
+    text = VARIANTS[kernel][0].overlapping().text()
+    for name in kernel_names(text):
+        if waits(text, name):
+            body = re.search(rf"\b{name}\([^{{]*(\{{.*)", text, re.DOTALL)
+            assert body
+            assert not breaks_the_chain(body[1]), f"{name} may end before the launch before it has ended"
+
+
+@pytest.mark.parametrize(
+    ("body", "breaks"),
+    [
+        ("{ let_next_begin(); wait_for_previous(); if (n) return; }", False),
+        ("{ if (n) { x = 1; } wait_for_previous(); }", False),
+        ("{ const auto f = [&](int i) { if (i) { return; } }; f(1); wait_for_previous(); }", False),
+        ("{ if (n) return; wait_for_previous(); }", True),
+        ("{ if (n) { wait_for_previous(); } }", True),
+        ("{ int x; if (n) wait_for_previous(); }", True),
+        ("{ for (;;) wait_for_previous(); }", True),
+    ],
+)
+def test_a_condition_or_an_exit_before_the_wait_breaks_the_chain(body: str, breaks: bool) -> None:
+    assert breaks_the_chain(body) == breaks
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("kernel", VARIANTS)
@@ -112,6 +157,17 @@ class OverlappingDevice(EmulatedDevice):
     """Kernels may use nothing but weights and tables before they wait."""
 
     overlaps = True
+
+
+def test_weights_are_there_before_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that overlaps reads weights before it waits, and then for the launch before it alone."""
+    device = EmulatedDevice(checked=False)
+    monkeypatch.setattr(device, "wait", lambda: device.launches.append("wait"))
+    model_from(CudaOps(device), *mixed_model(), ("ring4", "ring3.5"))
+    assert "repack_kernel" in device.launches
+    assert "wait" in device.launches
+    read = device.launches.index("wait")
+    assert not {"repack_kernel", "narrow_kernel"} & set(device.launches[read:])
 
 
 def fix(model: Transformer) -> None:

@@ -63,12 +63,13 @@ def open_device() -> CupyDevice:
         device.gemm(device.empty((8, 8), np.float32), half, half, add=False)
         device.to_host(gate_up)
     except Exception as error:
-        if version := _too_old_for(capability):
-            raise _unavailable(
-                f"CUDA's compiler, NVRTC {version}, is too old for the GPU, {device.name}, which has compute capability"
-                f" {capability[0]}.{capability[1]}: update it ({_first_line(error)})"
-            ) from error
-        raise _unavailable(f"CUDA's compiler or libraries do not work ({_first_line(error)})") from error
+        version, newest = _nvrtc()
+        gpu = f"the GPU, {device.name}, which has compute capability {capability[0]}.{capability[1]}"
+        if capability[0] > newest // 10:
+            reason = f"CUDA's compiler, {version}, is too old for {gpu}: update it ({_first_line(error)})"
+            raise _unavailable(reason) from error
+        reason = f"CUDA's compiler ({version}) or libraries do not work with {gpu} ({_first_line(error)})"
+        raise _unavailable(reason) from error
     return device
 
 
@@ -83,14 +84,14 @@ def _capability() -> tuple[int, int]:
     return major, minor
 
 
-def _too_old_for(capability: tuple[int, int]) -> str:
-    """The version of NVRTC if it is too old for this capability; else, or if it is unknown, an empty string."""
+def _nvrtc() -> tuple[str, int]:
+    """The name and version of CUDA's compiler, and the newest architecture that it knows, as 90; a high one where it
+    does not load."""
     nvrtc = cupy.cuda.nvrtc
     try:
-        version, newest = nvrtc.getVersion(), max(nvrtc.getSupportedArchs())
+        return f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}", int(max(nvrtc.getSupportedArchs()))
     except Exception:
-        return ""
-    return ".".join(map(str, version)) if capability[0] > newest // 10 else ""
+        return "NVRTC, which does not load", 1000
 
 
 def _unavailable(reason: str) -> EngineError:

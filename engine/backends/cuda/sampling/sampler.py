@@ -21,6 +21,7 @@ SCRATCH_WORDS = 3 + 3 * _SAMPLE_THREADS + 2048  # uint64 of scratch per row
 _SIZES = {"THREADS": _SAMPLE_THREADS, "PART": _PART, "SCRATCH_WORDS": SCRATCH_WORDS, "ROW_WORDS": ROW_WORDS}
 SAMPLE = LaunchConfig({**_SIZES, "NOTHING_LEFT": _NOTHING_LEFT}, _SAMPLE_THREADS)
 _SUMS = 4  # int32 before the pairs in a result of `cuda/sampling/logprobs.cu`
+_UNIT = 2.0**-44  # of its sums
 
 
 def sample(
@@ -95,7 +96,7 @@ def _logprobs(
 
 def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
     """The log-probabilities in words (4 + 2·most,) int32, the result of `cuda/sampling/logprobs.cu` for one row."""
-    total = words[:2].view(np.float64)[0]
+    total = float(words[:2].view(np.uint64)[0]) * _UNIT
     best, own = words[2:_SUMS].view(np.float32).astype(np.float64)
     pairs = words[_SUMS : _SUMS + 2 * count].reshape(-1, 2)
     ids, logits = pairs[:, 0], pairs[:, 1].copy().view(np.float32).astype(np.float64)
