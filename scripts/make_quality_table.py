@@ -10,7 +10,7 @@ from typing import Any
 from polarlm.bench import report
 from polarlm.bench.quality import page
 from polarlm.bench.quality.causes import format_table
-from polarlm.bench.quality.scores import position_cells, small, with_error
+from polarlm.bench.quality.scores import kl_by_position, small, with_error
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 
@@ -84,8 +84,8 @@ def causes_table() -> str:
 def positions_table() -> str:
     """KL by position in a long text, by type and way of scoring."""
     measured = newest(f"positions-{DEMO}")
-    rows = [(f"{_label(row['type'])}, {row['scored_as']}", row["kl_by_position"]) for row in measured["rows"]]
-    return "\n".join([report.table(*position_cells(rows)), "", _source(measured, measured["exact_perplexity"])])
+    rows = [(f"{_label(row['type'])}, {row['scored_as']}", row["by_position"]) for row in measured["rows"]]
+    return "\n".join([report.table(*kl_by_position(rows)), "", _source(measured, measured["exact_perplexity"])])
 
 
 def weights_table() -> str:
@@ -127,9 +127,9 @@ def snapshots_table() -> str:
         cells += [_with_error(one, "kl_mean", "{:.2g}".format) if one["kl_mean"] else "0" for one in row["distances"]]
         cells += [f"{last['kl_99th_percentile']:.2g}, {last['kl_max']:.2g}", f"{100 * last['same_top1']:.2f} %"]
         lines.append(f"| {' | '.join(cells)} |")
-    stretch = presets["rows"][0]["kl_by_position"][-1]
+    stretch = presets["rows"][0]["by_position"][-1]
     costs = [
-        f"{row['kl_by_position'][-1]['kl_mean']:.2g} as {_label(row['type'])}"
+        f"{row['by_position'][-1]['kl_mean']:.2g} as {_label(row['type'])}"
         for row in presets["rows"]
         if row["scored_as"] == SERVED
     ]

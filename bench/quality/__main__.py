@@ -29,10 +29,11 @@ from polarlm.bench.quality.scores import (
     SCORINGS,
     Quality,
     format_table,
+    kl_by_position,
     measure,
     one_line,
     passes,
-    position_cells,
+    top1_by_position,
     windows,
 )
 from polarlm.bench.quality.types import FULL_PRECISION, all_types, chosen_types
@@ -270,8 +271,9 @@ def _print(quality: Quality, cells: Sequence[needle.Cell], about: dict[str, Any]
         "Attention error: relative, of each layer's attention given the reference's input; the mean of all layers.\n"
     )
     print(format_table(quality), end="\n\n")
-    stretches = [(f"{row.type}, {row.scored_as}", asdict(row)["kl_by_position"]) for row in quality.rows]
-    print(report.table(*position_cells(stretches)))
+    stretches = [(f"{row.type}, {row.scored_as}", asdict(row)["by_position"]) for row in quality.rows]
+    print(report.table(*kl_by_position(stretches)), end="\n\n")
+    print(report.table(*top1_by_position(stretches)))
 
 
 def _read(file: str | None) -> str:

@@ -149,6 +149,7 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
         ["cache type", "full precision", *TYPES],
         ["cache type", *TYPES],
         ["KL at positions", *TYPES],
+        ["same top-1 at positions", *TYPES],
         ["cache type", *TYPES],
     ]
     assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
@@ -158,13 +159,14 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
     rows = [[line.split("|")[1].strip() for line in table.splitlines()] for table in printed]
     assert [[label for label in labels if not label.startswith(":")] for labels in rows] == tables
     # KL by position is of the same positions as the mean of all.
-    stretches = row["kl_by_position"]
+    stretches = row["by_position"]
     assert sum(one["positions"] for one in stretches) == found["scored_tokens"]
     assert row["draft_acceptance"] == pytest.approx(np.minimum(p, q).sum(axis=1).mean(), abs=1e-3)
     for name, share in (("median", 0.5), ("90th_percentile", 0.9), ("99th_percentile", 0.99), ("max", 1)):
         assert row[f"kl_{name}"] == pytest.approx(np.quantile(kl, share), rel=0.02), name
-    whole = sum(one["positions"] * one["kl_mean"] for one in stretches) / found["scored_tokens"]
-    assert whole == pytest.approx(row["kl_mean"])
+    for figure in ("kl_mean", "same_top1"):
+        whole = sum(one["positions"] * one[figure] for one in stretches) / found["scored_tokens"]
+        assert whole == pytest.approx(row[figure]), figure
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_cache_types_are_scored_against_its_file(models: Models, here: Path) -> 
     assert result["exact_perplexity"] == pytest.approx(PRINTED["Mean PPL(base)"], rel=1e-5)
     assert f16["perplexity"] == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-3)
     assert abs(f16["kl_mean"]) < 1e-5 < compact["kl_mean"]
-    stretches = compact["kl_by_position"]
+    stretches = compact["by_position"]
     assert [(one["start"], one["end"]) for one in stretches] == [(TOKENS // 2, 128), (128, TOKENS - 1)]
     page = (here / "out.html").read_text(encoding="utf-8")
     assert "the log-probabilities of the file, of the second half of each window" in page
