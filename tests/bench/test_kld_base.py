@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from polarlm.bench.quality import budget, cost, kld_base, kld_file
+from polarlm.bench.quality import budget, cache_cost, cost, kld_base, kld_file
 from polarlm.bench.quality.divergence import compare, compare_stored, perplexity
 from polarlm.bench.quality.states import exact_states, logits_of, stored_logprobs
 from polarlm.engine import EngineError
@@ -65,7 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with the text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_bytes((RECORDED / "text.txt").read_bytes())
-    monkeypatch.setattr(cost, "Speeds", FakeSpeeds)
+    monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)
     return tmp_path
 
 
