@@ -145,11 +145,21 @@ def snapshots_table() -> str:
 
 
 def figures_table() -> str:
-    """All figures of the cache types on a small model, and those of texts that it writes with them."""
+    """All figures of the cache types, by position, too, and those of texts that the model writes with them."""
+    measured = newest(f"cost-{DEMO}")
+    parts = [page.divergences(measured), *page.by_position(measured), page.answers(measured)]
+    return _figures(measured, parts)
+
+
+def hybrid_figures_table() -> str:
+    """The same on a small model with a layer of attention; its windows are too short for positions to differ."""
     measured = newest("cost-trained-hybrid-????-??-??")
-    tables = [report.table(*_named(*part(measured))) for part in (page.divergences, page.answers)]
-    full = measured["exact_perplexity"]
-    return "\n\n".join([*tables, _source(measured, full)])
+    return _figures(measured, [page.divergences(measured), page.answers(measured)])
+
+
+def _figures(measured: Measured, parts: Sequence[tuple[list[str], list[list[str]]]]) -> str:
+    tables = [report.table(*_named(*part)) for part in parts]
+    return "\n\n".join([*tables, _source(measured, measured["exact_perplexity"])])
 
 
 def _named(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
@@ -242,6 +252,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "snapshots": snapshots_table,
         "needle": needle_table,
         "figures": figures_table,
+        "hybrid figures": hybrid_figures_table,
         "peers": peers_table,
     },
 }
