@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
+from polarlm.bench.command import HF_REPO_HELP, LAYERS_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
 from polarlm.bench.quality import angles, needle, peers, plots
 from polarlm.bench.quality.arithmetic import (
     ArithmeticRow,
@@ -57,7 +57,7 @@ class Options:
     text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text to score; this flag is needed")
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
-    types: str | None = setting(None, "--types", metavar="TYPES", help=f"{TYPES_HELP}; all, if not given")
+    types: str | None = setting(None, "--types", metavar="TYPES", help=f"{TYPES_HELP}{LAYERS_HELP}; all, if not given")
     windows: int = setting(4, "--windows", metavar="N", help="windows to score at most, from the start of the text")
     window: int = setting(2048, "--window", metavar="N", help="tokens in a window, the one that starts it included")
     key_conditioning: bool = setting(

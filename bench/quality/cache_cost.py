@@ -263,7 +263,7 @@ def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
     Raises FlagError.
     """
     found = []
-    for one in cache_types(text):
+    for one in cache_types(text, by_layer=True):
         try:
             one.check(config.attention.head_dim)
         except FlagError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.bench import report
-from polarlm.bench.command import TYPES_HELP, WEIGHTS_HELP
+from polarlm.bench.command import LAYERS_HELP, TYPES_HELP, WEIGHTS_HELP
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
@@ -34,7 +34,7 @@ class QualityConfig:
         None, "TEXT", bare=None, help="UTF-8 text like what the model will read; - is standard input"
     )
     weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
-    types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP)
+    types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP + LAYERS_HELP)
     minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
     state: bool = setting(
         False,

@@ -127,6 +127,17 @@ def test_cache_types_of_a_command_line() -> None:
     assert plain.settings()["key_conditioning"] is False
 
 
+def test_types_for_some_layers_belong_to_the_type_before_them() -> None:
+    assert cache_types("ring3/ring3.5, ring5@1-2, f16@3,ring3,ring5@1/ring3.5:plain", by_layer=True) == [
+        CacheType("ring3/ring3.5,ring5@1-2,f16@3", "ring3", "ring3.5,ring5@1-2,f16@3", True),
+        CacheType("ring3,ring5@1/ring3.5:plain", "ring3,ring5@1", "ring3.5", False),
+    ]
+    with pytest.raises(FlagError, match="--types ring3,int9@1: There is no cache type 'int9'"):
+        cache_types("ring3,int9@1", by_layer=True)
+    with pytest.raises(FlagError, match="There is no cache type 'ring5@1'"):
+        cache_types("ring3,ring5@1")  # for what knows one type alone
+
+
 def test_a_codec_that_does_not_support_the_head_dim_is_refused_by_name() -> None:
     with pytest.raises(FlagError, match=r"--types f16/polarquant: .*7"):
         CacheType.read("f16/polarquant").check(head_dim=7)
